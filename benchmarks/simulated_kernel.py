@@ -28,13 +28,11 @@ from unisono.control import (
     addresses,
     condition,
     connection,
-    failure_detection,
     handshake,
     hub,
     inquiry,
-    missing,
+    peers,
     rendezvous,
-    sideband,
 )
 
 __all__ = ("Kernel", "Process", "Waitable")
@@ -43,8 +41,8 @@ _TICK_S = 50e-6
 _STACK_BYTES = 1 << 18
 _FIRST_PID = 10_000_000  # no process of this machine has it
 _MODULES = (
-    *(addresses, condition, connection, failure_detection, handshake),
-    *(hub, inquiry, missing, rendezvous, sideband),
+    *(addresses, condition, connection, handshake),
+    *(hub, inquiry, peers, rendezvous),
 )
 _LIBRARIES = ("os", "select", "selectors", "socket", "threading", "time")
 

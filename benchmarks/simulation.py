@@ -39,8 +39,8 @@ from unisono.control import hub, rendezvous, tree
 from unisono.control.connection import ALL, GIVE, Connection
 from unisono.control.envelopes import call_head, split_blobs
 from unisono.control.hub import Hub
+from unisono.control.peers import Peers
 from unisono.control.plane import SocketControlPlane
-from unisono.control.sideband import Sideband
 from unisono.control.tree import FAN_OUT
 from unisono.errors import PeerFailedError
 from unisono.host.mailbox import MAILBOX_BYTES
@@ -92,7 +92,7 @@ def counting(tally_of: Callable[[], Tally]) -> Iterator[None]:
     Args:
         tally_of: gives that of the rank that runs.
     """
-    make, send_round, send_aside = Connection.__init__, Hub._send, Sideband._send
+    make, send_round, send_aside = Connection.__init__, Hub._send, Peers._send
 
     def made(self: Connection, sock: Any, mailbox: Any, limit_bytes: int) -> None:
         make(self, sock, mailbox, limit_bytes)
@@ -110,15 +110,15 @@ def counting(tally_of: Callable[[], Tally]) -> Iterator[None]:
             tally.held_bytes = sum(tally.longest.values())
         send_round(self, kind, place, body, until)
 
-    def sent_aside(self: Sideband, kind: int, body: bytes, place: int) -> None:
-        if place in self._connections:
+    def sent_aside(self: Peers, kind: int, body: bytes, place: int) -> None:
+        if place in self.sideband:
             tally_of().note(kind, body)
         send_aside(self, kind, body, place)
 
     with (
         patch.object(Connection, "__init__", made),
         patch.object(Hub, "_send", sent_round),
-        patch.object(Sideband, "_send", sent_aside),
+        patch.object(Peers, "_send", sent_aside),
     ):
         yield
 

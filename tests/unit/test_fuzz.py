@@ -25,8 +25,9 @@ from unisono.control.connection import (
     read_failure,
 )
 from unisono.control.hub import Hub
+from unisono.control.peers import Peers
 from unisono.control.signatures import SequenceNumbers
-from unisono.control.tree import Peers, links
+from unisono.control.tree import links
 from unisono.errors import (
     CollectiveError,
     CollectiveMismatchError,
@@ -148,10 +149,10 @@ def hub(place: int) -> Iterator[tuple[Hub, socket.socket, socket.socket]]:
         {other: Connection(ours, None, LIMIT_BYTES)},
         {other: Connection(beside, None, LIMIT_BYTES)},
     )
-    made = Hub(range(2), place, Peers(part, *lines, {}), 10.0, SequenceNumbers())
+    made = Hub(Peers(range(2), place, part, lines, {}, SequenceNumbers()), None, 10.0)
     with main, aside:
         yield made, main, aside
-    made.close()
+    made.peers.close()
 
 
 @FUZZ

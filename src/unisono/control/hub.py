@@ -8,12 +8,10 @@ with ALL, the root ends with GIVE. A failure, or the deadline, ends every later 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
-import threading
 import time
-from collections.abc import Callable, Collection
+import weakref
 
 from unisono.control.connection import (
     ALL,
@@ -25,10 +23,8 @@ from unisono.control.connection import (
     read_failure,
 )
 from unisono.control.envelopes import START_BYTES, Blobs, join_blobs, split_blobs
-from unisono.control.failure_detection import FailureDetector
-from unisono.control.missing import Absent
-from unisono.control.signatures import SequenceNumbers, describe
-from unisono.control.tree import Peers
+from unisono.control.peers import Peers
+from unisono.control.signatures import describe
 from unisono.deadlines import host_s
 from unisono.errors import CollectiveError
 from unisono.host.arena import Arena
@@ -39,24 +35,6 @@ __tracebackhide__ = hides
 
 _SPIN_S = 200e-6  # longer than a wake-up takes, or one slow round would make the next one slow
 _MOST_NAPS = 64
-
-
-class SpinPolicy:
-    """What one rank has learnt of its waits."""
-
-    # Where spinning was in vain, the next waits sleep at once: twice as many each time, up to 64.
-
-    def __init__(self) -> None:
-        self.naps: int = 0
-        """How many of the next waits sleep at once."""
-        self._next_naps = 1
-
-    def learn(self, has_come: bool) -> None:
-        """Take note of how spinning ended."""
-        self.naps = 0 if has_come else self._next_naps
-        self._next_naps = 1 if has_come else min(2 * self._next_naps, _MOST_NAPS)
-
-
 # The leader knows more of who is missing, so it is given the time to say so first.
 _WARN_LATER_S = 3.0
 _GRACE_S = 0.4
@@ -69,45 +47,39 @@ _NEVER = float("inf")
 class Hub:
     """The control plane of one group."""
 
-    def __init__(
-        self,
-        ranks: tuple[int, ...] | range,
-        place: int,
-        peers: Peers,
-        warn_after_s: float,
-        steps: SequenceNumbers,
-    ) -> None:
+    def __init__(self, peers: Peers, arena: Arena | None, warn_after_s: float) -> None:
         self.all_share_memory = False
         """Whether every round goes through memory; set once the ranks know what all of them can."""
         self.compares_calls = False
         """Whether comparing calls costs little beside the data plane; set likewise."""
         self.checks: bool | None = None
         """Whether ranks compare calls before each collective, as their users want it."""
-        self.arena: Arena | None = peers.arena
+        self.arena: Arena | None = arena
         """Memory for tensors that the ranks of this host share, if they do."""
         self.hosts: list[list[int]] = []
         """Ranks by host, where those of every host share memory for tensors; set likewise."""
         self.inline_bytes = 0
         """Longest blob that a round takes; set likewise."""
         self.warn_after_s: float = warn_after_s
-        self._ranks = ranks
-        self._size = len(ranks)
-        self._place = place
-        self._links = peers.links
-        self._below = {down: sorted(places) for down, places in peers.links.below.items()}
-        self._subtree = sorted((place, *(far for each in self._below.values() for far in each)))
-        self._connections = peers.connections
-        self._detector = FailureDetector(ranks, place, peers, steps)
-        self._seq = 0
-        self._lock = threading.RLock()
+        self.peers: Peers = peers
+        weakref.finalize(self, peers.close).atexit = False
+        below, place = peers.links.below, peers.place
+        self._size = len(peers.ranks)
+        self._below = {down: sorted(places) for down, places in below.items()}
+        self._subtree = sorted((place, *(far for each in below.values() for far in each)))
+        self._connections = peers.rounds
+        # What `_receive` waits for: a message of a kind, from which places, and what has come.
+        self._kind = NOTICE
+        self._awaited: tuple[int, ...] = ()
+        self._got: dict[int, Blobs] = {}
         self._poll = select.poll()
         self._place_of = {connection.fd: other for other, connection in self._connections.items()}
-        self._place_of |= {fd: other for other, fd in self._detector.pidfds.items()}
+        self._place_of |= {fd: other for other, fd in peers.pidfds.items()}
         self._ended: list[int] = []  # places of this host that no connection leads to
-        self._caller = 0  # the thread that is in a round
         for fd in self._place_of:
             self._poll.register(fd, select.POLLIN)
-        self._spins = SpinPolicy()
+        # Where spinning was in vain, the next waits sleep at once: twice as many each time.
+        self._naps, self._next_naps = 0, 1
         self._yields = len(peers.pids) >= usable_cores()  # ranks share cores
 
     @property
@@ -115,117 +87,40 @@ class Hub:
         """Whether rounds go through memory shared with each neighbour."""
         return all(connection.mailbox is not None for connection in self._connections.values())
 
-    def close(self, farewell: str = "") -> None:
-        """Leave the group; harmless the second time."""
-        if farewell:
-            self._detector.say_farewell(farewell)
-        self._detector.close()
-
-    def say_farewell(self, how: str) -> None:
-        """Let the others know that this rank calls nothing more."""
-        self._detector.say_farewell(how)
-
-    def disown(self) -> None:
-        """Close what a forked child has inherited of its parent's."""
-        self._detector.disown()
-
-    def gone(
-        self, ranks: Collection[int] | None = None, group: str = "", step: int = 0
-    ) -> Absent | None:
-        """Tell which rank is known to be gone, if any."""
-        # Local; doesn't wait.
-        detector = self._detector
-        if detector.gone is None:
-            try:
-                if self._lock.acquire(blocking=False) and detector.failure is None:
-                    with contextlib.suppress(CollectiveError):
-                        among = None if ranks is None else self._places(ranks)
-                        detector.raise_if_gone(among, group, step)
-            finally:
-                # A call in Python could be interrupted before it begins, as `suppress` is.
-                try:  # noqa: SIM105
-                    self._lock.release()
-                except RuntimeError:  # it isn't this thread's
-                    pass
-        absent = detector.gone
-        return absent if absent is None or ranks is None or absent.rank in ranks else None
-
-    def late(self, group: str, ranks: tuple[int, ...], step: int, is_over: bool) -> str:
-        """Say which ranks haven't come to an operation of the data plane."""
-        # Local; waits a second at most.
-        return self._detector.late(self._places(ranks or self._ranks), group, step, is_over)
-
-    def _places(self, ranks: Collection[int]) -> list[int]:
-        return [place for place, rank in enumerate(self._ranks) if rank in ranks]
-
     def exchange(self, blob: bytes, until: float) -> Blobs:
         """Give every rank the blobs of all, in order of places. Collective over the group."""
-        detector = self._detector
-        try:  # an interrupt may come just after the lock was taken: it knows whose it is
-            if not self._lock.acquire(blocking=False):
-                self._wait_for_turn(blob, until)
-            if self._caller:
-                detector.raise_nested(blob)
+        peers = self.peers
+        if not peers.lock.acquire(blocking=False):
+            peers.wait_for_turn(blob, until)
+        try:
+            if peers.is_in_round:
+                raise peers.nested(blob)
             size = len(blob)
             given = blob if size <= self.inline_bytes else blob[:START_BYTES]
-            detector.enter(self._seq + 1, given)
-            self._caller = threading.get_ident()
-            self._seq += 1
+            peers.enter(given)
             try:
                 return self._round(given, size, until)
             except CollectiveError:
                 raise
             except BaseException as error:  # Ctrl-C above all: half a round can't be taken back
-                detector.interrupt(f"{type(error).__name__} interrupted {describe(blob)}", True)
+                peers.interrupt(f"{type(error).__name__} interrupted {describe(blob)}")
                 raise
             finally:
-                self._caller = 0
-                detector.leave()
+                peers.leave()
         finally:
-            # A call in Python could be interrupted before it begins, as `suppress` is.
-            try:  # noqa: SIM105
-                self._lock.release()
-            except RuntimeError:  # it isn't this thread's
-                pass
-
-    def _wait_for_turn(self, blob: bytes, until: float) -> None:
-        self._detector.raise_if_concurrent(self._caller, blob)
-        left_s = max(0.0, until - time.monotonic())
-        if not self._lock.acquire(timeout=min(left_s, threading.TIMEOUT_MAX)):
-            self._detector.raise_not_begun(blob)
-
-    @property
-    def failure(self) -> CollectiveError | None:
-        """What every later round raises; None while nothing has failed."""
-        return self._detector.failure
-
-    def interrupt(self, how: str) -> None:
-        """Take note that this rank comes no more, and tell the others."""
-        self._tell(self._detector.interrupt, how)
-
-    def give_up(self, text: str) -> None:
-        """Take note that the time of an operation is over for all ranks, and tell them."""
-        self._tell(self._detector.give_up, text)
-
-    def _tell(self, tell: Callable[[str, bool], None], text: str) -> None:
-        try:  # another thread may be sending
-            tell(text, self._lock.acquire(blocking=False))
-        finally:
-            # A call in Python could be interrupted before it begins, as `suppress` is.
-            try:  # noqa: SIM105
-                self._lock.release()
-            except RuntimeError:  # it isn't this thread's
-                pass
+            peers.lock.release()
 
     def _round(self, blob: bytes, size: int, until: float) -> Blobs:
-        up, downs = self._links.up, self._links.downs
+        links = self.peers.links
+        up, downs = links.up, links.downs
         gathered: Blobs = (blob,), (size,)
         if downs:
             blobs, sizes = [b""] * self._size, [0] * self._size
-            blobs[self._place], sizes[self._place] = blob, size
+            place = self.peers.place
+            blobs[place], sizes[place] = blob, size
             for down, given in self._receive(GIVE, downs, until).items():
-                for place, each, each_size in zip(self._below[down], *given, strict=True):
-                    blobs[place], sizes[place] = each, each_size
+                for far, each, each_size in zip(self._below[down], *given, strict=True):
+                    blobs[far], sizes[far] = each, each_size
             gathered = blobs, sizes
             if len(self._subtree) < self._size:
                 gathered = [blobs[at] for at in self._subtree], [sizes[at] for at in self._subtree]
@@ -241,142 +136,125 @@ class Hub:
     def _receive(self, kind: int, places: tuple[int, ...], until: float) -> dict[int, Blobs]:
         """Wait for one message of `kind` from each of `places`; give what is in them."""
         got: dict[int, Blobs] = {}
-        spins = self._spins
-        if spins.naps:
-            spins.naps -= 1
+        self._kind, self._awaited, self._got = kind, places, got
+        if self._naps:
+            self._naps -= 1
         else:
             spin_until = time.monotonic() + _SPIN_S
             for place in places:
-                self._spin(place, kind, places, got, spin_until)
-            spins.learn(len(got) == len(places))
+                self._spin(place, spin_until)
+            has_come = len(got) == len(places)
+            self._naps = 0 if has_come else self._next_naps
+            self._next_naps = 1 if has_come else min(2 * self._next_naps, _MOST_NAPS)
         if len(got) < len(places):
             later_s = _WARN_LATER_S if kind == ALL else 0.0
-            warn_at = time.monotonic() + host_s(self.warn_after_s) + later_s
-            self._sleep(kind, places, got, until, warn_at)
+            self._sleep(until, time.monotonic() + host_s(self.warn_after_s) + later_s)
         return got
 
-    def _spin(
-        self, place: int, kind: int, places: tuple[int, ...], got: dict[int, Blobs], until: float
-    ) -> None:
+    def _spin(self, place: int, until: float) -> None:
         """Look for the message of one neighbour without sleeping."""
-        connection = self._connections[place]
+        connection, got = self._connections[place], self._got
         mailbox = connection.mailbox  # where there is one, the socket is read only before sleeping
         take = connection.take if mailbox is None else mailbox.take
         try:
             while place not in got:
                 frame = take()
                 if frame is not None:
-                    self._accept(frame, place, kind, places, got)
+                    self._accept(frame, place)
                 elif time.monotonic() > until:
                     break
                 elif self._yields:
                     os.sched_yield()
         except (ConnectionClosed, ValueError) as closed:
-            self._detector.raise_gone(place, str(closed))
+            raise self.peers.fail_gone(place, str(closed)) from None
 
-    def _sleep(
-        self,
-        kind: int,
-        places: tuple[int, ...],
-        got: dict[int, Blobs],
-        until: float,
-        warn_at: float,
-    ) -> None:
+    def _sleep(self, until: float, warn_at: float) -> None:
         """Sleep until all have come, and say so to those that could go unnoticed."""
+        kind, places, got, peers = self._kind, self._awaited, self._got, self.peers
         wait_s = _FIRST_SLEEP_S
         suspect_at, has_grace = time.monotonic() + _SUSPECT_S, kind == ALL
-        self._detector.waits = (places, got)
+        peers.waits = (places, got)
         for place in places:
             self._connections[place].sleep(True)
-        self._take_all(kind, places, got)
+        self._take_all()
         while len(got) < len(places):
             now = time.monotonic()
             if now >= until:
-                states = self._detector.ask(places, got)
-                self._take_all(kind, places, got)  # who answered may have been the first to give up
+                states = peers.ask(places, got)
+                self._take_all()  # who answered may have been the first to give up
                 if len(got) == len(places):
                     break
-                is_there = bool(states) and all(s.seq >= self._seq for s in states.values())
+                is_there = bool(states) and all(s.seq >= peers.seq for s in states.values())
                 if not (has_grace and is_there):
-                    self._detector.raise_timeout(places, got, states)
+                    raise peers.fail_late(places, got, states)
                 has_grace, until = False, time.monotonic() + _GRACE_S
             if kind == ALL and self._ended and now >= suspect_at:
                 suspect_at = now + _SUSPECT_S
-                if self._detector.is_behind(places[0]):  # so it can't have left with the answer
-                    self._detector.raise_gone(self._ended[0])
+                if peers.is_behind(places[0]):  # so it can't have left with the answer
+                    raise peers.fail_gone(self._ended[0])
             if now >= warn_at:
                 warn_at = _NEVER
-                self._detector.warn(places, got)
+                peers.warn(places, got)
             ends = (until, warn_at, suspect_at if self._ended else _NEVER)
             events = self._poll.poll(max(0.0, min(min(ends) - now, wait_s)) * 1000)
             for fd, _ in events:
-                self._on_event(fd, kind, places, got)
+                self._on_event(fd)
             if not events:
                 wait_s = _LONGEST_SLEEP_S
-                self._take_all(kind, places, got)
+                self._take_all()
         for place in places:
             self._connections[place].sleep(False)
 
-    def _take_all(self, kind: int, places: tuple[int, ...], got: dict[int, Blobs]) -> None:
+    def _take_all(self) -> None:
         """Take what came while this rank was elsewhere, or was falling asleep."""
-        for place in places:
-            if place not in got:
-                self._take(place, kind, places, got)
+        for place in self._awaited:
+            if place not in self._got:
+                self._take(place)
 
-    def _on_event(self, fd: int, kind: int, places: tuple[int, ...], got: dict[int, Blobs]) -> None:
+    def _on_event(self, fd: int) -> None:
         place = self._place_of[fd]
         if place in self._connections:
-            self._take(place, kind, places, got, is_gone=fd != self._connections[place].fd)
+            self._take(place, is_gone=fd != self._connections[place].fd)
         else:
             self._poll.unregister(fd)
             self._ended.append(place)
 
-    def _take(
-        self,
-        place: int,
-        kind: int,
-        places: tuple[int, ...],
-        got: dict[int, Blobs],
-        is_gone: bool = False,
-    ) -> None:
+    def _take(self, place: int, is_gone: bool = False) -> None:
         """Take what a neighbour has sent; fail where it is gone, or sent what it shouldn't."""
         how = ""
         try:
             while (frame := self._connections[place].take()) is not None:
-                if self._accept(frame, place, kind, places, got) and not is_gone:
+                if self._accept(frame, place) and not is_gone:
                     return
         except (ConnectionClosed, ValueError) as closed:
             is_gone, how = True, str(closed)
         # A peer that sent GIVE still waits for ALL, so its exit is a failure; one that sent ALL
         # may exit.
-        if is_gone and not (kind == ALL and place in got):
-            self._detector.raise_gone(place, how)
+        if is_gone and not (self._kind == ALL and place in self._got):
+            raise self.peers.fail_gone(place, how)
 
-    def _accept(
-        self,
-        frame: Frame,
-        place: int,
-        kind: int,
-        places: tuple[int, ...],
-        got: dict[int, Blobs],
-    ) -> bool:
+    def _accept(self, frame: Frame, place: int) -> bool:
         """Handle one frame of a neighbour; tell whether it is the one that is waited for."""
-        if frame[0] == NOTICE:
-            self._detector.forward_warning(frame[2], place)
+        kind, seq, body = frame
+        if kind == NOTICE:
+            downs = self.peers.links.downs
+            self.peers.forward_warning(body, [down for down in downs if down != place])
             return False
-        if frame[0] == FAIL:
-            self._detector.raise_failure(read_failure(frame[2]), place)
-        if frame[:2] != (kind, self._seq) or place not in places or place in got:
-            raise ConnectionClosed(f"it sent frame {frame[0]} of round {frame[1]}")
+        if kind == FAIL:
+            raise self.peers.fail(read_failure(body), place)
+        is_awaited = (kind, seq) == (self._kind, self.peers.seq) and place in self._awaited
+        if not is_awaited or place in self._got:
+            raise ConnectionClosed(f"it sent frame {kind} of round {seq}")
         count = self._size if kind == ALL else len(self._below[place])
-        got[place] = split_blobs(frame[2], count, self.inline_bytes)
+        self._got[place] = split_blobs(body, count, self.inline_bytes)
         return True
 
     def _send(self, kind: int, place: int, body: bytes, until: float) -> None:
         try:
-            self._connections[place].send(kind, self._seq, body, until)
+            self._connections[place].send(kind, self.peers.seq, body, until)
         except ConnectionClosed as closed:
-            self._take(place, NOTICE, (), {})  # it may have said why
-            self._detector.raise_gone(place, str(closed))
+            self._kind, self._awaited, self._got = NOTICE, (), {}
+            self._take(place)  # it may have said why
+            raise self.peers.fail_gone(place, str(closed)) from None
         except TimeoutError:
-            self._detector.raise_blocked(place)
+            raise self.peers.fail_blocked(place) from None

@@ -6,23 +6,32 @@ A model without one gets the default, which adds nothing to the model's own `exc
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import sys
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from unisono.control.absent_ranks import Absent
 from unisono.control.envelopes import call_head
 from unisono.control.hub import Hub
-from unisono.control.missing import Absent
+from unisono.control.peers import Peers
 from unisono.control.rendezvous import checks_by, connect_group
 from unisono.control.signatures import SequenceNumbers, site, unpack
-from unisono.control.watch import Watch
-from unisono.deadlines import end_of_call
-from unisono.errors import CollectiveError, ContextError, GroupMembershipError
+from unisono.deadlines import allowed_s, end_of_call, format_s, host_s, limit_of
+from unisono.errors import (
+    CollectiveTimeoutError,
+    ContextError,
+    GroupMembershipError,
+    PeerFailedError,
+)
+from unisono.host.arena import Check
 from unisono.host.collectives import HostCollectives
 from unisono.host.levels import MemoryCollectives, TwoLevels
 from unisono.model import fallback
@@ -35,6 +44,8 @@ if TYPE_CHECKING:
     from unisono.model.contract import ComputationModel
 
 __tracebackhide__ = hides
+
+_log = logging.getLogger(__name__)
 
 INLINE_BYTES = 1 << 16
 """Longest blob that travels through the hub; longer ones follow on the data plane.
@@ -267,12 +278,13 @@ class SocketControlPlane(ControlPlane):
         return self.hubs[key]
 
     def _share_tensors(self, hub: Hub, key: str, group: Group | None) -> None:
-        hosts, watch = hub.hosts, Watch(self, group, key)
+        hosts = hub.hosts
         if len(hosts) == 1 and hub.arena is not None:
-            self._memories[key] = HostCollectives(hub.arena, hosts[0], watch)
+            # Without its handle, and not the group itself, which would never end.
+            whose = None if group is None else replace(group, handle=None)
+            self._memories[key] = HostCollectives(hub.arena, hosts[0], self, whose)
         elif len(hosts) < self.model.topology.size(group) and len(hosts) > 1:
-            rank = self.model.topology.rank
-            self._memories[key] = TwoLevels(hub.arena, hosts, rank, watch, self)
+            self._memories[key] = TwoLevels(hub.arena, hosts, self.model.topology.rank, self)
 
     def watch_over(self, group: Group) -> None:
         """Watch for the last reference to a group and its handle."""
@@ -321,20 +333,20 @@ class SocketControlPlane(ControlPlane):
 
     def end(self, name: str) -> None:
         """Close the connections of a group, too."""
-        self._let_go([name], lambda hub: hub.close("left"))
+        self._let_go([name], lambda peers: peers.close("left"))
         for kept in (self._handles, self._connects):
             kept.pop(name, None)
         self.proved.discard(name)
         super().end(name)
 
-    def _let_go(self, names: list[str], leave: Callable[[Hub], object]) -> None:
+    def _let_go(self, names: list[str], leave: Callable[[Peers], object]) -> None:
         hubs = [self.hubs.pop(name, None) for name in names]
         for memory in [self._memories.pop(name, None) for name in names]:
             if memory is not None:
                 memory.close()
         for hub in hubs:
             if hub is not None:
-                leave(hub)
+                leave(hub.peers)
 
     def make_part(self, ranks: tuple[int, ...]) -> Group:
         """Make a group whose operations are parts of those of all ranks. Collective over all."""
@@ -355,20 +367,20 @@ class SocketControlPlane(ControlPlane):
     def interrupt(self, how: str) -> None:
         """Tell the other ranks that this one left a collective half-way."""
         for hub in self._connected():
-            hub.interrupt(how)
+            hub.peers.interrupt(how)
 
     def say_farewell(self, how: str) -> None:
         """Tell the other ranks that this one calls nothing more."""
         for hub in self._connected():
-            hub.say_farewell(how)
+            hub.peers.say_farewell(how)
 
     def close(self, farewell: str = "left") -> None:
         """Close the connections."""
-        self._let_go(list(self.hubs), lambda hub: hub.close(farewell))
+        self._let_go(list(self.hubs), lambda peers: peers.close(farewell))
 
     def disown(self) -> None:
         """Close what a forked child has inherited, without a word to the others."""
-        self._let_go(list(self.hubs), Hub.disown)
+        self._let_go(list(self.hubs), Peers.disown)
 
     def take_over(self, other: Self) -> None:
         """Share the connections of another view of this context, and what they proved."""
@@ -379,43 +391,31 @@ class SocketControlPlane(ControlPlane):
         for memory in self._memories.values():
             memory.belong_to(self)
 
+    def begin(self, group: Group | None, call: str) -> Check:
+        """Record an operation through memory that begins; return what is called while it waits."""
+        return _Wait(self, group, call, self.steps.begin(name_of(group), call))
+
     def gone(self, group: Group | None, step: int = 0) -> Absent | None:
-        """Tell which rank of a group is known to be gone, if any."""
-        # Local; doesn't wait, but for the word of one that has ended.
+        """Return which rank of a group is known to be gone, if any, waiting for its farewell."""
         group, step = self._whole(group, step)
         name = name_of(group)
         for key in dict.fromkeys((name, EVERYBODY)):
             hub = self.hubs.get(key)
             ranks = None if group is None or key == name else group.ranks
-            absent = None if hub is None else hub.gone(ranks, name, step)
+            absent = None if hub is None else hub.peers.gone(ranks, name, step)
             if absent is not None:
                 return absent
         return None
 
-    def failure(self, group: Group | None) -> CollectiveError | None:
-        """Return what every later round of a group raises, None while nothing has failed."""
-        hub = self.hubs.get(name_of(group))
-        if hub is None:
-            raise ContextError("finalize() was called meanwhile, by another thread")
-        return hub.failure
-
-    def give_up(self, group: Group | None, text: str) -> None:
-        """Tell the ranks of a group that the time of an operation is over."""
-        hub = self.hubs.get(name_of(group))
-        if hub is not None:
-            hub.give_up(text)
-
     def late(self, group: Group | None, step: int, is_over: bool = True) -> str:
-        """Return which ranks haven't come to an operation of the data plane, if it is known."""
-        # Local; waits a second at most.
+        """Return which ranks haven't begun an operation, if it is known; waits 1 s at most."""
         group, step = self._whole(group, step)
-        ranks = () if group is None else group.ranks
-        name = name_of(group)
+        name, ranks = name_of(group), None if group is None else group.ranks
         hub = self.hubs.get(name) or self.hubs.get(EVERYBODY)
-        return "" if hub is None else hub.late(name, ranks, step, is_over)
+        return "" if hub is None else hub.peers.late(ranks, name, step, is_over)
 
     def _whole(self, group: Group | None, step: int) -> tuple[Group | None, int]:
-        """Give group and number of the operation that this one is a part of, if it is one."""
+        """Return group and number of the operation that this one is a part of, if it is one."""
         if group is None or group.name not in self._parts:
             return group, step
         return None, self.steps.counts.get(EVERYBODY, 0)
@@ -424,3 +424,48 @@ class SocketControlPlane(ControlPlane):
         """Return the seconds after which a wait on the data plane names the missing ranks."""
         hub = next(iter(self._connected()), None)
         return math.inf if hub is None else hub.warn_after_s
+
+
+class _Wait:
+    """A wait for other ranks inside of an operation through memory."""
+
+    def __init__(
+        self, control: SocketControlPlane, group: Group | None, call: str, step: int
+    ) -> None:
+        self._control, self._group, self._call, self._step = control, group, call, step
+        self._begun = time.monotonic()
+        self._limit_s = math.nan  # until the first look: mostly there is none
+        self._is_warned = False
+
+    def __call__(self, position: int) -> None:
+        """Raise where a rank is gone, the group has failed or the time is over."""
+        control, now = self._control, time.monotonic()
+        if math.isnan(self._limit_s):
+            limit_s = limit_of(allowed_s(control, self._group))
+            self._limit_s = math.inf if limit_s is None else limit_s
+        absent = control.gone(self._group, self._step)
+        if absent is not None:
+            raise PeerFailedError(f"{self._where()}: {absent.how}", absent.rank)
+        hub = control.hubs.get(name_of(self._group))
+        if hub is None:
+            raise ContextError("finalize() was called meanwhile, by another thread")
+        failure = hub.peers.failure
+        if failure is not None:
+            raise type(failure)(*failure.args)
+        if now >= self._begun + host_s(self._limit_s):
+            late = self._late(position, is_over=True)
+            text = f"{late}\n  {self._where()}: not done after {format_s(self._limit_s)}"
+            hub.peers.give_up(text)  # the others can't go on without this rank
+            raise CollectiveTimeoutError(text)
+        if not self._is_warned and now >= self._begun + host_s(control.warn_after_s()):
+            self._is_warned = True
+            _log.warning("%s is still waiting: %s", self._where(), self._late(position, False))
+
+    def _late(self, position: int, is_over: bool) -> str:
+        rank = self._control.model.topology.members(self._group)[position]
+        late = self._control.late(self._group, self._step, is_over)
+        return late or f"rank {rank} came, and didn't go on"
+
+    def _where(self) -> str:
+        topology = self._control.model.topology
+        return f"rank {topology.rank} of {topology.world_size}: {self._call}"

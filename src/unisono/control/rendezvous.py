@@ -23,18 +23,19 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from typing import Any, Protocol, TypeVar
 
 from unisono.arguments import number_in
+from unisono.control.absent_ranks import warn_after_s
 from unisono.control.addresses import BACKLOG, bind_widely, listen_locally, local_address, peer
 from unisono.control.connection import Connection
 from unisono.control.handshake import Provable, accept_authenticated, authenticate
 from unisono.control.hub import Hub
-from unisono.control.missing import warn_after_s
+from unisono.control.peers import Peers
 from unisono.control.signatures import SequenceNumbers
-from unisono.control.tree import FAN_OUT, Links, Peers, Seat, links
+from unisono.control.tree import FAN_OUT, Links, Seat, links
 from unisono.deadlines import host_s, limit_of
 from unisono.errors import CollectiveError, EnvironmentDetectionError, PeerRefusedError
 from unisono.host import arena, memory
@@ -208,7 +209,7 @@ def connect_group(
         try:
             authenticate(control.model, group, secret.digest(), name)
         except BaseException:  # Ctrl-C too: nobody else has the hub yet
-            hub.close()
+            hub.peers.close()
             raise
         control.proved.add(name)
         if group is None:  # every rank of the context has it, or none has
@@ -250,7 +251,7 @@ def _connect_all(
         )
         return hub, is_one_host
     if hub is not None:
-        hub.close()
+        hub.peers.close()
     if place == 0:
         text = "; ".join(f"rank {r}: {why}" for r, why in zip(ranks, reasons, strict=True) if why)
         remedy = _REMEDY_HERE if is_one_host else _REMEDY_BETWEEN
@@ -270,10 +271,16 @@ def _try_to_connect(
     place = ranks.index(control.model.topology.rank)
     until, tensors = _until(control), _Memory(adverts, place, has_arena)
     try:
-        peers = _connect(adverts, place, listeners, inline_bytes, until, control.secret, tensors)
-        if ranks == range(control.model.topology.world_size):  # of a group it is a tuple
-            peers = replace(peers, seats=_seats(adverts))
-        hub = Hub(ranks, place, peers, adverts[place].warn_after_s, control.steps)
+        part = links(_hosts(adverts), place, adverts[0].fan_out)
+        connections = _connect(
+            adverts, place, part, listeners, inline_bytes, until, control.secret, tensors
+        )
+        is_world = ranks == range(control.model.topology.world_size)  # of a group it is a tuple
+        peers = Peers(
+            *(ranks, place, part, connections, _pids_of_host(adverts, place)),
+            *(control.steps, _seats(adverts) if is_world else ()),
+        )
+        hub = Hub(peers, tensors.arena, adverts[place].warn_after_s)
     except _RefusedError as error:
         return None, _Vote(refused=str(error), instead=ranks[error.place])
     except OSError as error:
@@ -355,7 +362,7 @@ def _vote(model: Provable, vote: _Vote, group: Group | None, hub: Hub | None) ->
         votes = _exchange(model, vote, group)
     except CollectiveError as error:
         if hub is not None:
-            hub.close()
+            hub.peers.close()
         if vote.refused:  # a stranger in the job need not vote
             raise PeerRefusedError(vote.refused, vote.instead) from error
         raise
@@ -363,7 +370,7 @@ def _vote(model: Provable, vote: _Vote, group: Group | None, hub: Hub | None) ->
     if refusals:
         at = own if own in refusals else refusals[0]  # what this rank saw itself comes first
         if hub is not None:
-            hub.close()
+            hub.peers.close()
         rank = model.topology.members(group)[at]
         raise PeerRefusedError(f"rank {rank}: {votes[at].refused}", votes[at].instead)
     return votes
@@ -438,15 +445,15 @@ def _warn_once(reasons: str, remedy: str, unproved: str) -> None:
 def _connect(
     adverts: list[_Advertisement],
     place: int,
+    part: Links,
     listeners: list[socket.socket],
     inline_bytes: int,
     until: float,
     job_secret: bytes | None,
     tensors: _Memory,
-) -> Peers:
+) -> tuple[dict[int, Connection], dict[int, Connection]]:
     """Connect upwards first, so that the tree is made from its root down."""
     hosts = _hosts(adverts)
-    part = links(hosts, place, adverts[0].fan_out)
     secret = hashlib.sha256((job_secret or b"") + _keys(adverts)).digest()
     made: dict[tuple[int, int], Endpoint] = {}
     try:
@@ -466,23 +473,12 @@ def _connect(
         raise
     finally:
         tensors.close()
-    pids = _pids_of_host(adverts, place)
-    limit_bytes = max(MAILBOX_BYTES, len(adverts) * (inline_bytes + _ENTRY_BYTES))
-    return Peers(
-        part,
-        {
-            at: Connection(*ends, limit_bytes)
-            for (at, channel), ends in made.items()
-            if channel == _ROUNDS
-        },
-        {
-            at: Connection(*ends, 1 << 20)
-            for (at, channel), ends in made.items()
-            if channel == _SIDEBAND
-        },
-        pids,
-        tensors.arena,
+    limits = (max(MAILBOX_BYTES, len(adverts) * (inline_bytes + _ENTRY_BYTES)), 1 << 20)
+    rounds, sideband = (
+        {at: Connection(*made[at, channel], limit_bytes) for at, kind in made if kind == channel}
+        for channel, limit_bytes in zip((_ROUNDS, _SIDEBAND), limits, strict=True)
     )
+    return rounds, sideband
 
 
 class _Memory:

@@ -5,11 +5,8 @@ A place is a rank's position in its group, from 0 to ``n - 1``.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-
-from unisono.control.connection import Connection
-from unisono.host.arena import Arena
 
 FAN_OUT = 8
 """How many leaders of other hosts one leader serves, unless the user sets another number."""
@@ -67,15 +64,3 @@ class Seat:
 
     host: str
     places: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Peers:
-    """The ranks and processes that one rank can see."""
-
-    links: Links
-    connections: Mapping[int, Connection]
-    sidebands: Mapping[int, Connection]
-    pids: Mapping[int, int]
-    arena: Arena | None = None
-    seats: tuple[Seat, ...] = ()

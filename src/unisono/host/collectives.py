@@ -19,7 +19,7 @@ from unisono.host import memory
 from unisono.host.arena import Arena, Check
 from unisono.host.folding import DTYPES, fold
 from unisono.host.shared import LEAST_BYTES, SharedTensors
-from unisono.host.turns import Turns, Watch
+from unisono.host.turns import Monitor, Turns
 from unisono.model.reduction import ReduceOp
 from unisono.payload.tensors import from_bytes
 from unisono.topology import Group
@@ -35,15 +35,17 @@ class HostCollectives(Turns):
     """The collectives of a model, for the ranks of one group that share a host."""
 
     # They take contiguous CPU tensors without gradient, and overwrite only those that they return;
-    # what else they return is new. Those that only move take any dtype. All raise what `watch`
+    # what else they return is new. Those that only move take any dtype. All raise what `monitor`
     # finds.
 
     dtypes: frozenset[torch.dtype] = DTYPES
     large_bytes: int = 1 << 16
     """Tensors from that size on are better reduced by themselves than packed."""
 
-    def __init__(self, arena: Arena, ranks: Sequence[int], watch: Watch) -> None:
-        super().__init__(watch)
+    def __init__(
+        self, arena: Arena, ranks: Sequence[int], monitor: Monitor, group: Group | None = None
+    ) -> None:
+        super().__init__(monitor, group)
         self.shared: SharedTensors = SharedTensors(arena)
         """The tensors that all ranks see."""
         self._arena = arena

@@ -18,7 +18,7 @@ from torch import Tensor
 from unisono.host.arena import Arena, Check
 from unisono.host.collectives import HostCollectives
 from unisono.host.folding import DTYPES
-from unisono.host.turns import Turns, Watch
+from unisono.host.turns import Monitor, Turns
 from unisono.model.contract import ComputationModel
 from unisono.model.reduction import ReduceOp, mean_factors
 from unisono.topology import Group
@@ -28,7 +28,7 @@ _WHOLE_BYTES = 4 * _MIB  # longer tensors go in slices
 _BLOCK_BYTES = 16 * _MIB
 
 
-class Between(Protocol):
+class Between(Monitor, Protocol):
     """What is needed of the control plane."""
 
     @property
@@ -40,23 +40,20 @@ class Between(Protocol):
 
 
 class _Inside:
-    """The watch of one host's part: it looks after the operation of all ranks."""
+    """The monitor of one host's part, which looks after the operation of all ranks."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.check: Check = _nothing
         self._ranks = ranks
 
-    def begin(self, call: str) -> Check:
+    def begin(self, group: Group | None, call: str) -> Check:
         return self._look
 
     def _look(self, position: int) -> None:
         self.check(self._ranks[position])
 
-    def leave(self, call: str, error: BaseException) -> None:
+    def interrupt(self, how: str) -> None:
         """Leave it to the operation of all ranks."""
-
-    def on(self, control: Any) -> _Inside:
-        return self
 
 
 def _nothing(rank: int) -> None:
@@ -73,10 +70,9 @@ class TwoLevels(Turns):
         arena: Arena | None,
         hosts: Sequence[Sequence[int]],
         rank: int,
-        watch: Watch,
         control: Between,
     ) -> None:
-        super().__init__(watch)
+        super().__init__(control)
         self.size: int = sum(len(ranks) for ranks in hosts)
         self.block_bytes: int = _BLOCK_BYTES
         self.large_bytes: int = _WHOLE_BYTES
@@ -90,10 +86,10 @@ class TwoLevels(Turns):
         self._host = None if arena is None else HostCollectives(arena, self._ranks, self._own)
         self._twins: list[Group] = []
 
-    def belong_to(self, control: Any) -> None:
+    def belong_to(self, monitor: Any) -> None:
         """Take note that another view of the context has it now."""
-        super().belong_to(control)
-        self._control = control
+        super().belong_to(monitor)
+        self._control = monitor
 
     def close(self) -> None:
         """Let go of the memory; nothing can be called any more."""
@@ -102,7 +98,7 @@ class TwoLevels(Turns):
         if self._host is not None:
             self._host.close()
 
-    def _group(self, position: int, count: int) -> Group:
+    def _twins_at(self, position: int, count: int) -> Group:
         """Return the twins at a position; the first `count` are made at their first use."""
         while len(self._twins) < count:
             at = len(self._twins)
@@ -125,7 +121,7 @@ class TwoLevels(Turns):
         return tensor
 
     def _reduce_whole(self, flat: Tensor, op: ReduceOp) -> None:
-        leader, leaders = self._ranks[0], self._group(0, 1)
+        leader, leaders = self._ranks[0], self._twins_at(0, 1)
         step, after = op, 1.0
         if op is ReduceOp.AVERAGE:
             before, after = mean_factors(self.size)
@@ -142,7 +138,7 @@ class TwoLevels(Turns):
 
     def _reduce_slices(self, flat: Tensor, op: ReduceOp) -> None:
         assert self._host is not None  # as hosts have equally many, and one has several
-        twins = self._group(self._position, len(self._ranks))
+        twins = self._twins_at(self._position, len(self._ranks))
         mine = self._host.reduce_slice(flat, op)
         if op is ReduceOp.AVERAGE:  # of the hosts' averages
             before, after = mean_factors(len(self._hosts))

@@ -12,21 +12,19 @@ from torch import Tensor
 
 from unisono.errors import CollectiveError, ContextError, UnisonoError
 from unisono.host.arena import Check
+from unisono.topology import Group
 
 _AS_IT_IS = nullcontext()
 
 
-class Watch(Protocol):
-    """What is asked for each operation: begins it, and looks after it while it waits."""
+class Monitor(Protocol):
+    """Looks after operations, as the control plane does."""
 
-    def begin(self, call: str) -> Check:
-        """Take note of an operation; give what the arena calls while it waits."""
+    def begin(self, group: Group | None, call: str) -> Check:
+        """Record an operation that begins; return what the arena calls while it waits."""
 
-    def leave(self, call: str, error: BaseException) -> None:
+    def interrupt(self, how: str) -> None:
         """Tell the other ranks that this one left an operation half-way."""
-
-    def on(self, control: Any) -> Watch:
-        """Return the same for another view of the context."""
 
 
 class Turn:
@@ -57,15 +55,14 @@ class Turn:
 class Turns:
     """What runs the operations of one group."""
 
-    def __init__(self, watch: Watch) -> None:
-        self.watch: Watch = watch
-        """As above; changes with the view of the context."""
+    def __init__(self, monitor: Monitor, group: Group | None = None) -> None:
+        self._monitor, self._group = monitor, group
         self._turn = Turn()  # threads of one group must agree on their order anyway
         self._ended: UnisonoError | None = None
 
-    def belong_to(self, control: Any) -> None:
+    def belong_to(self, monitor: Any) -> None:
         """Take note that another view of the context has it now."""
-        self.watch = self.watch.on(control)
+        self._monitor = monitor
 
     def close(self) -> None:
         """Let go of the memory; nothing can be called any more."""
@@ -84,12 +81,12 @@ class Turns:
 
     def _do(self, call: str, work: Callable[[Check], None]) -> None:
         try:
-            work(self.watch.begin(call))
+            work(self._monitor.begin(self._group, call))
         except BaseException as error:
             self._ended = CollectiveError(
                 "an earlier call left the memory that the ranks share half-way, so they are "
                 "out of step: end the job, or finalize() and initialize again"
             )
             if not isinstance(error, UnisonoError):
-                self.watch.leave(call, error)
+                self._monitor.interrupt(f"{type(error).__name__} interrupted {call}")
             raise

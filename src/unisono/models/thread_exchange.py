@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
+from unisono.control.absent_ranks import named
 from unisono.control.condition import Condition
-from unisono.control.missing import named
 from unisono.deadlines import format_s, host_s, limit_of
 from unisono.errors import (
     CollectiveError,

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from unisono.arguments import check_names
 from unisono.control import signatures
-from unisono.control.missing import Missing, report, warn_after_s
+from unisono.control.absent_ranks import Missing, report, stack_of, warn_after_s
 from unisono.control.plane import ControlPlane
-from unisono.control.sideband import stack_of
 from unisono.deadlines import DEFAULT_TIMEOUT_S, end_of_block, format_s, overdue
 from unisono.errors import CollectiveTimeoutError, PeerFailedError, WorkerFailedError
 from unisono.model.contract import COMMON_DTYPES, ComputationModel

@@ -16,8 +16,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from unisono.control.missing import named
-from unisono.control.sideband import stack_of
+from unisono.control.absent_ranks import named, stack_of
 from unisono.deadlines import deadline
 from unisono.errors import UnisonoError
 from unisono.notebook.cell import (

@@ -8,7 +8,7 @@ from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-from unisono.control.missing import named
+from unisono.control.absent_ranks import named
 from unisono.deadlines import format_s
 from unisono.errors import CollectiveTimeoutError, UnisonoError
 from unisono.launchers.job.failure import Failure

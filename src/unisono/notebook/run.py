@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from unisono.control.missing import named
+from unisono.control.absent_ranks import named
 from unisono.notebook.capture import by_thread
 from unisono.notebook.cell import Cell, CellOutcome
 from unisono.notebook.output import Transcript

@@ -21,7 +21,7 @@ from tests.process.control.contexts import in_ranks, start, tell_of_two_looks, u
 from tests.support.by_hand import join, leave
 from tests.support.processes import in_fork
 from unisono.context import communicator
-from unisono.control import missing, rendezvous
+from unisono.control import rendezvous
 from unisono.errors import ContextError, PeerFailedError
 from unisono.topology import EVERYBODY
 
@@ -130,7 +130,6 @@ def test_a_death_is_seen_although_a_forked_child_lives_on(
 ) -> None:
     if seen_by == "its connection":  # as between hosts
         vars(rendezvous)["host_of_this_process"] = lambda: f"host {rank}"
-        vars(missing)["watch"] = lambda pids: {}
         os.environ["UNISONO_SOCKET_IFNAME"] = "lo"
     start(folder, rank, 2)
     ends = pidfds()
@@ -154,11 +153,10 @@ def test_what_a_context_has_open_ends_with_it_although_a_forked_child_lives_on(
     groups = [unisono.new_group([0, 1]) for _ in range(2)]
     for group in (None, *groups):
         unisono.barrier(group=group)
-    detector = vars(communicator().control)["hubs"][EVERYBODY]._detector
-    sideband = detector._sideband
-    held = (*detector._connections.values(), *sideband._connections.values())
+    peers = vars(communicator().control)["hubs"][EVERYBODY].peers
+    held = (*peers.rounds.values(), *peers.sideband.values())
     fds = [connection.fd for connection in held]
-    fds += [*detector.pidfds.values(), sideband._wake_writer, sideband._wake_reader]
+    fds += [*peers.pidfds.values(), peers._wake_writer, peers._wake_reader]
     child = child_until(done, lambda: sum(os.path.exists(f"/proc/self/fd/{n}") for n in fds))
     assert unisono.all_reduce(1) == 2
     threads = [t for t in threading.enumerate() if t.name.startswith("unisono-sideband")]

@@ -27,6 +27,7 @@ from unisono.errors import CollectiveError, CollectiveMismatchError, PayloadErro
 from unisono.host import memory
 from unisono.host.levels import TwoLevels
 from unisono.model.reduction import ReduceOp
+from unisono.topology import Group
 
 pytestmark = pytest.mark.skipif(not memory.is_supported(), reason="there is no such memory here")
 
@@ -46,18 +47,17 @@ def pretend(hosts: str, rank: int) -> None:
 def noted() -> Iterator[list[str]]:
     """Take note of each operation in the block that goes through both levels."""
     calls: list[str] = []
-    levels = communicator().control.memory(None)
-    assert isinstance(levels, TwoLevels)
-    watch = levels.watch
-    begin = watch.begin
+    control: Any = communicator().control
+    assert isinstance(control.memory(None), TwoLevels)
+    begin = control.begin
 
-    def note(call: str) -> Any:
+    def note(group: Group | None, call: str) -> Any:
         calls.append(call)
-        return begin(call)
+        return begin(group, call)
 
-    vars(watch)["begin"] = note
+    vars(control)["begin"] = note
     yield calls
-    vars(watch)["begin"] = begin
+    del vars(control)["begin"]
 
 
 def every_collective_of_large_tensors(rank: int, size: int, folder: Path) -> None:

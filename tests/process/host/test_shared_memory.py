@@ -131,7 +131,7 @@ from unisono.topology import EVERYBODY
 unisono.initialize("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
 found = unisono.all_gather("x" * 70_000 * unisono.get_rank())
 hub = vars(communicator().control)["hubs"][EVERYBODY]
-print([len(text) for text in found], hub._detector.pidfds)
+print([len(text) for text in found], hub.peers.pidfds)
 unisono.barrier()
 unisono.finalize()
 """

@@ -252,12 +252,12 @@ def test_a_handler_that_calls_a_collective_within_one_is_told(tmp_path: Path, ba
         call(tensor)
         group: Any = dist.group.WORLD
         control: Any = communicator().control if backend == "gloo" else group._control
-        watch, begin = control.host(None).watch, control.host(None).watch.begin
+        begin = control.begin
 
-        def interrupted(name: str) -> Any:
-            watch.begin = begin
+        def interrupted(*what: Any) -> Any:
+            control.begin = begin
             signal.raise_signal(signal.SIGUSR1)
-            return begin(name)
+            return begin(*what)
 
         told = list[str]()
 
@@ -267,7 +267,7 @@ def test_a_handler_that_calls_a_collective_within_one_is_told(tmp_path: Path, ba
             told.append(str(why.value))
 
         signal.signal(signal.SIGUSR1, handle)
-        watch.begin = interrupted
+        control.begin = interrupted
         call(tensor)
         assert len(told) == 1
         assert tensor[0] == 4

@@ -18,6 +18,7 @@ class Model:
 class Hub:
     def __init__(self) -> None:
         self.asked: list[Any] = []
+        self.peers = self
 
     def gone(self, *what: Any) -> None:
         self.asked.append(what)

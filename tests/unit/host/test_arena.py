@@ -23,6 +23,7 @@ from unisono.host.folding import DTYPES
 from unisono.model.reduction import ReduceOp, fold_tensors
 from unisono.payload.tensors import as_bytes_tensor
 from unisono.testing.cases._law import same
+from unisono.topology import Group
 
 pytestmark = pytest.mark.skipif(not memory.is_supported(), reason="there is no such memory here")
 
@@ -42,14 +43,11 @@ class Watching:
     def __init__(self, look: Callable[[int], None]) -> None:
         self.look, self.left = look, list[str]()
 
-    def begin(self, call: str) -> Callable[[int], None]:
+    def begin(self, group: Group | None, call: str) -> Callable[[int], None]:
         return self.look
 
-    def on(self, control: Any) -> Watching:
-        return self
-
-    def leave(self, call: str, error: BaseException) -> None:
-        self.left.append(f"{call}: {type(error).__name__}")
+    def interrupt(self, how: str) -> None:
+        self.left.append(how)
 
 
 def together(fn: Callable[[int, HostCollectives], Any], plan: Layout = SMALL) -> list[Any]:
@@ -208,7 +206,7 @@ def test_what_follows_an_operation_that_was_left_is_refused() -> None:
     with pytest.raises(LeftError):
         host.all_reduce(torch.ones(3), ReduceOp.SUM)  # the other rank never comes
     assert late == [1]
-    assert watch.left == ["all_reduce SUM: LeftError"]
+    assert watch.left == ["LeftError interrupted all_reduce SUM"]
     with pytest.raises(CollectiveError, match="all_gather: an earlier call left"):
         host.all_gather(torch.ones(3))
 

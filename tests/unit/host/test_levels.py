@@ -14,12 +14,13 @@ from unisono.model.reduction import ReduceOp
 from unisono.topology import Group
 
 
-class Between:
+class Between(Watching):
     """Two hosts of one rank each, whose ranks have the same values."""
 
     dtypes = frozenset({torch.float32})
 
     def __init__(self, in_place: bool) -> None:
+        super().__init__(lambda position: None)
         self.model: Any = self
         self.in_place = in_place
 
@@ -33,8 +34,7 @@ class Between:
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_a_model_may_reduce_in_place_or_not(in_place: bool) -> None:
-    watch = Watching(lambda position: None)
-    levels = TwoLevels(None, [[0], [1]], 0, watch, Between(in_place))
+    levels = TwoLevels(None, [[0], [1]], 0, Between(in_place))
     tensor = torch.tensor([1.0, 3.0])
     assert levels.all_reduce(tensor, ReduceOp.SUM) is tensor
     assert tensor.tolist() == [2.0, 6.0]

@@ -14,8 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from unisono.at_exit import LastCalls
-from unisono.control.missing import warn_after_s
-from unisono.control.sideband import stack_of
+from unisono.control.absent_ranks import stack_of, warn_after_s
 from unisono.deadlines import host_s
 from unisono.errors import WorkerFailedError
 from unisono.tracebacks import fold, is_full, is_ours

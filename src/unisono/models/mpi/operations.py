@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from unisono.control.missing import named, warn_after_s
+from unisono.control.absent_ranks import named, warn_after_s
 from unisono.control.signatures import site
 from unisono.deadlines import DEFAULT_TIMEOUT_S, format_s, host_s, limit_of
 from unisono.errors import (

@@ -18,7 +18,7 @@ import torch
 
 from unisono.accelerators import accelerator, accelerator_count
 from unisono.at_exit import LastCalls
-from unisono.control.missing import named
+from unisono.control.absent_ranks import named
 from unisono.deadlines import format_s, limit_of
 from unisono.errors import BackendUnavailableError, ContextError, GroupMembershipError
 from unisono.models.mpi.availability import REMEDY

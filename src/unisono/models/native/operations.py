@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch.distributed as dist
 
-from unisono.control.missing import Absent
+from unisono.control.absent_ranks import Absent
 from unisono.control.plane import SocketControlPlane
 from unisono.control.signatures import purpose_or
 from unisono.deadlines import allowed_s, end_of_block, format_s, host_s, limit_of

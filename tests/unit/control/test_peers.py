@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.processes import until
-from unisono.control.connection import ANSWER, ASK, FAIL, SEEN, Connection, Frame
-from unisono.control.sideband import Sideband, State
+from unisono.control.connection import ANSWER, ASK, FAIL, SEEN, Connection, FailureReport, Frame
+from unisono.control.peers import Peers
+from unisono.control.signatures import SequenceNumbers
 from unisono.control.tree import Links, Seat
 from unisono.host.status_socket import connected
 
@@ -31,14 +33,15 @@ pytestmark = pytest.mark.usefixtures("own_pages")
 
 
 @contextmanager
-def sideband() -> Iterator[tuple[Sideband, Connection, Connection]]:
+def sideband() -> Iterator[tuple[Peers, Connection, Connection]]:
     """Serve a rank whose two neighbours, on other hosts, are played here."""
     pairs = [socket.socketpair() for _ in (1, 2)]
     ours, theirs = (
         [Connection(sock, None, 1 << 24) for sock in end] for end in zip(*pairs, strict=True)
     )
     before = set(threading.enumerate())
-    made = Sideband(0, LINKS, dict(enumerate(ours, 1)), (), lambda _: State(), SEATS)
+    lines: Any = {}, dict(enumerate(ours, 1))
+    made = Peers(range(3), 0, LINKS, lines, {}, SequenceNumbers(), SEATS)
     (thread,) = set(threading.enumerate()) - before
     try:
         yield made, theirs[0], theirs[1]
@@ -115,6 +118,6 @@ def test_a_rank_that_reads_late_gets_a_long_part_of_an_inquiry_whole() -> None:
         executor.submit(first.send, SEEN, 0, body, end).result()
         first.send(ASK, 0, b'{"to": 0, "of": 1, "group": ""}', end)
         assert taken(first)[0] == ANSWER  # it has waited for room, and given that up
-        executor.submit(made.broadcast_failure, b'{"kind": "peer", "text": "gone"}')
+        executor.submit(made.fail, FailureReport("peer", "gone"))
         assert taken(second) == (SEEN, 0, body)
         assert taken(second)[0] == FAIL

@@ -1,20 +1,27 @@
-"""Missing ranks: which they are, where they are, and which processes of this host have ended."""
+"""Absent ranks: which are late or gone, and where each is."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import select
+import threading
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from unisono.arguments import number_in
+from unisono.model.handle import BACKGROUND
+from unisono.tracebacks import frame_of, is_ours, place_of, where
 
 _WARN_AFTER_S = 30.0
 _STOPPED, _ENDED = b"T", b"Z"
 _STATES = {_STOPPED: "it is stopped by a signal", _ENDED: "its process has ended"}
 _MOST_NAMED = 8
+_FRAMES = 6
+_WIDTH = 100  # of a line of source
+SIDEBAND = "unisono-sideband"
+"""Start of the names of threads that serve sidebands."""
+_OWN_THREADS = (SIDEBAND, BACKGROUND)  # the user's code doesn't run in them
 
 
 def warn_after_s() -> float:
@@ -28,18 +35,6 @@ class Absent:
 
     rank: int
     how: str
-
-
-@dataclass(frozen=True, slots=True)
-class Farewell:
-    """What a rank tells the others before it leaves in good order."""
-
-    how: str
-    steps: Mapping[str, int]
-
-    def has_done(self, group: str, step: int) -> bool:
-        """Return whether it had done its part in an operation; 0 is one yet to come."""
-        return 0 < step <= self.steps.get(group, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,19 +99,24 @@ def is_stopped(pid: int | None) -> bool:
     return pid is not None and _state(pid) == _STOPPED
 
 
-def open_pidfds(pids: Mapping[int, int]) -> dict[int, int]:
-    """Open a descriptor for each process that becomes readable when the process ends."""
-    # Linux alone has them.
-    opened: dict[int, int] = {}
-    for key, pid in pids.items():
-        if hasattr(os, "pidfd_open"):
-            with contextlib.suppress(OSError):  # an old kernel, or it ended just now
-                opened[key] = os.pidfd_open(pid)
-    return opened
-
-
-def has_ended(pidfd: int) -> bool:
-    """Return whether the process of a descriptor has ended."""
-    readable = select.poll()
-    readable.register(pidfd, select.POLLIN)
-    return bool(readable.poll(0))
+def stack_of(thread_id: int) -> str:
+    """Say where one thread of this process is, in frames that aren't ours."""
+    by_id = {thread.ident: thread for thread in threading.enumerate()}
+    thread, main = by_id.get(thread_id), threading.main_thread()
+    if thread is None or thread.name.startswith(_OWN_THREADS):  # the user's thread waits for it
+        thread_id = main.ident or thread_id
+    stack = traceback.extract_stack(frame_of(thread_id))
+    if len(stack) > 1 and stack[0].filename == "<string>" and is_ours(stack[1].filename):
+        del stack[0]  # the command line of the process that makes ranks
+    innermost, frames = where(stack), [each for each in stack if not is_ours(each.filename)]
+    if innermost is None:
+        return ""
+    source = f" ({innermost.line[:_WIDTH]})" if innermost.line else ""
+    lines = [f"{place_of(innermost.filename, innermost.lineno or 0)}{source}"]
+    if len(frames) > 1:
+        lines += [
+            f"    {place_of(each.filename, each.lineno or 0)}, in {each.name}: "
+            f"{(each.line or '')[:_WIDTH]}"
+            for each in frames[-_FRAMES:]
+        ]
+    return "\n".join(lines)

@@ -1,0 +1,635 @@
+"""Peers: the other ranks of a group, which of them are gone or late, and how every rank learns it.
+
+A rank has two connections to each neighbour in the tree. `hub` uses one of them for rounds. The
+other is the sideband: a thread serves it while the rank's own thread computes, or waits in a
+collective. Bodies of both kinds of failure reports are JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import select
+import threading
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from unisono.control import signatures
+from unisono.control.absent_ranks import SIDEBAND, Absent, Missing, is_stopped, report, stack_of
+from unisono.control.condition import Condition
+from unisono.control.connection import (
+    ANSWER,
+    ASK,
+    FAIL,
+    LATE,
+    LEAVE,
+    LOOK,
+    NOTICE,
+    SEEN,
+    Connection,
+    ConnectionClosed,
+    FailureReport,
+    read_failure,
+)
+from unisono.control.envelopes import Blobs
+from unisono.control.inquiry import Inquiries
+from unisono.control.signatures import SequenceNumbers
+from unisono.control.tree import Links, Seat
+from unisono.errors import CollectiveError, CollectiveTimeoutError, PeerFailedError
+from unisono.tracebacks import hides
+
+__tracebackhide__ = hides
+
+_log = logging.getLogger(__name__)
+_SEND_S = 1.0
+_ASK_S = 0.4  # short: a rank stuck in C never answers, and the caller is past its deadline
+_LAST_WORD_S = 0.1  # where several ranks have ended: one may have reported why
+_LATE_S = 0.3  # for the report of a rank that knows more
+_FAREWELL_S = 1.0  # for the farewell of a rank that is gone, or the end of its connection
+_FORWARD_S = 0.02  # for room in the kernel, before a part of an inquiry is dropped
+_DEAF_S = 1.0  # where there is no descriptor for an inquiry
+_MOST_ASKED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Where a rank is."""
+
+    stack: str = ""
+    last: str = ""
+    seq: int = 0
+    waits_for: list[int] | None = None
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Farewell:
+    """How a rank has left in good order, and how many operations it had begun in each group."""
+
+    how: str
+    steps: Mapping[str, int]
+
+    def has_done(self, group: str, step: int) -> bool:
+        """Return whether it had done its part in an operation; 0 is one yet to come."""
+        return 0 < step <= self.steps.get(group, 0)
+
+
+class Peers:
+    """The other ranks of one group, as this rank knows them."""
+
+    # The group, as this rank sees it; `failure` stays once it is set:
+    #   idle --enter--> in a round --leave--> idle
+    #   idle or in a round --a peer is gone, FAIL comes--> failed
+    #   in a round --the deadline, a peer that doesn't read, a second thread--> failed
+    #   in a round --Ctrl-C--> failed, and out of step
+    # On the way to failed it tells the others: FAIL to its neighbours, on the connections of the
+    # rounds and on the sideband, which floods it. In failed every round raises the same again.
+    #
+    # A neighbour:
+    #   connected --LEAVE--> left in good order
+    #   connected --its connection closes, its pidfd is readable--> gone without a word
+    # Another rank:
+    #   connected --LEAVE, forwarded--> left in good order, or gone without a word
+    #   connected --the neighbour towards it has left--> cut off: the backend notices its death
+    # One that left, and had done its part in the step that this rank waits for, isn't missed.
+    #
+    # Frames of the sideband:
+    #   ASK, ANSWER   name a place: handled there, elsewhere forwarded one hop towards it
+    #   LOOK, SEEN    the same, for who asks from outside of the job; dropped where it is busy
+    #   FAIL, LATE    flooded: the first one is kept, and sent to all neighbours but its source
+    #   LEAVE         a farewell: kept; if it is of this host, sent to neighbours of this host
+    # The thread serves until `close` writes to its pipe; then it closes the connections.
+
+    def __init__(
+        self,
+        ranks: tuple[int, ...] | range,
+        place: int,
+        links: Links,
+        connections: tuple[Mapping[int, Connection], Mapping[int, Connection]],
+        pids: Mapping[int, int],
+        steps: SequenceNumbers,
+        seats: Sequence[Seat] = (),
+    ) -> None:
+        self.ranks = ranks
+        self.place = place
+        self.links = links
+        self.rounds, self.sideband = connections
+        self.pids = pids
+        self.pidfds: Mapping[int, int] = _open_pidfds(pids)
+        """For each place of this host, what becomes readable when its process ends."""
+        self.lock = threading.RLock()
+        """Held in a round, and while another thread uses its connections."""
+        self.failure: CollectiveError | None = None
+        """What every later round raises; None while nothing has failed."""
+        self.seq = 0
+        """Number of the round that this rank is in, or was in last."""
+        self.is_in_round = False
+        self.waits: tuple[tuple[int, ...], Mapping[int, Blobs]] | None = None
+        """The places that this rank waits for in its round, and what came."""
+        self._blob, self._thread_id = b"", threading.get_ident()
+        self._steps = steps
+        self._absent: Absent | None = None
+        self._has_warned = False
+        self._concurrent_calls = ""
+        self._unsent_failure = b""  # where another thread may be sending
+        self._next_hops = {far: down for down, fars in links.below.items() for far in fars}
+        self._departures: dict[int, Farewell | None] = {}  # None: gone without a word
+        self._answers: dict[int, State] = {}
+        self._flooded: bytes | None = None
+        self._late: dict[str, tuple[int, str]] = {}
+        self._condition = Condition()
+        self._inquiries = Inquiries(place, seats, self._offer)
+        self._wake_reader, self._wake_writer = os.pipe()
+        self._is_open = True
+        threading.Thread(target=self._serve, name=SIDEBAND, daemon=True).start()
+
+    def __str__(self) -> str:
+        return f"rank {self.ranks[self.place]} of {len(self.ranks)}"
+
+    def close(self, farewell: str = "") -> None:
+        """Close all connections; harmless the second time."""
+        if farewell:
+            self.say_farewell(farewell)
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._inquiries.remove()
+        os.write(self._wake_writer, b"!")  # a forked child may hold the pipe's other copy
+        os.close(self._wake_writer)
+        self._close_rounds()
+
+    def disown(self) -> None:
+        """Close what a forked child has inherited; its parent goes on with it."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        os.close(self._wake_writer)
+        os.close(self._wake_reader)
+        self._inquiries.close()
+        for connection in self.sideband.values():  # the thread isn't there
+            connection.close()
+        self._close_rounds()
+
+    def _close_rounds(self) -> None:
+        for connection in self.rounds.values():
+            connection.close()
+        for fd in self.pidfds.values():
+            os.close(fd)
+
+    def say_farewell(self, how: str) -> None:
+        """Send all others word that this rank leaves in good order."""
+        if self.failure is not None or self.is_in_round or not self._is_open:
+            return
+        text = f"{how} after {self._call() or 'its last collective'}"
+        if not self.seq:
+            text = f"{how} before its first collective"
+        farewell = Farewell(text, dict(self._steps.counts))
+        self._flood(LEAVE, _encode_farewell(self.place, farewell))
+
+    def enter(self, blob: bytes) -> None:
+        """Begin a round of this thread, in which it gives `blob`."""
+        if self.failure is not None:
+            raise type(self.failure)(*self.failure.args)
+        self.seq += 1
+        self._blob, self.is_in_round = blob, True
+        self._thread_id = threading.get_ident()
+        self._has_warned = False
+        self._steps.last = ""
+
+    def leave(self) -> None:
+        """End the round, whether it failed or not."""
+        self.waits, self.is_in_round = None, False
+        if self._unsent_failure:
+            self._send_failure(self._unsent_failure)
+        if self._concurrent_calls and self.failure is None:
+            raise self.fail(FailureReport("threads", self._concurrent_calls))
+
+    def wait_for_turn(self, blob: bytes, until: float) -> None:
+        """Acquire the lock, unless another thread is in a round."""
+        if self.failure is not None:  # Ctrl-C may have left the lock with a thread that is gone
+            raise type(self.failure)(*self.failure.args)
+        call = signatures.describe(blob)
+        if self.is_in_round:
+            self._concurrent_calls = (
+                f"two threads called collectives of one group at once, {call} and "
+                f"{signatures.describe(self._blob)}: let one thread make them all, or use "
+                "async_op=True, or make a group for each thread with new_group"
+            )
+            raise CollectiveError(f"{self}: {self._concurrent_calls}")
+        left_s = max(0.0, until - time.monotonic())
+        if not self.lock.acquire(timeout=min(left_s, threading.TIMEOUT_MAX)):
+            raise CollectiveTimeoutError(
+                f"{self}: {call} wasn't begun before its deadline: another thread is looking for "
+                "ranks that are gone"
+            )
+
+    def nested(self, blob: bytes) -> CollectiveError:
+        """Return the error of a round within another one of the same thread."""
+        return CollectiveError(
+            f"{self}: {signatures.describe(blob)} was called within "
+            f"{signatures.describe(self._blob)}, by a signal handler or a "
+            "finalizer: let those call no collective"
+        )
+
+    def gone(
+        self, ranks: Collection[int] | None = None, group: str = "", step: int = 0
+    ) -> Absent | None:
+        """Return which rank is known to be gone, if any, waiting only for its farewell."""
+        if self._absent is None and self.failure is None and self.lock.acquire(blocking=False):
+            try:
+                with contextlib.suppress(CollectiveError):
+                    self._raise_if_gone(ranks, group, step)
+            finally:
+                self.lock.release()
+        absent = self._absent
+        return absent if absent is None or ranks is None or absent.rank in ranks else None
+
+    def _raise_if_gone(self, ranks: Collection[int] | None, group: str, step: int) -> None:
+        # A reported failure comes first: some ranks may have left because of it.
+        among = self._places(ranks)
+        ended = [place for place in among if self._has_ended(place)]
+        ended = [place for place in ended if not self._is_done(place, group, step)]
+        wait_s = _LAST_WORD_S if len(ended) > 1 else 0.0
+        self._condition.wait(lambda: self._flooded is not None, wait_s)
+        if self._flooded is not None:
+            failure = read_failure(self._flooded)
+            if ranks is None or ended or failure.rank in ranks:
+                raise self.fail(failure)
+        if ended:
+            raise self.fail_gone(ended[0])
+        for place, connection in self.rounds.items():  # frames of rounds stay where they are
+            is_closed = place in among and connection.is_closed()
+            if is_closed and not self._is_done(place, group, step):
+                raise self.fail_gone(place, "it closed the connection")
+
+    def _places(self, ranks: Collection[int] | None) -> list[int]:
+        return [place for place, rank in enumerate(self.ranks) if ranks is None or rank in ranks]
+
+    def _has_ended(self, place: int) -> bool:
+        if place not in self.pidfds:
+            return False
+        readable = select.poll()
+        readable.register(self.pidfds[place], select.POLLIN)
+        return bool(readable.poll(0))
+
+    def _is_done(self, place: int, group: str, step: int) -> bool:
+        """Return whether a rank that is gone isn't needed, as far as it can be known."""
+        farewell = self._farewell(place)
+        if farewell is not None:
+            return farewell.has_done(group, step)
+        # Nothing can be known of it: if it died, the backend tells its neighbours.
+        return step > 0 and place not in self._departures and self._is_cut_off(place)
+
+    def _farewell(self, place: int) -> Farewell | None:
+        """Wait for the farewell of a rank that has left; None if it went without a word."""
+        self._condition.wait(
+            lambda: place in self._departures or self._is_cut_off(place), _FAREWELL_S
+        )
+        return self._departures.get(place)
+
+    def _is_cut_off(self, place: int) -> bool:
+        """Return whether a rank can't be reached, because the one between has left."""
+        hop = self._next_hop(place)
+        return hop != place and hop in self._departures
+
+    def late(self, ranks: Collection[int] | None, group: str, step: int, is_over: bool) -> str:
+        """Return which ranks haven't begun an operation of the data plane; waits 1 s at most."""
+        asked = [place for place in self._places(ranks) if place != self.place][:_MOST_ASKED]
+        states = self._ask(asked, group)
+        reported = self._reported(group, step)
+        if reported:
+            return reported
+        absent = [p for p in asked if p in states and states[p].step < step]
+        silent = [p for p in asked if p not in states]
+        absent += [p for p in silent if self._next_hop(p) in (p, *states)]
+        if not absent:
+            reported = self._reported(group, step, _LATE_S) if is_over else ""
+            absent = silent
+        text = reported or "\n".join(self._missing(place, states).text() for place in absent)
+        if text and is_over:
+            self._note_late(group, step, text)
+        return text
+
+    def _reported(self, group: str, step: int, wait_s: float = 0.0) -> str:
+        """Return what another rank has reported of an operation, empty for nothing."""
+        self._condition.wait(lambda: self._late.get(group, (0, ""))[0] == step, wait_s)
+        known_step, text = self._late.get(group, (0, ""))
+        return text if known_step == step else ""
+
+    def _note_late(self, group: str, step: int, text: str, source: int | None = None) -> None:
+        """Keep the first report of an operation, and send it to all other ranks."""
+        with self._condition.lock:
+            if self._late.get(group, (0, ""))[0] >= step:
+                return
+            self._late[group] = (step, text)
+            self._condition.notify_all()
+        self._flood(LATE, json.dumps({"group": group, "step": step, "text": text}).encode(), source)
+
+    def warn(self, places: tuple[int, ...], got: Mapping[int, Blobs]) -> None:
+        """Warn which of `places` are missing, unless a neighbour did; once a round."""
+        if not self._has_warned:
+            text = f"{self} is still waiting: {self._report(places, got, self.ask(places, got))}"
+            self.forward_warning(text.encode("utf-8", "backslashreplace"), got)
+
+    def forward_warning(self, body: bytes, places: Iterable[int]) -> None:
+        """Log a warning of a long wait, and send it to neighbours."""
+        self._has_warned = True
+        _log.warning("%s", body.decode("utf-8", "replace"))
+        for place in places:
+            with contextlib.suppress(ConnectionClosed, TimeoutError):
+                self.rounds[place].send(NOTICE, 0, body, time.monotonic() + _SEND_S)
+
+    def ask(self, places: tuple[int, ...], got: Mapping[int, Blobs]) -> dict[int, State]:
+        """Return the states of the ranks of `places` that haven't come; 0.4 s at most."""
+        return self._ask([place for place in places if place not in got])
+
+    def is_behind(self, place: int) -> bool:
+        """Return whether a neighbour hasn't begun this round; asks it."""
+        state = self._ask([place]).get(place)
+        return state is not None and state.seq < self.seq
+
+    def interrupt(self, how: str) -> None:
+        """Fail because this rank left a collective half-way."""
+        # How far the others got with it is unknown, so what this rank calls next is refused, and
+        # those that wait for it learn that it won't come.
+        rank = self.ranks[self.place]
+        error = CollectiveError(
+            f"{self}: {how}, so the ranks are out of step: end the job, or finalize() "
+            "and initialize again"
+        )
+        self._record(error, FailureReport("peer", f"rank {rank} was interrupted: {how}", rank))
+
+    def give_up(self, text: str) -> None:
+        """Fail because an operation of the data plane is overdue."""
+        self._record(CollectiveTimeoutError(text), FailureReport("timeout", text))
+
+    def _record(self, error: CollectiveError, failure: FailureReport) -> None:
+        """Fail in any thread; while another one is in a round, that one tells its neighbours."""
+        body = failure.encode()
+        if self.failure is None:
+            self.failure, self._unsent_failure = error, body
+        self._flood_failure(body)
+        if self.lock.acquire(blocking=False):
+            try:
+                if self._unsent_failure:
+                    self._send_failure(self._unsent_failure)
+            finally:
+                self.lock.release()
+
+    def fail_gone(self, place: int, how: str = "") -> CollectiveError:
+        """Fail because of a rank that is gone."""
+        rank, pid = self.ranks[place], self.pids.get(place)
+        who = f"rank {rank}" if pid is None else f"rank {rank} (pid {pid} on this host)"
+        text = f"{who} has ended" if self._has_ended(place) else f"{who} is gone: {how}"
+        farewell = self._farewell(place)
+        if farewell is not None:
+            text = f"{who} {farewell.how}"
+        return self.fail(FailureReport("peer", text, rank))
+
+    def fail_late(
+        self, places: tuple[int, ...], got: Mapping[int, Blobs], states: dict[int, State]
+    ) -> CollectiveError:
+        """Fail because some of `places` didn't come, given what `ask` returned."""
+        return self.fail(FailureReport("timeout", self._report(places, got, states)))
+
+    def fail_blocked(self, place: int) -> CollectiveError:
+        """Fail because a neighbour doesn't read what it is sent."""
+        late = Missing(self.ranks[place], pid=self.pids.get(place))
+        return self.fail(
+            FailureReport("timeout", f"{late.text()}\n  it hasn't read what it was sent")
+        )
+
+    def fail(self, failure: FailureReport, source: int | None = None) -> CollectiveError:
+        """Fail, report it to all neighbours but the one that it came from; return the error."""
+        body = failure.encode()
+        self._flood_failure(body)
+        self._send_failure(body, source)
+        where = f", in {signatures.describe(self._blob)}" if self.is_in_round else ""
+        text = f"{self}{where}: {failure.text}"
+        if failure.kind == "peer":
+            self._absent = Absent(failure.rank, failure.text)
+            self.failure = PeerFailedError(text, failure.rank)
+        elif failure.kind == "timeout":
+            text = f"{failure.text}\n  the deadline was over on {self}{where}"
+            self.failure = CollectiveTimeoutError(text)
+        else:
+            self.failure = CollectiveError(text)
+        return self.failure
+
+    def _send_failure(self, body: bytes, source: int | None = None) -> None:
+        self._unsent_failure = b""
+        for place, connection in self.rounds.items():
+            if place != source:
+                with contextlib.suppress(ConnectionClosed, TimeoutError):
+                    connection.send(FAIL, 0, body, time.monotonic() + _SEND_S)
+
+    def _flood_failure(self, body: bytes, source: int | None = None) -> None:
+        """Report a failure to all ranks, also those whose own thread is in a collective."""
+        with self._condition.lock:
+            if self._flooded is not None:
+                return
+            self._flooded = body
+            self._condition.notify_all()
+        self._flood(FAIL, body, source)
+
+    def _call(self) -> str:
+        """Return this rank's last call and its line, empty where it isn't the user's."""
+        call = signatures.describe(self._blob) if self.seq else ""
+        return "" if call == signatures.UNKNOWN else call
+
+    def _state(self, group: str) -> State:
+        """Return where this rank is, and how far in the group of that name."""
+        waits_for = None
+        if self.waits is not None:
+            places, got = self.waits
+            waits_for = [place for place in places if place not in got]
+        last, step = self._steps.last or self._call(), self._steps.counts.get(group, 0)
+        return State(stack_of(self._thread_id), last, self.seq, waits_for, step)
+
+    def _ask(self, places: Iterable[int], group: str = "") -> dict[int, State]:
+        """Return the states of other ranks that answer in time; one that is stopped can't."""
+        asked = [place for place in places if place != self.place]
+        asked = [place for place in asked if not is_stopped(self.pids.get(place))]
+        with self._condition.lock:
+            for place in asked:
+                self._answers.pop(place, None)
+        for place in asked:
+            self._forward(ASK, {"to": place, "of": self.place, "group": group}, place)
+        self._condition.wait(lambda: all(place in self._answers for place in asked), _ASK_S)
+        return {place: self._answers[place] for place in asked if place in self._answers}
+
+    def _missing(self, place: int, states: Mapping[int, State]) -> Missing:
+        state = states.get(place, State())
+        behind = () if place in states else self.links.below.get(place, ())[1:]
+        rank, pid = self.ranks[place], self.pids.get(place)
+        return Missing(rank, [self.ranks[far] for far in behind], pid, state.stack, state.last)
+
+    def _report(
+        self, places: tuple[int, ...], got: Mapping[int, Blobs], states: dict[int, State]
+    ) -> str:
+        """Return which ranks have come with which call, and where the others are."""
+        absent = [place for place in places if place not in got]
+        came = {self.place: self._blob}
+        for source, (blobs, _) in got.items():
+            came |= zip(sorted(self.links.below.get(source, ())), blobs, strict=False)
+        by_rank = {self.ranks[place]: signatures.describe(blob) for place, blob in came.items()}
+        missing = []
+        for place in absent:
+            state = states.get(place, State())
+            if state.seq < self.seq:
+                missing.append(self._missing(place, states))
+                continue
+            # It has come, and waits for others itself.
+            by_rank[self.ranks[place]] = state.last or signatures.UNKNOWN
+            further = [far for far in state.waits_for or () if 0 <= far < len(self.ranks)]
+            states |= self._ask(further)
+            missing += [self._missing(far, states) for far in further]
+        return report(signatures.name(self._blob), by_rank, missing)
+
+    def _next_hop(self, place: int) -> int:
+        """Return the neighbour through which a place is reached; -1 for none."""
+        return self._next_hops.get(place, -1 if self.links.up is None else self.links.up)
+
+    def _flood(self, kind: int, body: bytes, source: int | None = None) -> None:
+        for place in self.sideband:
+            if place != source:
+                self._send(kind, body, place)
+
+    def _forward(self, kind: int, message: dict[str, Any], place: int) -> None:
+        self._send(kind, json.dumps(message).encode(), self._next_hop(place))
+
+    def _send(self, kind: int, body: bytes, place: int) -> None:
+        if place in self.sideband:
+            with contextlib.suppress(ConnectionClosed, TimeoutError), self._condition.lock:
+                self.sideband[place].send(kind, 0, body, time.monotonic() + _SEND_S)
+
+    def _offer(self, kind: int, message: Mapping[str, Any], place: int, wait_s: float) -> bool:
+        """Send what the job doesn't need, unless the way to a place has no room for it."""
+        hop = self._next_hop(place)
+        if hop not in self.sideband or not self.sideband[hop].is_writable(wait_s):
+            return False
+        until = time.monotonic() + _SEND_S
+        with contextlib.suppress(ConnectionClosed, TimeoutError), self._condition.lock:
+            self.sideband[hop].offer(kind, 0, json.dumps(message).encode(), until)
+            return True
+        return False
+
+    def _serve(self) -> None:
+        wake, asked = self._wake_reader, self._inquiries.fd
+        places = {connection.fd: place for place, connection in self.sideband.items()}
+        readable = select.poll()
+        for fd in (wake, *places, *([] if asked is None else [asked])):
+            readable.register(fd, select.POLLIN)
+        is_over, deaf_until = False, math.inf
+        while not is_over:
+            for fd, _ in readable.poll(_left_ms(deaf_until)):
+                if fd == wake:
+                    is_over = True
+                elif fd != asked:
+                    self._serve_neighbour(places[fd], readable)
+                elif not self._inquiries.accept():
+                    readable.unregister(fd)
+                    deaf_until = time.monotonic() + _DEAF_S
+            if asked is not None and time.monotonic() >= deaf_until:
+                readable.register(asked, select.POLLIN)
+                deaf_until = math.inf
+        os.close(wake)
+        self._inquiries.close()
+        for connection in self.sideband.values():
+            connection.close()
+
+    def _serve_neighbour(self, place: int, readable: select.poll) -> None:
+        connection = self.sideband[place]
+        try:
+            while (frame := connection.take()) is not None:
+                self._handle(frame[0], frame[2], place)
+        except ConnectionClosed:
+            readable.unregister(connection.fd)
+            self._note_departure(place, None, place)
+
+    def _handle(self, kind: int, body: bytes, source: int) -> None:
+        """Handle one frame; raise ConnectionClosed for one that can't be read."""
+        if kind == FAIL:
+            read_failure(body)
+            self._flood_failure(body, source)
+            return
+        try:
+            message = json.loads(body)
+            if kind == LEAVE:
+                farewell = _read_farewell(message["farewell"])
+                self._note_departure(int(message["place"]), farewell, source)
+            elif kind == LATE:
+                group, step, text = message["group"], message["step"], message["text"]
+                self._note_late(str(group), int(step), str(text), source)
+            elif int(message["to"]) == self.place:
+                self._take(kind, message)
+            elif kind in (LOOK, SEEN):
+                self._offer(kind, message, int(message["to"]), _FORWARD_S)
+            else:
+                self._forward(kind, message, int(message["to"]))
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+            raise ConnectionClosed("it sent what can't be read on its sideband") from None
+
+    def _take(self, kind: int, message: Any) -> None:
+        """Handle a message to this rank."""
+        if kind == ASK:
+            asker, state = int(message["of"]), asdict(self._state(str(message["group"])))
+            self._forward(ANSWER, {"to": asker, "of": self.place, "state": state}, asker)
+        elif kind == ANSWER:
+            with self._condition.lock:
+                self._answers[int(message["of"])] = _read_state(message["state"])
+                self._condition.notify_all()
+        else:
+            self._inquiries.handle(kind, message)
+
+    def _note_departure(self, place: int, farewell: Farewell | None, source: int) -> None:
+        """Record that a rank is gone, and tell ranks of its host that aren't connected to it."""
+        with self._condition.lock:
+            if place in self._departures:
+                return
+            self._departures[place] = farewell
+            self._condition.notify_all()
+        if place in self.pids:
+            body = _encode_farewell(place, farewell)
+            for other in self.sideband:
+                if other != source and other in self.pids:
+                    self._send(LEAVE, body, other)
+
+
+def _left_ms(until: float) -> float | None:
+    return None if until == math.inf else max(until - time.monotonic(), 0.0) * 1000
+
+
+def _open_pidfds(pids: Mapping[int, int]) -> dict[int, int]:
+    """Open a descriptor for each process that becomes readable when the process ends."""
+    opened: dict[int, int] = {}
+    if hasattr(os, "pidfd_open"):  # Linux alone has it
+        for place, pid in pids.items():
+            with contextlib.suppress(OSError):  # an old kernel, or it ended just now
+                opened[place] = os.pidfd_open(pid)
+    return opened
+
+
+def _encode_farewell(place: int, farewell: Farewell | None) -> bytes:
+    fields = None if farewell is None else asdict(farewell)
+    return json.dumps({"place": place, "farewell": fields}).encode()
+
+
+def _read_farewell(fields: Any) -> Farewell | None:
+    if fields is None:
+        return None
+    steps = {str(group): int(count) for group, count in fields["steps"].items()}
+    return Farewell(str(fields["how"]), steps)
+
+
+def _read_state(fields: Any) -> State:
+    waits_for = fields["waits_for"]
+    places = None if waits_for is None else [int(place) for place in waits_for]
+    return State(
+        str(fields["stack"]), str(fields["last"]), int(fields["seq"]), places, int(fields["step"])
+    )
