@@ -47,11 +47,8 @@ class Missing:
     stack: str = ""
     last: str = ""
 
-    def __str__(self) -> str:
-        return self.text()
-
     def text(self, call: str = "") -> str:
-        """Say what is known of the rank, the line that it is at first."""
+        """Return what is known of the rank, the line that it is at first."""
         head = f"rank {self.rank}"
         if self.behind:
             head += f", or one of {list(self.behind)} behind it,"
@@ -68,7 +65,7 @@ class Missing:
 
 
 def report(call: str, came: Mapping[int, str], missing: Sequence[Missing]) -> str:
-    """Say which ranks haven't come, where they are, and which have come with which call."""
+    """Return which ranks haven't come, where they are, and which have come with which call."""
     lines = [late.text(call) for late in missing[:_MOST_NAMED]]
     if len(missing) > _MOST_NAMED:
         lines.append(f"nor did ranks {[late.rank for late in missing[_MOST_NAMED:]]}")
@@ -100,7 +97,7 @@ def is_stopped(pid: int | None) -> bool:
 
 
 def stack_of(thread_id: int) -> str:
-    """Say where one thread of this process is, in frames that aren't ours."""
+    """Return where one thread of this process is, in frames that aren't ours."""
     by_id = {thread.ident: thread for thread in threading.enumerate()}
     thread, main = by_id.get(thread_id), threading.main_thread()
     if thread is None or thread.name.startswith(_OWN_THREADS):  # the user's thread waits for it

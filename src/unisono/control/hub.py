@@ -68,10 +68,7 @@ class Hub:
         self._below = {down: sorted(places) for down, places in below.items()}
         self._subtree = sorted((place, *(far for each in below.values() for far in each)))
         self._connections = peers.rounds
-        # What `_receive` waits for: a message of a kind, from which places, and what has come.
-        self._kind = NOTICE
-        self._awaited: tuple[int, ...] = ()
-        self._got: dict[int, Blobs] = {}
+        self._kind = NOTICE  # of the messages that `peers.waits` is about
         self._poll = select.poll()
         self._place_of = {connection.fd: other for other, connection in self._connections.items()}
         self._place_of |= {fd: other for other, fd in peers.pidfds.items()}
@@ -89,26 +86,27 @@ class Hub:
 
     def exchange(self, blob: bytes, until: float) -> Blobs:
         """Give every rank the blobs of all, in order of places. Collective over the group."""
-        peers = self.peers
-        if not peers.lock.acquire(blocking=False):
-            peers.wait_for_turn(blob, until)
-        try:
-            if peers.is_in_round:
-                raise peers.nested(blob)
-            size = len(blob)
-            given = blob if size <= self.inline_bytes else blob[:START_BYTES]
+        peers, size = self.peers, len(blob)
+        given = blob if size <= self.inline_bytes else blob[:START_BYTES]
+        try:  # an interrupt may come just after the lock was taken: it knows whose it is
+            if not peers.lock.acquire(blocking=False):
+                peers.wait_for_turn(blob, until)
             peers.enter(given)
             try:
                 return self._round(given, size, until)
-            except CollectiveError:
-                raise
-            except BaseException as error:  # Ctrl-C above all: half a round can't be taken back
-                peers.interrupt(f"{type(error).__name__} interrupted {describe(blob)}")
-                raise
             finally:
                 peers.leave()
+        except CollectiveError:
+            raise
+        except BaseException as error:  # Ctrl-C above all: half a round can't be taken back
+            peers.interrupt(f"{type(error).__name__} interrupted {describe(blob)}")
+            raise
         finally:
-            peers.lock.release()
+            # A call in Python could be interrupted before it begins, as `suppress` is.
+            try:  # noqa: SIM105
+                peers.lock.release()
+            except RuntimeError:  # it isn't this thread's
+                pass
 
     def _round(self, blob: bytes, size: int, until: float) -> Blobs:
         links = self.peers.links
@@ -136,7 +134,7 @@ class Hub:
     def _receive(self, kind: int, places: tuple[int, ...], until: float) -> dict[int, Blobs]:
         """Wait for one message of `kind` from each of `places`; give what is in them."""
         got: dict[int, Blobs] = {}
-        self._kind, self._awaited, self._got = kind, places, got
+        self._kind, self.peers.waits = kind, (places, got)
         if self._naps:
             self._naps -= 1
         else:
@@ -153,7 +151,7 @@ class Hub:
 
     def _spin(self, place: int, until: float) -> None:
         """Look for the message of one neighbour without sleeping."""
-        connection, got = self._connections[place], self._got
+        connection, (_, got) = self._connections[place], self.peers.waits
         mailbox = connection.mailbox  # where there is one, the socket is read only before sleeping
         take = connection.take if mailbox is None else mailbox.take
         try:
@@ -170,31 +168,32 @@ class Hub:
 
     def _sleep(self, until: float, warn_at: float) -> None:
         """Sleep until all have come, and say so to those that could go unnoticed."""
-        kind, places, got, peers = self._kind, self._awaited, self._got, self.peers
+        kind, peers = self._kind, self.peers
+        places, got = peers.waits
         wait_s = _FIRST_SLEEP_S
         suspect_at, has_grace = time.monotonic() + _SUSPECT_S, kind == ALL
-        peers.waits = (places, got)
         for place in places:
             self._connections[place].sleep(True)
         self._take_all()
         while len(got) < len(places):
             now = time.monotonic()
             if now >= until:
-                states = peers.ask(places, got)
+                states = peers.ask()
                 self._take_all()  # who answered may have been the first to give up
                 if len(got) == len(places):
                     break
                 is_there = bool(states) and all(s.seq >= peers.seq for s in states.values())
                 if not (has_grace and is_there):
-                    raise peers.fail_late(places, got, states)
+                    raise peers.fail_late(states)
                 has_grace, until = False, time.monotonic() + _GRACE_S
             if kind == ALL and self._ended and now >= suspect_at:
                 suspect_at = now + _SUSPECT_S
-                if peers.is_behind(places[0]):  # so it can't have left with the answer
+                state = peers.ask().get(places[0])
+                if state is not None and state.seq < peers.seq:  # it can't have left with an answer
                     raise peers.fail_gone(self._ended[0])
             if now >= warn_at:
                 warn_at = _NEVER
-                peers.warn(places, got)
+                peers.warn()
             ends = (until, warn_at, suspect_at if self._ended else _NEVER)
             events = self._poll.poll(max(0.0, min(min(ends) - now, wait_s)) * 1000)
             for fd, _ in events:
@@ -207,8 +206,9 @@ class Hub:
 
     def _take_all(self) -> None:
         """Take what came while this rank was elsewhere, or was falling asleep."""
-        for place in self._awaited:
-            if place not in self._got:
+        places, got = self.peers.waits
+        for place in places:
+            if place not in got:
                 self._take(place)
 
     def _on_event(self, fd: int) -> None:
@@ -230,7 +230,7 @@ class Hub:
             is_gone, how = True, str(closed)
         # A peer that sent GIVE still waits for ALL, so its exit is a failure; one that sent ALL
         # may exit.
-        if is_gone and not (self._kind == ALL and place in self._got):
+        if is_gone and not (self._kind == ALL and place in self.peers.waits[1]):
             raise self.peers.fail_gone(place, how)
 
     def _accept(self, frame: Frame, place: int) -> bool:
@@ -242,19 +242,20 @@ class Hub:
             return False
         if kind == FAIL:
             raise self.peers.fail(read_failure(body), place)
-        is_awaited = (kind, seq) == (self._kind, self.peers.seq) and place in self._awaited
-        if not is_awaited or place in self._got:
+        places, got = self.peers.waits
+        is_awaited = (kind, seq) == (self._kind, self.peers.seq) and place in places
+        if not is_awaited or place in got:
             raise ConnectionClosed(f"it sent frame {kind} of round {seq}")
         count = self._size if kind == ALL else len(self._below[place])
-        self._got[place] = split_blobs(body, count, self.inline_bytes)
+        got[place] = split_blobs(body, count, self.inline_bytes)
         return True
 
     def _send(self, kind: int, place: int, body: bytes, until: float) -> None:
         try:
             self._connections[place].send(kind, self.peers.seq, body, until)
         except ConnectionClosed as closed:
-            self._kind, self._awaited, self._got = NOTICE, (), {}
-            self._take(place)  # it may have said why
+            self.peers.waits = (), {}
+            self._take(place)  # it may have reported why
             raise self.peers.fail_gone(place, str(closed)) from None
         except TimeoutError:
             raise self.peers.fail_blocked(place) from None

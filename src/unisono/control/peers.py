@@ -63,7 +63,7 @@ class State:
     stack: str = ""
     last: str = ""
     seq: int = 0
-    waits_for: list[int] | None = None
+    waits_for: Sequence[int] = ()
     step: int = 0
 
 
@@ -82,7 +82,7 @@ class Farewell:
 class Peers:
     """The other ranks of one group, as this rank knows them."""
 
-    # The group, as this rank sees it; `failure` stays once it is set:
+    # The group, as this rank sees it; the first `failure` stays:
     #   idle --enter--> in a round --leave--> idle
     #   idle or in a round --a peer is gone, FAIL comes--> failed
     #   in a round --the deadline, a peer that doesn't read, a second thread--> failed
@@ -123,20 +123,21 @@ class Peers:
         self.pidfds: Mapping[int, int] = _open_pidfds(pids)
         """For each place of this host, what becomes readable when its process ends."""
         self.lock = threading.RLock()
-        """Held in a round, and while another thread uses its connections."""
+        """Held in a round, and while another thread uses the connections of the rounds."""
         self.failure: CollectiveError | None = None
-        """What every later round raises; None while nothing has failed."""
+        """What every later round raises; itself it is never raised, as its traceback would keep
+        the frames of the user."""
         self.seq = 0
         """Number of the round that this rank is in, or was in last."""
         self.is_in_round = False
-        self.waits: tuple[tuple[int, ...], Mapping[int, Blobs]] | None = None
+        self.waits: tuple[tuple[int, ...], dict[int, Blobs]] = (), {}
         """The places that this rank waits for in its round, and what came."""
         self._blob, self._thread_id = b"", threading.get_ident()
         self._steps = steps
         self._absent: Absent | None = None
         self._has_warned = False
         self._concurrent_calls = ""
-        self._unsent_failure = b""  # where another thread may be sending
+        self._unsent: tuple[bytes, int | None] | None = None  # where another thread may be sending
         self._next_hops = {far: down for down, fars in links.below.items() for far in fars}
         self._departures: dict[int, Farewell | None] = {}  # None: gone without a word
         self._answers: dict[int, State] = {}
@@ -182,7 +183,7 @@ class Peers:
             os.close(fd)
 
     def say_farewell(self, how: str) -> None:
-        """Send all others word that this rank leaves in good order."""
+        """Report to all other ranks that this rank leaves in good order."""
         if self.failure is not None or self.is_in_round or not self._is_open:
             return
         text = f"{how} after {self._call() or 'its last collective'}"
@@ -193,8 +194,13 @@ class Peers:
 
     def enter(self, blob: bytes) -> None:
         """Begin a round of this thread, in which it gives `blob`."""
-        if self.failure is not None:
-            raise type(self.failure)(*self.failure.args)
+        self.raise_failure()
+        if self.is_in_round:
+            raise CollectiveError(
+                f"{self}: {signatures.describe(blob)} was called within "
+                f"{signatures.describe(self._blob)}, by a signal handler or a "
+                "finalizer: let those call no collective"
+            )
         self.seq += 1
         self._blob, self.is_in_round = blob, True
         self._thread_id = threading.get_ident()
@@ -203,16 +209,14 @@ class Peers:
 
     def leave(self) -> None:
         """End the round, whether it failed or not."""
-        self.waits, self.is_in_round = None, False
-        if self._unsent_failure:
-            self._send_failure(self._unsent_failure)
+        self.waits, self.is_in_round = ((), {}), False
+        self._send_failure()
         if self._concurrent_calls and self.failure is None:
             raise self.fail(FailureReport("threads", self._concurrent_calls))
 
     def wait_for_turn(self, blob: bytes, until: float) -> None:
         """Acquire the lock, unless another thread is in a round."""
-        if self.failure is not None:  # Ctrl-C may have left the lock with a thread that is gone
-            raise type(self.failure)(*self.failure.args)
+        self.raise_failure()
         call = signatures.describe(blob)
         if self.is_in_round:
             self._concurrent_calls = (
@@ -228,24 +232,26 @@ class Peers:
                 "ranks that are gone"
             )
 
-    def nested(self, blob: bytes) -> CollectiveError:
-        """Return the error of a round within another one of the same thread."""
-        return CollectiveError(
-            f"{self}: {signatures.describe(blob)} was called within "
-            f"{signatures.describe(self._blob)}, by a signal handler or a "
-            "finalizer: let those call no collective"
-        )
+    def raise_failure(self) -> None:
+        """Raise what every round raises once one has failed."""
+        if self.failure is not None:
+            raise type(self.failure)(*self.failure.args)
 
     def gone(
         self, ranks: Collection[int] | None = None, group: str = "", step: int = 0
     ) -> Absent | None:
-        """Return which rank is known to be gone, if any, waiting only for its farewell."""
-        if self._absent is None and self.failure is None and self.lock.acquire(blocking=False):
-            try:
-                with contextlib.suppress(CollectiveError):
-                    self._raise_if_gone(ranks, group, step)
+        """Return which rank is known to be gone, if any; waits 1.1 s at most for its last word."""
+        if self._absent is None:
+            try:  # as in `Hub.exchange`
+                if self.lock.acquire(blocking=False) and self.failure is None:
+                    with contextlib.suppress(CollectiveError):
+                        self._raise_if_gone(ranks, group, step)
+                    self._send_failure()
             finally:
-                self.lock.release()
+                try:  # noqa: SIM105
+                    self.lock.release()
+                except RuntimeError:  # it isn't this thread's
+                    pass
         absent = self._absent
         return absent if absent is None or ranks is None or absent.rank in ranks else None
 
@@ -330,11 +336,11 @@ class Peers:
             self._condition.notify_all()
         self._flood(LATE, json.dumps({"group": group, "step": step, "text": text}).encode(), source)
 
-    def warn(self, places: tuple[int, ...], got: Mapping[int, Blobs]) -> None:
-        """Warn which of `places` are missing, unless a neighbour did; once a round."""
+    def warn(self) -> None:
+        """Warn which ranks this round waits for, unless a neighbour did; once a round."""
         if not self._has_warned:
-            text = f"{self} is still waiting: {self._report(places, got, self.ask(places, got))}"
-            self.forward_warning(text.encode("utf-8", "backslashreplace"), got)
+            text = f"{self} is still waiting: {self._report(self.ask())}"
+            self.forward_warning(text.encode("utf-8", "backslashreplace"), self.waits[1])
 
     def forward_warning(self, body: bytes, places: Iterable[int]) -> None:
         """Log a warning of a long wait, and send it to neighbours."""
@@ -344,14 +350,9 @@ class Peers:
             with contextlib.suppress(ConnectionClosed, TimeoutError):
                 self.rounds[place].send(NOTICE, 0, body, time.monotonic() + _SEND_S)
 
-    def ask(self, places: tuple[int, ...], got: Mapping[int, Blobs]) -> dict[int, State]:
-        """Return the states of the ranks of `places` that haven't come; 0.4 s at most."""
-        return self._ask([place for place in places if place not in got])
-
-    def is_behind(self, place: int) -> bool:
-        """Return whether a neighbour hasn't begun this round; asks it."""
-        state = self._ask([place]).get(place)
-        return state is not None and state.seq < self.seq
+    def ask(self) -> dict[int, State]:
+        """Return the states of the ranks that this round waits for; 0.4 s at most."""
+        return self._ask(self._awaited())
 
     def interrupt(self, how: str) -> None:
         """Fail because this rank left a collective half-way."""
@@ -368,16 +369,17 @@ class Peers:
         """Fail because an operation of the data plane is overdue."""
         self._record(CollectiveTimeoutError(text), FailureReport("timeout", text))
 
-    def _record(self, error: CollectiveError, failure: FailureReport) -> None:
-        """Fail in any thread; while another one is in a round, that one tells its neighbours."""
+    def _record(
+        self, error: CollectiveError, failure: FailureReport, source: int | None = None
+    ) -> None:
+        """Fail in any thread; the one that holds the lock reports it to the neighbours."""
         body = failure.encode()
         if self.failure is None:
-            self.failure, self._unsent_failure = error, body
+            self.failure, self._unsent = error, (body, source)
         self._flood_failure(body)
         if self.lock.acquire(blocking=False):
             try:
-                if self._unsent_failure:
-                    self._send_failure(self._unsent_failure)
+                self._send_failure()
             finally:
                 self.lock.release()
 
@@ -391,11 +393,9 @@ class Peers:
             text = f"{who} {farewell.how}"
         return self.fail(FailureReport("peer", text, rank))
 
-    def fail_late(
-        self, places: tuple[int, ...], got: Mapping[int, Blobs], states: dict[int, State]
-    ) -> CollectiveError:
-        """Fail because some of `places` didn't come, given what `ask` returned."""
-        return self.fail(FailureReport("timeout", self._report(places, got, states)))
+    def fail_late(self, states: dict[int, State]) -> CollectiveError:
+        """Fail because ranks that this round waits for didn't come, given what `ask` returned."""
+        return self.fail(FailureReport("timeout", self._report(states)))
 
     def fail_blocked(self, place: int) -> CollectiveError:
         """Fail because a neighbour doesn't read what it is sent."""
@@ -406,23 +406,23 @@ class Peers:
 
     def fail(self, failure: FailureReport, source: int | None = None) -> CollectiveError:
         """Fail, report it to all neighbours but the one that it came from; return the error."""
-        body = failure.encode()
-        self._flood_failure(body)
-        self._send_failure(body, source)
         where = f", in {signatures.describe(self._blob)}" if self.is_in_round else ""
         text = f"{self}{where}: {failure.text}"
+        error = CollectiveError(text)
         if failure.kind == "peer":
-            self._absent = Absent(failure.rank, failure.text)
-            self.failure = PeerFailedError(text, failure.rank)
+            error = PeerFailedError(text, failure.rank)
+            self._absent = self._absent or Absent(failure.rank, failure.text)
         elif failure.kind == "timeout":
             text = f"{failure.text}\n  the deadline was over on {self}{where}"
-            self.failure = CollectiveTimeoutError(text)
-        else:
-            self.failure = CollectiveError(text)
-        return self.failure
+            error = CollectiveTimeoutError(text)
+        self._record(error, failure, source)
+        return type(error)(*error.args)
 
-    def _send_failure(self, body: bytes, source: int | None = None) -> None:
-        self._unsent_failure = b""
+    def _send_failure(self) -> None:
+        """Report on the connections of the rounds what `_record` has left there."""
+        if self._unsent is None:
+            return
+        (body, source), self._unsent = self._unsent, None
         for place, connection in self.rounds.items():
             if place != source:
                 with contextlib.suppress(ConnectionClosed, TimeoutError):
@@ -444,12 +444,12 @@ class Peers:
 
     def _state(self, group: str) -> State:
         """Return where this rank is, and how far in the group of that name."""
-        waits_for = None
-        if self.waits is not None:
-            places, got = self.waits
-            waits_for = [place for place in places if place not in got]
         last, step = self._steps.last or self._call(), self._steps.counts.get(group, 0)
-        return State(stack_of(self._thread_id), last, self.seq, waits_for, step)
+        return State(stack_of(self._thread_id), last, self.seq, self._awaited(), step)
+
+    def _awaited(self) -> list[int]:
+        places, got = self.waits
+        return [place for place in places if place not in got]
 
     def _ask(self, places: Iterable[int], group: str = "") -> dict[int, State]:
         """Return the states of other ranks that answer in time; one that is stopped can't."""
@@ -461,7 +461,7 @@ class Peers:
         for place in asked:
             self._forward(ASK, {"to": place, "of": self.place, "group": group}, place)
         self._condition.wait(lambda: all(place in self._answers for place in asked), _ASK_S)
-        return {place: self._answers[place] for place in asked if place in self._answers}
+        return {at: state for at in asked if (state := self._answers.get(at)) is not None}
 
     def _missing(self, place: int, states: Mapping[int, State]) -> Missing:
         state = states.get(place, State())
@@ -469,11 +469,9 @@ class Peers:
         rank, pid = self.ranks[place], self.pids.get(place)
         return Missing(rank, [self.ranks[far] for far in behind], pid, state.stack, state.last)
 
-    def _report(
-        self, places: tuple[int, ...], got: Mapping[int, Blobs], states: dict[int, State]
-    ) -> str:
+    def _report(self, states: dict[int, State]) -> str:
         """Return which ranks have come with which call, and where the others are."""
-        absent = [place for place in places if place not in got]
+        absent, got = self._awaited(), self.waits[1]
         came = {self.place: self._blob}
         for source, (blobs, _) in got.items():
             came |= zip(sorted(self.links.below.get(source, ())), blobs, strict=False)
@@ -486,7 +484,7 @@ class Peers:
                 continue
             # It has come, and waits for others itself.
             by_rank[self.ranks[place]] = state.last or signatures.UNKNOWN
-            further = [far for far in state.waits_for or () if 0 <= far < len(self.ranks)]
+            further = [far for far in state.waits_for if 0 <= far < len(self.ranks)]
             states |= self._ask(further)
             missing += [self._missing(far, states) for far in further]
         return report(signatures.name(self._blob), by_rank, missing)
@@ -628,8 +626,7 @@ def _read_farewell(fields: Any) -> Farewell | None:
 
 
 def _read_state(fields: Any) -> State:
-    waits_for = fields["waits_for"]
-    places = None if waits_for is None else [int(place) for place in waits_for]
+    places = [int(place) for place in fields["waits_for"]]
     return State(
         str(fields["stack"]), str(fields["last"]), int(fields["seq"]), places, int(fields["step"])
     )

@@ -420,6 +420,11 @@ class SocketControlPlane(ControlPlane):
             return group, step
         return None, self.steps.counts.get(EVERYBODY, 0)
 
+    def where(self, call: str) -> str:
+        """Return the start of an error of a call."""
+        topology = self.model.topology
+        return f"rank {topology.rank} of {topology.world_size}: {call}"
+
     def warn_after_s(self) -> float:
         """Return the seconds after which a wait on the data plane names the missing ranks."""
         hub = next(iter(self._connected()), None)
@@ -445,27 +450,24 @@ class _Wait:
             self._limit_s = math.inf if limit_s is None else limit_s
         absent = control.gone(self._group, self._step)
         if absent is not None:
-            raise PeerFailedError(f"{self._where()}: {absent.how}", absent.rank)
+            raise PeerFailedError(f"{control.where(self._call)}: {absent.how}", absent.rank)
         hub = control.hubs.get(name_of(self._group))
         if hub is None:
             raise ContextError("finalize() was called meanwhile, by another thread")
-        failure = hub.peers.failure
-        if failure is not None:
-            raise type(failure)(*failure.args)
+        hub.peers.raise_failure()
         if now >= self._begun + host_s(self._limit_s):
             late = self._late(position, is_over=True)
-            text = f"{late}\n  {self._where()}: not done after {format_s(self._limit_s)}"
+            text = (
+                f"{late}\n  {control.where(self._call)}: not done after {format_s(self._limit_s)}"
+            )
             hub.peers.give_up(text)  # the others can't go on without this rank
             raise CollectiveTimeoutError(text)
         if not self._is_warned and now >= self._begun + host_s(control.warn_after_s()):
             self._is_warned = True
-            _log.warning("%s is still waiting: %s", self._where(), self._late(position, False))
+            late = self._late(position, is_over=False)
+            _log.warning("%s is still waiting: %s", control.where(self._call), late)
 
     def _late(self, position: int, is_over: bool) -> str:
         rank = self._control.model.topology.members(self._group)[position]
         late = self._control.late(self._group, self._step, is_over)
         return late or f"rank {rank} came, and didn't go on"
-
-    def _where(self) -> str:
-        topology = self._control.model.topology
-        return f"rank {topology.rank} of {topology.world_size}: {self._call}"

@@ -10,7 +10,7 @@ with its twins, the ranks at the same place of the other hosts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -64,6 +64,7 @@ class TwoLevels(Turns):
     """The all_reduce of a model, for all ranks of a context on several hosts."""
 
     # It takes what `HostCollectives` takes, of a dtype in `dtypes`.
+    _monitor: Between
 
     def __init__(
         self,
@@ -77,7 +78,6 @@ class TwoLevels(Turns):
         self.block_bytes: int = _BLOCK_BYTES
         self.large_bytes: int = _WHOLE_BYTES
         self.dtypes: frozenset[torch.dtype] = DTYPES & control.model.dtypes
-        self._control = control
         self._hosts = hosts
         self._ranks = next(ranks for ranks in hosts if rank in ranks)
         self._position = self._ranks.index(rank)
@@ -85,11 +85,6 @@ class TwoLevels(Turns):
         self._own = _Inside(self._ranks)
         self._host = None if arena is None else HostCollectives(arena, self._ranks, self._own)
         self._twins: list[Group] = []
-
-    def belong_to(self, monitor: Any) -> None:
-        """Take note that another view of the context has it now."""
-        super().belong_to(monitor)
-        self._control = monitor
 
     def close(self) -> None:
         """Let go of the memory; nothing can be called any more."""
@@ -103,7 +98,7 @@ class TwoLevels(Turns):
         while len(self._twins) < count:
             at = len(self._twins)
             ranks = tuple(sorted(ranks[at] for ranks in self._hosts))
-            self._twins.append(self._control.make_part(ranks))
+            self._twins.append(self._monitor.make_part(ranks))
         return self._twins[position]
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
@@ -151,7 +146,7 @@ class TwoLevels(Turns):
 
     def _reduce_between(self, flat: Tensor, op: ReduceOp, group: Group) -> None:
         if flat.numel():
-            total = self._control.model.all_reduce(flat, op, group)
+            total = self._monitor.model.all_reduce(flat, op, group)
             if total is not flat:
                 flat.copy_(total)
 

@@ -1,13 +1,15 @@
-"""A sideband and its inquiries, in this process: no descriptors, nonsense, no room."""
+"""Peers in this process: no descriptors, nonsense, no room; how a hub fails and ends."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,9 +20,11 @@ import pytest
 
 from tests.support.processes import until
 from unisono.control.connection import ANSWER, ASK, FAIL, SEEN, Connection, FailureReport, Frame
+from unisono.control.hub import Hub
 from unisono.control.peers import Peers
 from unisono.control.signatures import SequenceNumbers
-from unisono.control.tree import Links, Seat
+from unisono.control.tree import Links, Seat, links
+from unisono.errors import CollectiveError, CollectiveTimeoutError
 from unisono.host.status_socket import connected
 
 LIMIT_S = 20.0
@@ -121,3 +125,61 @@ def test_a_rank_that_reads_late_gets_a_long_part_of_an_inquiry_whole() -> None:
         executor.submit(made.fail, FailureReport("peer", "gone"))
         assert taken(second) == (SEEN, 0, body)
         assert taken(second)[0] == FAIL
+
+
+@contextmanager
+def hub() -> Iterator[list[Hub]]:
+    """Make the hub of a rank whose only neighbour is silent; who drops it from the list ends it."""
+    pairs = [socket.socketpair() for _ in range(2)]
+    lines: Any = [{1: Connection(ours, None, 1 << 16)} for ours, _ in pairs]
+    before = set(threading.enumerate())
+    peers = Peers(range(2), 0, links(["here"] * 2, 0), (lines[0], lines[1]), {}, SequenceNumbers())
+    (thread,) = set(threading.enumerate()) - before
+    held = [Hub(peers, None, 60.0)]
+    del peers
+    with pairs[0][1], pairs[1][1]:
+        yield held
+        held.clear()
+        gc.collect()
+        thread.join(LIMIT_S)
+    assert not thread.is_alive()
+
+
+def test_a_hub_that_has_failed_ends_with_its_last_reference_and_keeps_no_frame() -> None:
+    """What is raised later has no traceback of the first time, whose frames keep the users' own."""
+
+    class Batch:
+        pass
+
+    def fail(held: list[Hub]) -> weakref.ref[Batch]:
+        batch = Batch()
+        for _ in range(2):
+            with pytest.raises(CollectiveTimeoutError, match="rank 1 never came"):
+                held[0].exchange(b"mine", time.monotonic())
+        return weakref.ref(batch)
+
+    with hub() as held:
+        batch = fail(held)
+        gc.collect()
+        assert batch() is None
+
+
+def test_an_interrupt_at_the_end_of_a_round_is_what_later_rounds_raise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not that one was called within another; and the lock is free."""
+
+    def interrupted(self: Peers) -> None:
+        raise KeyboardInterrupt
+
+    with hub() as held:
+        with monkeypatch.context() as patched:
+            patched.setattr(Hub, "_round", lambda *_: ([b"mine"], [4]))
+            patched.setattr(Peers, "leave", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                held[0].exchange(b"mine", time.monotonic() + LIMIT_S)
+        for _ in range(2):
+            with pytest.raises(CollectiveError, match="interrupted .* out of step"):
+                held[0].exchange(b"mine", time.monotonic() + LIMIT_S)
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(held[0].peers.lock.acquire, blocking=False).result()

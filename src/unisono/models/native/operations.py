@@ -143,7 +143,7 @@ class Calls:
             if work.is_completed():  # just after its slice, or with an error: the next wait tells
                 continue
             if absent is not None:  # after one more slice, for its last message was on its way
-                raise PeerFailedError(f"{self._where(call)}: {absent.how}", absent.rank)
+                raise PeerFailedError(f"{self._control.where(call)}: {absent.how}", absent.rank)
             now = time.monotonic()
             if now >= until:
                 timeout = TimeoutError(f"not done after {format_s(limit_s or 0)}")
@@ -152,12 +152,12 @@ class Calls:
             if now >= warn_at:
                 warn_at = math.inf
                 late = self._control.late(group, step, is_over=False)
-                _log.warning("%s is still waiting: %s", self._where(call), late)
+                _log.warning("%s is still waiting: %s", self._control.where(call), late)
             absent = self._control.gone(group, step)
 
     def fail(self, call: str, group: Group | None, error: Exception, step: int = 0) -> NoReturn:
         """Raise the error of ours for one of torch's."""
-        ours, where, text = mapped(_ERRORS, error), self._where(call), str(error).strip()
+        ours, where, text = mapped(_ERRORS, error), self._control.where(call), str(error).strip()
         if ours is CollectiveTimeoutError:
             late = self._control.late(group, step) if step else ""
             raise ours(f"{late or 'some rank never came'}\n  {where}: {text}") from error
@@ -177,7 +177,3 @@ class Calls:
             if time.monotonic() >= until:
                 return Absent(-1, "lost a peer")
             time.sleep(_LOOK_S)
-
-    def _where(self, call: str) -> str:
-        topology = self._control.model.topology
-        return f"rank {topology.rank} of {topology.world_size}: {call}"
