@@ -115,21 +115,22 @@ class Peers:
         steps: SequenceNumbers,
         seats: Sequence[Seat] = (),
     ) -> None:
-        self.ranks = ranks
-        self.place = place
-        self.links = links
-        self.rounds, self.sideband = connections
-        self.pids = pids
+        self.ranks: tuple[int, ...] | range = ranks
+        self.place: int = place
+        self.links: Links = links
+        self.rounds: Mapping[int, Connection] = connections[0]
+        self.sideband: Mapping[int, Connection] = connections[1]
+        self.pids: Mapping[int, int] = pids
         self.pidfds: Mapping[int, int] = _open_pidfds(pids)
         """For each place of this host, what becomes readable when its process ends."""
-        self.lock = threading.RLock()
+        self.lock: Any = threading.RLock()
         """Held in a round, and while another thread uses the connections of the rounds."""
         self.failure: CollectiveError | None = None
         """What every later round raises; itself it is never raised, as its traceback would keep
         the frames of the user."""
-        self.seq = 0
+        self.seq: int = 0
         """Number of the round that this rank is in, or was in last."""
-        self.is_in_round = False
+        self.is_in_round: bool = False
         self.waits: tuple[tuple[int, ...], dict[int, Blobs]] = (), {}
         """The places that this rank waits for in its round, and what came."""
         self._blob, self._thread_id = b"", threading.get_ident()
