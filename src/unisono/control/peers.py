@@ -54,6 +54,7 @@ _FAREWELL_S = 1.0  # for the farewell of a rank that is gone, or the end of its 
 _FORWARD_S = 0.02  # for room in the kernel, before a part of an inquiry is dropped
 _DEAF_S = 1.0  # where there is no descriptor for an inquiry
 _MOST_ASKED = 64
+_NOTHING: tuple[tuple[int, ...], dict[int, Blobs]] = (), {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ class Peers:
         self.seq: int = 0
         """Number of the round that this rank is in, or was in last."""
         self.is_in_round: bool = False
-        self.waits: tuple[tuple[int, ...], dict[int, Blobs]] = (), {}
+        self.waits: tuple[tuple[int, ...], dict[int, Blobs]] = _NOTHING
         """The places that this rank waits for in its round, and what came."""
         self._blob, self._thread_id = b"", threading.get_ident()
         self._steps = steps
@@ -195,7 +196,8 @@ class Peers:
 
     def enter(self, blob: bytes) -> None:
         """Begin a round of this thread, in which it gives `blob`."""
-        self.raise_failure()
+        if self.failure is not None:
+            self.raise_failure()
         if self.is_in_round:
             raise CollectiveError(
                 f"{self}: {signatures.describe(blob)} was called within "
@@ -210,8 +212,9 @@ class Peers:
 
     def leave(self) -> None:
         """End the round, whether it failed or not."""
-        self.waits, self.is_in_round = ((), {}), False
-        self._send_failure()
+        self.waits, self.is_in_round = _NOTHING, False
+        if self._unsent is not None:
+            self._send_failure()
         if self._concurrent_calls and self.failure is None:
             raise self.fail(FailureReport("threads", self._concurrent_calls))
 
