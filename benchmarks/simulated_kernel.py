@@ -34,6 +34,7 @@ from unisono.control import (
     peers,
     rendezvous,
 )
+from unisono.host import mailbox
 
 __all__ = ("Kernel", "Process", "Waitable")
 
@@ -485,6 +486,11 @@ class Kernel:
         process = self.process
         return _Library(None, start=lambda: self.begin(process, target))
 
+    def _socketpair(self) -> tuple[_Socket, _Socket]:
+        one, other = _Socket(self, self.process), _Socket(self, self.process)
+        one.join(other)
+        return one, other
+
     def _pipe(self) -> tuple[int, int]:
         reader, writer = _Socket(self, self.process), _Socket(self, self.process)
         writer.join(reader)
@@ -526,7 +532,9 @@ class Kernel:
             ),
             "select": _Library(select, poll=poll),
             "selectors": _Library(selectors, DefaultSelector=poll),
-            "socket": _Library(socket, socket=new_socket, gethostname=here),
+            "socket": _Library(
+                socket, socket=new_socket, socketpair=self._socketpair, gethostname=here
+            ),
             "threading": _Library(threading, Thread=self._thread_of, Lock=lambda: _Lock(self)),
             "time": _Library(time, monotonic=self._monotonic, sleep=sleep),
         }
@@ -545,7 +553,8 @@ class Kernel:
             for name in _LIBRARIES
             if hasattr(module, name)
         ]
-        names = {"send": _send_mailbox, "receive": _Socket.take, **names}
+        mailboxes = _Library(mailbox, send=_send_mailbox, receive=_Socket.take)
+        names = {"mailbox": mailboxes, **names}
         names["host_of_this_process"] = lambda: self.process.host
         changes += [(rendezvous, name, new) for name, new in names.items()]
         changes.append((addresses, "_address_to", libraries["socket"].gethostname))

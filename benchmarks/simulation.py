@@ -274,10 +274,7 @@ class Simulation:
         return board.records
 
 
-_SAME_FOR_ALL = (
-    *("_refuse_wrong_settings", "_seats", "_places_by_host", "_hosts", "_reasons", "_keys"),
-    *("_least_inline_bytes", "_refusals", "_shared_by_all"),
-)
+_SAME_FOR_ALL = ("_refuse_wrong_settings", "_common", "_count")
 
 
 def _once(compute: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 BACKLOG = 4096
 """Connections that may wait at a listener, where the kernel allows so many."""
+LOOPBACK = "127.0.0.1"
+_BACKLOG = 1024  # of the listener of a store
 _SIOCGIFADDR = 0x8915  # Linux, netdevice(7)
 _ELSEWHERE = "192.0.2.1"  # of no host (RFC 5737): the default route leads there
 _REMEDY = "set UNISONO_SOCKET_IFNAME to the interface that the other hosts reach"
@@ -131,27 +133,21 @@ def is_loopback(addr: str) -> bool:
     return addr == "localhost"
 
 
-def listen_for_others(addr: str, port: int) -> socket.socket | None:
-    """Listen at one address for other hosts, if they can reach this one by it."""
+def listen_for_ranks(addr: str, port: int, *, is_one_host: bool) -> tuple[socket.socket, str]:
+    """Listen where a job's ranks can connect; return the socket and its address on this host."""
+    # At every address where other hosts can't reach this one by what the name is here.
+    if is_one_host:
+        return listen(addr, port), addr
     try:
-        listener = listen_at(addr, port)
+        listener = listen(addr, port)
     except OSError as error:
-        if error.errno == errno.EADDRNOTAVAIL:
-            return None
-        raise
-    if is_loopback(listener.getsockname()[0]):
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+    else:
+        if not is_loopback(listener.getsockname()[0]):
+            return listener, addr
         listener.close()
-        return None
-    return listener
-
-
-def listen_everywhere(port: int) -> socket.socket:
-    """Listen at every address of this host."""
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(
-            ("::", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True
-        )
-    return socket.create_server(("", port), backlog=1024)
+    return listen("", port), LOOPBACK
 
 
 def why_unreachable(addr: str, port: int, limit_s: float) -> OSError | None:
@@ -163,16 +159,11 @@ def why_unreachable(addr: str, port: int, limit_s: float) -> OSError | None:
     return None
 
 
-def listen_at(addr: str, port: int) -> socket.socket:
-    """Listen at one address of this host."""
-    infos = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)
-    family, kind, proto, _, sockaddr = infos[0]
-    listener = socket.socket(family, kind, proto)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(sockaddr)
-        listener.listen(1024)
-    except OSError:
-        listener.close()
-        raise
-    return listener
+def listen(addr: str, port: int) -> socket.socket:
+    """Listen at one address of this host, at all of them for an empty one."""
+    if not addr and socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("::", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
+        )
+    infos = socket.getaddrinfo(addr or "0.0.0.0", port, type=socket.SOCK_STREAM)
+    return socket.create_server(infos[0][4], family=infos[0][0], backlog=_BACKLOG)

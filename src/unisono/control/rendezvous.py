@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import hmac
 import json
 import logging
 import os
@@ -22,7 +21,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from typing import Any, Protocol, TypeVar
@@ -30,25 +29,25 @@ from typing import Any, Protocol, TypeVar
 from unisono.arguments import number_in
 from unisono.control.absent_ranks import warn_after_s
 from unisono.control.addresses import BACKLOG, bind_widely, listen_locally, local_address, peer
+from unisono.control.authentication import Provable, authenticate
 from unisono.control.connection import Connection
-from unisono.control.handshake import Provable, accept_authenticated, authenticate
+from unisono.control.handshake import accept, prove, receive
 from unisono.control.hub import Hub
 from unisono.control.peers import Peers
 from unisono.control.signatures import SequenceNumbers
-from unisono.control.tree import FAN_OUT, Links, Seat, links
+from unisono.control.tree import FAN_OUT, Seat, links
 from unisono.deadlines import host_s, limit_of
 from unisono.errors import CollectiveError, EnvironmentDetectionError, PeerRefusedError
-from unisono.host import arena, memory
+from unisono.host import arena, mailbox, memory
 from unisono.host.arena import Arena
-from unisono.host.mailbox import MAILBOX_BYTES, Mailbox, receive, send
+from unisono.host.mailbox import MAILBOX_BYTES, Mailbox
 from unisono.model import fallback
 from unisono.topology import Group, boot_id, name_of, usable_cores
 
 _log = logging.getLogger(__name__)
 _SET_UP_S = 10.0
 _RETRY_S = 0.01
-_HELLO = struct.Struct("<II16s")
-_PROOF_BYTES = 32
+_HELLO = struct.Struct("<II")
 _ACCEPTED = b"!"
 _REMEDY_HERE = "let this user's processes meet at Unix-domain sockets"
 _REMEDY_BETWEEN = (
@@ -102,10 +101,10 @@ def host_of_this_process() -> str:
     return f"{socket.gethostname()} {os.getuid() if hasattr(os, 'getuid') else ''}"
 
 
-def _advertise(control: Connectable, host: str | None) -> _Advertisement:
+def _advertise(control: Connectable) -> _Advertisement:
     """Describe this process and its user's settings; a wrong one, so that all ranks refuse it."""
     own = _Advertisement(
-        host=host_of_this_process() if host is None else host,
+        host=host_of_this_process(),
         hostname=socket.gethostname(),
         pid=os.getpid(),
         user=os.getuid() if hasattr(os, "getuid") else None,
@@ -192,128 +191,111 @@ class Connectable(Protocol):
         """What this rank's groups share for tensors so far."""
 
 
-def connect_group(
-    control: Connectable, group: Group | None, inline_bytes: int, host: str | None = None
-) -> Hub | None:
+def connect_group(control: Connectable, group: Group | None, inline_bytes: int) -> Hub | None:
     """Connect the ranks of a group."""
     # Collective over `group`, in two rounds of the derived exchange; three where hosts differ.
     name = name_of(group)
     if control.secret is not None and name not in control.proved:
         authenticate(control.model, group, control.secret, name)
         control.proved.add(name)
-    hub, is_one_host = _connect_all(control, group, inline_bytes, host)
+    hub, is_one_host = _connect_all(control, group, inline_bytes)
     if hub is not None and is_one_host and control.secret is None:
         # The kernel has said of each that it is this user's: what they agree on there is a secret.
         shares, _ = hub.exchange(secrets.token_bytes(32), time.monotonic() + host_s(_SET_UP_S))
-        secret = hashlib.sha256(b"".join(shares))
+        secret = hashlib.sha256(b"".join(shares)).digest()
         try:
-            authenticate(control.model, group, secret.digest(), name)
+            authenticate(control.model, group, secret, name)
         except BaseException:  # Ctrl-C too: nobody else has the hub yet
             hub.peers.close()
             raise
         control.proved.add(name)
         if group is None:  # every rank of the context has it, or none has
-            control.secret = secret.digest()
+            control.secret = secret
     return hub
 
 
 def _connect_all(
-    control: Connectable, group: Group | None, inline_bytes: int, host: str | None
+    control: Connectable, group: Group | None, inline_bytes: int
 ) -> tuple[Hub | None, bool]:
-    """Connect the ranks, and tell whether all are processes of one user on one host."""
-    model = control.model
-    ranks, place = model.topology.members(group), model.topology.position(group)
-    hub, votes = None, [_Vote()]
+    """Connect the ranks, and return whether all are processes of one user on one host."""
+    ranks = control.model.topology.members(group)
+    hub, votes = None, _count([])
     with contextlib.ExitStack() as stack:
-        adverts, listeners = _exchange_adverts(control, group, host, stack)
+        adverts, listeners = _exchange_adverts(control, group, stack)
         _refuse_wrong_settings(adverts, ranks)
-        is_one_host = len(_places_by_host(adverts)) == 1
-        if control.is_one_host and not is_one_host and host is None:
-            raise _foreign_host_error(adverts, ranks, place)
-        reasons = _reasons(adverts)
-        if not any(reasons):
-            has_arena = is_one_host or (control.has_levels and group is None)
-            hub, vote = _try_to_connect(
-                control, adverts, ranks, listeners, inline_bytes, has_arena=has_arena
-            )
-            votes = _vote(model, vote, group, hub)
-            reasons = _reasons(votes)
-    if hub is not None and not any(reasons):
-        hub.all_share_memory, have_arenas = _shared_by_all(votes)
-        if have_arenas:
-            hub.hosts = [[ranks[at] for at in each] for each in _places_by_host(adverts).values()]
+        common = _common(adverts)
+        meeting = _Meeting(control, group, adverts, common, listeners)
+        is_one_host = len(common.places) == 1
+        if control.is_one_host and not is_one_host:
+            raise _foreign_host_error(adverts, ranks, meeting.place)
+        reasons = common.reasons
+        if not reasons:
+            hub, vote = meeting.hub(inline_bytes)
+            votes = _vote(control.model, vote, group, hub)
+            reasons = votes.reasons
+    if hub is not None and not reasons:
+        hub.all_share_memory = votes.all_share_memory
+        if votes.all_have_arena:
+            hub.hosts = [[ranks[at] for at in each] for each in common.places.values()]
         else:
             hub.arena = None
-        hub.checks = checks_by([advert.debug for advert in adverts])
-        hub.inline_bytes = min(
-            _inline_bytes(hub, len(ranks), inline_bytes),
-            _least_inline_bytes(adverts),
-        )
+        hub.checks = common.checks
+        hub.inline_bytes = _inline_bytes(hub, len(ranks), inline_bytes)
         return hub, is_one_host
     if hub is not None:
         hub.peers.close()
-    if place == 0:
-        text = "; ".join(f"rank {r}: {why}" for r, why in zip(ranks, reasons, strict=True) if why)
+    if meeting.place == 0:
+        text = "; ".join(f"rank {ranks[at]}: {why}" for at, why in reasons.items())
         remedy = _REMEDY_HERE if is_one_host else _REMEDY_BETWEEN
         _warn_once(text, remedy, _UNPROVED if control.secret is None else "")
     return None, is_one_host
 
 
-def _try_to_connect(
-    control: Connectable,
-    adverts: list[_Advertisement],
-    ranks: tuple[int, ...] | range,
-    listeners: list[socket.socket],
-    inline_bytes: int,
-    *,
-    has_arena: bool,
-) -> tuple[Hub | None, _Vote]:
-    place = ranks.index(control.model.topology.rank)
-    until, tensors = _until(control), _Memory(adverts, place, has_arena)
-    try:
-        part = links(_hosts(adverts), place, adverts[0].fan_out)
-        connections = _connect(
-            adverts, place, part, listeners, inline_bytes, until, control.secret, tensors
-        )
-        is_world = ranks == range(control.model.topology.world_size)  # of a group it is a tuple
-        peers = Peers(
-            *(ranks, place, part, connections, _pids_of_host(adverts, place)),
-            *(control.steps, _seats(adverts) if is_world else ()),
-        )
-        hub = Hub(peers, tensors.arena, adverts[place].warn_after_s)
-    except _RefusedError as error:
-        return None, _Vote(refused=str(error), instead=ranks[error.place])
-    except OSError as error:
-        return None, _Vote(reason=_text_of(error))
-    return hub, _Vote(shares_memory=hub.shares_memory, has_arena=tensors.is_had)
+@dataclass(frozen=True, slots=True)
+class _Common:
+    """What follows from the adverts of all ranks, alike on each of them."""
+
+    hosts: list[str]
+    places: dict[str, list[int]]
+    seats: tuple[Seat, ...]
+    keys: bytes
+    checks: bool | None
+    reasons: dict[int, str]
 
 
-def _seats(adverts: list[_Advertisement]) -> tuple[Seat, ...]:
-    """Tell which ranks see each other's processes."""
-    places: dict[tuple[str, str], list[int]] = {}
-    for place, advert in enumerate(adverts):
-        places.setdefault((advert.host, advert.pid_namespace), []).append(place)
-    return tuple(Seat(adverts[each[0]].hostname, tuple(each)) for each in places.values())
-
-
-# What follows from all records is worked out apart from what one rank makes of it.
-def _places_by_host(adverts: list[_Advertisement]) -> dict[str, list[int]]:
+def _common(adverts: list[_Advertisement]) -> _Common:
     places: dict[str, list[int]] = {}
+    seats: dict[tuple[str, str], list[int]] = {}
     for place, advert in enumerate(adverts):
         places.setdefault(advert.host, []).append(place)
-    return places
+        seats.setdefault((advert.host, advert.pid_namespace), []).append(place)
+    return _Common(
+        [advert.host for advert in adverts],
+        places,
+        tuple(Seat(adverts[each[0]].hostname, tuple(each)) for each in seats.values()),
+        "".join(advert.key for advert in adverts).encode(),
+        checks_by([advert.debug for advert in adverts]),
+        {place: advert.reason for place, advert in enumerate(adverts) if advert.reason},
+    )
 
 
-def _hosts(adverts: list[_Advertisement]) -> list[str]:
-    return [advert.host for advert in adverts]
+@dataclass(frozen=True, slots=True)
+class _Votes:
+    """How all ranks have fared, alike on each of them."""
+
+    reasons: dict[int, str]
+    refusals: dict[int, _Vote]
+    all_share_memory: bool
+    all_have_arena: bool
 
 
-def _reasons(records: Sequence[_Advertisement | _Vote]) -> list[str]:
-    return [each.reason for each in records]
-
-
-def _least_inline_bytes(adverts: list[_Advertisement]) -> int:
-    return min(advert.most_bytes for advert in adverts)
+def _count(votes: list[_Vote]) -> _Votes:
+    return _Votes(
+        {place: vote.reason for place, vote in enumerate(votes) if vote.reason},
+        {place: vote for place, vote in enumerate(votes) if vote.refused},
+        all(vote.shares_memory for vote in votes),
+        all(vote.has_arena for vote in votes),
+    )
 
 
 def checks_by(settings: Sequence[str]) -> bool | None:
@@ -323,29 +305,11 @@ def checks_by(settings: Sequence[str]) -> bool | None:
     return False if set(settings) == {"0"} else None
 
 
-def _keys(adverts: list[_Advertisement]) -> bytes:
-    return "".join(advert.key for advert in adverts).encode()
-
-
-def _refusals(votes: list[_Vote]) -> list[int]:
-    return [place for place, each in enumerate(votes) if each.refused]
-
-
-def _shared_by_all(votes: list[_Vote]) -> tuple[bool, bool]:
-    """Return whether all share memory for rounds, and whether all have memory for tensors."""
-    return all(each.shares_memory for each in votes), all(each.has_arena for each in votes)
-
-
 def _inline_bytes(hub: Hub, size: int, inline_bytes: int) -> int:
     """Return the longest blob of a round: every rank gets the blobs of all."""
     if hub.all_share_memory:
         return max(inline_bytes, MAILBOX_BYTES // size - _ENTRY_BYTES)
     return min(inline_bytes, MAILBOX_BYTES // size)
-
-
-def _until(control: Connectable) -> float:
-    limit_s = limit_of(control.timeout_s)
-    return time.monotonic() + host_s(_SET_UP_S if limit_s is None else min(limit_s, _SET_UP_S))
 
 
 class _RefusedError(OSError):
@@ -356,47 +320,43 @@ class _RefusedError(OSError):
         self.place = place
 
 
-def _vote(model: Provable, vote: _Vote, group: Group | None, hub: Hub | None) -> list[_Vote]:
+def _vote(model: Provable, vote: _Vote, group: Group | None, hub: Hub | None) -> _Votes:
     """Tell every rank how this one has fared; if one was refused, every rank raises."""
     try:
-        votes = _exchange(model, vote, group)
+        votes = _count(_exchange(model, vote, group))
     except CollectiveError as error:
         if hub is not None:
             hub.peers.close()
         if vote.refused:  # a stranger in the job need not vote
             raise PeerRefusedError(vote.refused, vote.instead) from error
         raise
-    refusals, own = _refusals(votes), model.topology.position(group)
-    if refusals:
-        at = own if own in refusals else refusals[0]  # what this rank saw itself comes first
+    if votes.refusals:
+        own = model.topology.position(group)
+        at = own if own in votes.refusals else min(votes.refusals)  # what this rank saw comes first
         if hub is not None:
             hub.peers.close()
-        rank = model.topology.members(group)[at]
-        raise PeerRefusedError(f"rank {rank}: {votes[at].refused}", votes[at].instead)
+        rank, refusal = model.topology.members(group)[at], votes.refusals[at]
+        raise PeerRefusedError(f"rank {rank}: {refusal.refused}", refusal.instead)
     return votes
 
 
 def _exchange_adverts(
-    control: Connectable,
-    group: Group | None,
-    host: str | None,
-    stack: contextlib.ExitStack,
+    control: Connectable, group: Group | None, stack: contextlib.ExitStack
 ) -> tuple[list[_Advertisement], list[socket.socket]]:
     """Tell every rank where every rank can be reached, or why it can't."""
     # The leader of a host takes a port only where there is another host, and after that is known.
     listeners: list[socket.socket] = []
-    model, advert = control.model, _advertise(control, host)
+    model, advert = control.model, _advertise(control)
     try:
         listener, advert.unix = listen_locally(stack)
         listeners.append(listener)
     except OSError as error:
         advert.reason = _text_of(error)
     adverts = _exchange(model, advert, group)
-    places = _places_by_host(adverts)
-    if len(places) == 1:
+    hosts = [each.host for each in adverts]
+    if len(set(hosts)) == 1:
         return adverts, listeners
-    place = model.topology.position(group)
-    if places[adverts[place].host][0] == place:
+    if hosts.index(advert.host) == model.topology.position(group):
         try:
             listener, advert.tcp = bind_widely(stack)
             listeners.append(listener)
@@ -430,149 +390,197 @@ def _warn_once(reasons: str, remedy: str, unproved: str) -> None:
     )
 
 
-# A connection between a rank and the one above it; a wrong or missing message ends in `closed`:
-#
-#   below                                        above
-#   connect                                      accept; a process of another user: closed
-#   HELLO: place, channel, nonce       ------>   is that place expected? no: closed
-#   proof right? no: refused           <------   proof for that nonce, own nonce
-#   proof for that nonce               ------>   right? no: closed, and its sender is reported
-#   connected                          <------   on one host the mailbox of the rounds, and memory
-#                                                for tensors; else ACCEPTED
-#                                                connected
-#
-# A rank connects upwards first and then accepts: a rank below waits until its listener answers.
-def _connect(
-    adverts: list[_Advertisement],
-    place: int,
-    part: Links,
-    listeners: list[socket.socket],
-    inline_bytes: int,
-    until: float,
-    job_secret: bytes | None,
-    tensors: _Memory,
-) -> tuple[dict[int, Connection], dict[int, Connection]]:
-    """Connect upwards first, so that the tree is made from its root down."""
-    hosts = _hosts(adverts)
-    secret = hashlib.sha256((job_secret or b"") + _keys(adverts)).digest()
-    made: dict[tuple[int, int], Endpoint] = {}
-    try:
-        if any(hosts[down] != hosts[place] for down in part.downs):
-            listeners[1].listen(BACKLOG)
-        if part.up is not None:
-            for channel in (_ROUNDS, _SIDEBAND):
-                made[part.up, channel] = _connect_to_parent(
-                    adverts, place, part.up, channel, secret, until
-                )
-            tensors.receive(made[part.up, _ROUNDS][0])
-        tensors.make()
-        made.update(_accept_children(hosts, place, part, listeners, secret, until, tensors))
-    except BaseException:  # Ctrl-C too: no descriptor is left open
-        for sock, _ in made.values():
+class _Meeting:
+    """The ranks of a group, and how this one connects to those beside it in the tree."""
+
+    # A connection between a rank and the one above it; a wrong or missing message ends it:
+    #
+    #   below                                        above
+    #   connect                                      accept; a process of another user: closed
+    #   HELLO: place, channel              ------>   is that place expected? no: closed
+    #   proof                              <----->   proof: `handshake.prove`
+    #   connected                          <------   on one host the mailbox of the rounds, and
+    #                                                memory for tensors; else ACCEPTED
+    #                                                connected
+    #
+    # A rank connects upwards first and then accepts: the tree is made from its root down, and a
+    # rank below waits until its listener answers.
+
+    def __init__(
+        self,
+        control: Connectable,
+        group: Group | None,
+        adverts: list[_Advertisement],
+        common: _Common,
+        listeners: list[socket.socket],
+    ) -> None:
+        self._control, self._group = control, group
+        self._adverts, self._common, self._listeners = adverts, common, listeners
+        self.place: int = control.model.topology.position(group)
+        self._here = common.places[adverts[self.place].host]
+        self._links = links(common.hosts, self.place, adverts[0].fan_out)
+        self._secret = hashlib.sha256((control.secret or b"") + common.keys).digest()
+        limit_s = limit_of(control.timeout_s)
+        limit_s = _SET_UP_S if limit_s is None else min(limit_s, _SET_UP_S)
+        self._until = time.monotonic() + host_s(limit_s)
+        self._arena: Arena | None = None
+        self._arena_fd: int | None = None
+
+    def hub(self, inline_bytes: int) -> tuple[Hub | None, _Vote]:
+        """Connect to the neighbours; return how that went, too."""
+        try:
+            hub = self._hub(inline_bytes)
+        except _RefusedError as error:
+            instead = self._control.model.topology.members(self._group)[error.place]
+            return None, _Vote(refused=str(error), instead=instead)
+        except OSError as error:
+            return None, _Vote(reason=_text_of(error))
+        has_arena = hub.arena is not None or len(self._here) == 1
+        return hub, _Vote(shares_memory=hub.shares_memory, has_arena=has_arena)
+
+    def _hub(self, inline_bytes: int) -> Hub:
+        ranks, made = self._control.model.topology.members(self._group), self._connect()
+        limit_bytes = max(MAILBOX_BYTES, len(ranks) * (inline_bytes + _ENTRY_BYTES))
+        rounds, sideband = (
+            {at: Connection(*ends, limit) for (at, kind), ends in made.items() if kind == channel}
+            for channel, limit in ((_ROUNDS, limit_bytes), (_SIDEBAND, 1 << 20))
+        )
+        peers = Peers(
+            *(ranks, self.place, self._links, (rounds, sideband), self._pids()),
+            *(self._control.steps, self._common.seats if self._group is None else ()),
+        )
+        return Hub(peers, self._arena, self._adverts[self.place].warn_after_s)
+
+    def _pids(self) -> dict[int, int]:
+        """Return the processes of the others on this host, if they share its pid namespace."""
+        own, others = self._adverts[self.place], {at: self._adverts[at] for at in self._here}
+        return {
+            at: other.pid
+            for at, other in others.items()
+            if at != self.place and own.pid_namespace and other.pid_namespace == own.pid_namespace
+        }
+
+    def _is_here(self, place: int) -> bool:
+        return place in self._here
+
+    def _connect(self) -> dict[tuple[int, int], Endpoint]:
+        made: dict[tuple[int, int], Endpoint] = {}
+        up, downs = self._links.up, self._links.downs
+        try:
+            if not all(map(self._is_here, downs)):
+                self._listeners[1].listen(BACKLOG)
+            if up is not None:
+                for channel in (_ROUNDS, _SIDEBAND):
+                    made[up, channel] = self._connect_to_parent(up, channel)
+                if self._is_here(up):  # the first rank of this host, which has made the memory
+                    self._receive_arena(made[up, _ROUNDS][0])
+            self._make_arena()
+            for is_local in (True, False):
+                for child in self._accept_children(is_local):
+                    made.update([child])
+        except BaseException:  # Ctrl-C too: no descriptor is left open
+            for sock, _ in made.values():
+                sock.close()
+            raise
+        finally:
+            if self._arena_fd is not None:  # the memory lives as long as somebody maps it
+                os.close(self._arena_fd)
+        return made
+
+    def _connect_to_parent(self, up: int, channel: int) -> Endpoint:
+        """Connect to the rank above, and let each prove itself to the other."""
+        address: Any = tuple(self._adverts[up].tcp)
+        family, is_local = int(socket.AF_INET), self._is_here(up)
+        if is_local:
+            family, address = int(socket.AF_UNIX), local_address(self._adverts[up].unix)
+        sock = _connect_until(family, address, self._until)
+        try:
+            if is_local and not (owner := peer(sock)).is_own_user:
+                raise _RefusedError(up, f"{owner} listens in place of a rank: it isn't of this job")
+            hello = _HELLO.pack(self.place, channel)
+            sock.sendall(hello)
+            if not prove(sock, self._secret, hello, is_caller=True):
+                raise _RefusedError(up, f"who listens at {address!r} doesn't belong to this job")
+            if is_local and channel == _ROUNDS:
+                return sock, mailbox.receive(sock)
+            if receive(sock, len(_ACCEPTED)) != _ACCEPTED:
+                raise OSError("refused")
+        except BaseException:  # as above
             sock.close()
-        raise
-    finally:
-        tensors.close()
-    limits = (max(MAILBOX_BYTES, len(adverts) * (inline_bytes + _ENTRY_BYTES)), 1 << 20)
-    rounds, sideband = (
-        {at: Connection(*made[at, channel], limit_bytes) for at, kind in made if kind == channel}
-        for channel, limit_bytes in zip((_ROUNDS, _SIDEBAND), limits, strict=True)
-    )
-    return rounds, sideband
+            raise
+        return sock, None
 
+    def _accept_children(self, is_local: bool) -> Iterator[tuple[tuple[int, int], Endpoint]]:
+        """Accept the connections of ranks below, of this host or of others; drop strangers."""
+        downs = [down for down in self._links.downs if self._is_here(down) is is_local]
+        expected = {(down, channel) for down in downs for channel in (_ROUNDS, _SIDEBAND)}
+        if not expected:
+            return
+        strangers: set[str] = set()
+        admit = partial(self._admit, expected, strangers)
+        accepted = accept(self._listeners[0 if is_local else 1], admit, self._until)
+        with contextlib.closing(accepted) as children:
+            for sock, (child, box) in children:
+                if child not in expected:
+                    sock.close()
+                    continue
+                expected.discard(child)
+                yield child, (sock, box)
+                if not expected:
+                    return
+        late = sorted({down for down, _ in expected})
+        text = f"places {late} of the group didn't connect in time"
+        if strangers:
+            who = ", ".join(sorted(strangers))
+            raise _RefusedError(late[0], f"{text}, and who came isn't of this job: {who}")
+        raise OSError(text)
 
-class _Memory:
-    """What the ranks of this host share for tensors: made by the first, sent to the others."""
+    def _admit(
+        self, expected: Collection[tuple[int, int]], strangers: set[str], sock: socket.socket
+    ) -> tuple[tuple[int, int], Mailbox | None] | None:
+        """Let a rank below prove itself, and send it the memory that it shares with this one."""
+        is_local = sock.family == socket.AF_UNIX
+        who = str(peer(sock)) if is_local else f"a process at {sock.getpeername()[0]}"
+        if is_local and not peer(sock).is_own_user:
+            strangers.add(who)
+            return None
+        if not is_local:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        hello = receive(sock, _HELLO.size)
+        place, channel = _HELLO.unpack(hello)
+        if (place, channel) not in expected:
+            return None
+        if not prove(sock, self._secret, hello, is_caller=False):
+            strangers.add(f"{who} without the job's secret")
+            return None
+        if not is_local or channel != _ROUNDS:
+            sock.sendall(_ACCEPTED)
+            return (place, channel), None
+        box = mailbox.send(sock)
+        memory.send(sock, self._arena_fd)
+        return (place, channel), box
 
-    def __init__(self, adverts: list[_Advertisement], place: int, is_used: bool) -> None:
-        places = _places_by_host(adverts)[adverts[place].host]
-        self._size, self._position = len(places), places.index(place)
-        self._is_used = is_used
-        self._most_bytes = min(adverts[at].shared_bytes for at in places)
-        self._fd: int | None = None
-        self.arena: Arena | None = None
-
-    @property
-    def is_had(self) -> bool:
-        """Whether the ranks of this host have it, or this one is alone there."""
-        return self.arena is not None or self._size == 1
-
-    def make(self) -> None:
-        """Make it, where this rank is the first of several."""
-        if self._is_used and self._position == 0 and self._size > 1:
-            made = arena.make(self._size, usable_cores(), self._most_bytes)
+    def _make_arena(self) -> None:
+        """Make the memory for tensors, where this rank is the first of several on its host."""
+        control = self._control
+        is_used = len(self._common.places) == 1 or (control.has_levels and self._group is None)
+        if is_used and self._here[0] == self.place and len(self._here) > 1:
+            most_bytes = min(self._adverts[at].shared_bytes for at in self._here)
+            made = arena.make(len(self._here), usable_cores(), most_bytes)
             if made is not None:
-                self._fd, self.arena = made
+                self._arena_fd, self._arena = made
 
-    def send(self, sock: socket.socket) -> None:
-        """Send it to a rank of this host."""
-        memory.send(sock, self._fd)
-
-    def receive(self, sock: socket.socket) -> None:
-        """Receive it from the first rank, where this one isn't it."""
-        if self._position > 0:  # on every host: its first rank says at least that there is none
-            try:
-                shared = memory.receive(sock)
-            except OSError as error:
-                if error.errno != errno.ENOMEM:
-                    raise
-                shared = None  # it came, and there is no room to map it
-            if shared is not None:
-                self.arena = arena.read(shared, self._size, self._position)
-
-    def close(self) -> None:
-        """Close the descriptor; the memory lives as long as somebody maps it."""
-        if self._fd is not None:
-            os.close(self._fd)
-
-
-def _pids_of_host(adverts: list[_Advertisement], place: int) -> dict[int, int]:
-    """Return the process ids of the others on this host, if they share its pid namespace."""
-    own = adverts[place]
-    if not own.pid_namespace:
-        return {}
-    return {
-        other: adverts[other].pid
-        for other in _places_by_host(adverts)[own.host]
-        if other != place and adverts[other].pid_namespace == own.pid_namespace
-    }
-
-
-def _proof(secret: bytes, side: bytes, nonce: bytes, place: int, channel: int) -> bytes:
-    return hmac.new(secret, side + struct.pack("<II", place, channel) + nonce, "sha256").digest()
-
-
-def _connect_to_parent(
-    adverts: list[_Advertisement], place: int, up: int, channel: int, secret: bytes, until: float
-) -> Endpoint:
-    """Connect to the rank above, and let each prove itself to the other."""
-    advert = adverts[up]
-    address: Any
-    is_local = advert.host == adverts[place].host
-    if is_local:
-        family, address = int(socket.AF_UNIX), local_address(advert.unix)
-    else:
-        family, address = int(socket.AF_INET), tuple(advert.tcp)
-    sock = _connect_until(family, address, until)
-    try:
-        if is_local and not (owner := peer(sock)).is_own_user:
-            raise _RefusedError(up, f"{owner} listens in place of a rank: it isn't of this job")
-        nonce = secrets.token_bytes(16)
-        sock.sendall(_HELLO.pack(place, channel, nonce))
-        reply = _read(sock, _PROOF_BYTES + 16)
-        if not hmac.compare_digest(
-            reply[:_PROOF_BYTES], _proof(secret, b"up", nonce, place, channel)
-        ):
-            raise _RefusedError(up, f"who listens at {address!r} doesn't belong to this job")
-        sock.sendall(_proof(secret, b"down", reply[_PROOF_BYTES:], place, channel))
-        if is_local and channel == _ROUNDS:
-            return sock, receive(sock)
-        if _read(sock, len(_ACCEPTED)) != _ACCEPTED:
-            raise OSError("refused")
-    except BaseException:  # as above
-        sock.close()
-        raise
-    return sock, None
+    def _receive_arena(self, sock: socket.socket) -> None:
+        """Receive the memory for tensors, or that there is none."""
+        try:
+            shared = memory.receive(sock)
+        except OSError as error:
+            if error.errno != errno.ENOMEM:
+                raise
+            return  # it came, and there is no room to map it
+        if shared is not None:
+            position = self._here.index(self.place)
+            self._arena = arena.read(shared, len(self._here), position)
 
 
 def _connect_until(family: int, address: Any, until: float) -> socket.socket:
@@ -592,85 +600,3 @@ def _connect_until(family: int, address: Any, until: float) -> socket.socket:
         if family == socket.AF_INET:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return sock
-
-
-def _read(sock: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        part = sock.recv(size - len(data))
-        if not part:
-            raise OSError("the other side closed the connection")
-        data += part
-    return data
-
-
-def _accept_children(
-    hosts: list[str],
-    place: int,
-    part: Links,
-    listeners: list[socket.socket],
-    secret: bytes,
-    until: float,
-    tensors: _Memory,
-) -> Iterator[tuple[tuple[int, int], Endpoint]]:
-    """Accept the connections of the ranks below; strangers are dropped."""
-    for is_local in (True, False):
-        expected = {
-            (down, channel)
-            for down in part.downs
-            for channel in (_ROUNDS, _SIDEBAND)
-            if (hosts[down] == hosts[place]) is is_local
-        }
-        if not expected:
-            continue
-        strangers: set[str] = set()
-        check = partial(
-            _authenticate_child,
-            expected=expected,
-            secret=secret,
-            is_local=is_local,
-            refused=strangers.add,
-            tensors=tensors,
-        )
-        listener = listeners[0] if is_local else listeners[1]
-        accepted = accept_authenticated(listener, check, until, refused=strangers.add)
-        with contextlib.closing(accepted) as children:
-            for sock, (child, mailbox) in children:
-                expected.discard(child)
-                yield child, (sock, mailbox)
-                if not expected:
-                    break
-        if expected:
-            late = sorted({down for down, _ in expected})
-            text = f"places {late} of the group didn't connect in time"
-            if strangers:
-                who = ", ".join(sorted(strangers))
-                raise _RefusedError(late[0], f"{text}, and who came isn't of this job: {who}")
-            raise OSError(text)
-
-
-def _authenticate_child(
-    sock: socket.socket,
-    expected: set[tuple[int, int]],
-    secret: bytes,
-    is_local: bool,
-    refused: Callable[[str], None],
-    tensors: _Memory,
-) -> Generator[int, bytes, tuple[tuple[int, int], Mailbox | None] | None]:
-    if not is_local:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    place, channel, nonce = _HELLO.unpack((yield _HELLO.size))
-    if (place, channel) not in expected:
-        return None
-    mine = secrets.token_bytes(16)
-    sock.sendall(_proof(secret, b"up", nonce, place, channel) + mine)
-    if not hmac.compare_digest((yield _PROOF_BYTES), _proof(secret, b"down", mine, place, channel)):
-        who = str(peer(sock)) if is_local else f"a process at {sock.getpeername()[0]}"
-        refused(f"{who} without the job's secret")
-        return None
-    if is_local and channel == _ROUNDS:
-        mailbox = send(sock)
-        tensors.send(sock)
-        return (place, channel), mailbox
-    sock.sendall(_ACCEPTED)
-    return (place, channel), None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hmac
+import math
 import os
 import pickle
 import secrets
@@ -13,12 +13,12 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 from unisono.control.addresses import listen_locally, local_address, peer
-from unisono.control.handshake import accept_authenticated
+from unisono.control.handshake import accept, prove, receive
 from unisono.deadlines import Recall, limit_of, until_recalled
 from unisono.errors import CollectiveTimeoutError, LaunchError
 from unisono.launchers.job import channel
@@ -104,13 +104,13 @@ class Replicas:
     def _welcome(self, listener: socket.socket, size: int, limit: float | None) -> None:
         """Let the replicas in, which know the secret, until the limit."""
 
-        def check(_: socket.socket) -> Generator[int, bytes, int | None]:
-            hello = yield SECRET_BYTES + 4
-            rank = int.from_bytes(hello[SECRET_BYTES:], "little")
-            is_ours = hmac.compare_digest(hello[:SECRET_BYTES], self._secret)
-            return rank if is_ours and rank < size and rank not in self._sockets else None
+        def admit(sock: socket.socket) -> int | None:
+            hello = receive(sock, 4) if peer(sock).is_own_user else b""
+            is_ours = hello and prove(sock, self._secret, hello, is_caller=False)
+            return int.from_bytes(hello, "little") if is_ours else None
 
-        with closing(accept_authenticated(listener, check, limit, self._ended)) as replicas:
+        until = math.inf if limit is None else limit
+        with closing(accept(listener, admit, until, self._ended)) as replicas:
             for sock, rank in replicas:
                 sock.setblocking(True)
                 self._sockets[rank] = sock

@@ -13,6 +13,7 @@ from contextlib import suppress
 
 from unisono import context
 from unisono.control.addresses import local_address
+from unisono.control.handshake import prove
 from unisono.errors import CollectiveError, PayloadError
 from unisono.launchers.job import channel
 from unisono.launchers.job.lifetime import flush, forks_end_here
@@ -45,7 +46,10 @@ def serve(local_rank: int, address: str, secret: bytes, owner: int, has_prefix: 
         begin_lines_with_rank(rank)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.connect(local_address(address))
-        sock.sendall(secret + rank.to_bytes(4, "little"))
+        hello = rank.to_bytes(4, "little")
+        sock.sendall(hello)
+        if not prove(sock, secret, hello, is_caller=True):  # else calls of a stranger's would run
+            return
         calls: queue.SimpleQueue[bytes | list[int] | None] = queue.SimpleQueue()
         pool = _Pool(sock)
         threading.Thread(

@@ -25,7 +25,7 @@ from tests.process.control.contexts import heard, in_ranks, start
 from tests.support.by_hand import by_hand, join, join_by_tcp, leave
 from tests.support.clock import fast_clock
 from unisono.context import communicator
-from unisono.control import addresses, plane, rendezvous
+from unisono.control import addresses, handshake, plane, rendezvous
 from unisono.errors import ContextError, EnvironmentDetectionError, PeerRefusedError
 from unisono.models.native import rendezvous as native_rendezvous
 from unisono.topology import EVERYBODY, RankInfo
@@ -43,14 +43,15 @@ def unknown(name: str) -> str:
     raise socket.gaierror(f"{name} isn't known")
 
 
-def meet(host: str | None = None) -> Any:
+def meet(host: str = "") -> Any:
     """Meet twice, as the first exchange does; give the hub and what this rank was told."""
     control: Any = communicator().control
+    if host:
+        vars(rendezvous)["host_of_this_process"] = lambda: host
     with heard() as said:
         for _ in range(2):
-            control.hubs[EVERYBODY] = hub = rendezvous.connect_group(
-                control, None, plane.INLINE_BYTES, host
-            )
+            hub = rendezvous.connect_group(control, None, plane.INLINE_BYTES)
+            control.hubs[EVERYBODY] = hub
     return hub, said
 
 
@@ -279,8 +280,8 @@ def test_who_listens_but_is_no_rank_is_found_out(rank: int, folder: Path) -> Non
     def answer(listener: socket.socket) -> None:
         caller, _ = listener.accept()
         with caller:
-            rendezvous._read(caller, rendezvous._HELLO.size)
-            caller.sendall(os.urandom(rendezvous._PROOF_BYTES + 16))
+            handshake.receive(caller, rendezvous._HELLO.size)
+            handshake.prove(caller, b"another secret", b"", is_caller=False)
             caller.recv(1)  # until it is left
 
     def be_misled(stack: Any) -> Any:

@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from types import SimpleNamespace
@@ -15,20 +15,22 @@ from typing import Any
 import pytest
 import torch
 
-from unisono.control import handshake
+from unisono.control import authentication, handshake
 from unisono.control.addresses import listen_locally, peer
-from unisono.control.handshake import accept_authenticated
+from unisono.control.handshake import accept, prove, receive
 from unisono.topology import Topology
 
 WORD = b"open sesame"
 
 
-def check(sock: socket.socket) -> Generator[int, bytes, str | None]:
-    """Ask twice, and answer in between."""
-    if (yield 4) != WORD[:4]:
+def admit(sock: socket.socket) -> str | None:
+    """Ask twice, and answer in between; not where it is another user's."""
+    if sock.family == socket.AF_UNIX and not peer(sock).is_own_user:
+        return None
+    if receive(sock, 4) != WORD[:4]:
         return None
     sock.sendall(b"?")
-    return "member" if (yield len(WORD) - 4) == WORD[4:] else None
+    return "member" if receive(sock, len(WORD) - 4) == WORD[4:] else None
 
 
 @pytest.fixture
@@ -57,7 +59,7 @@ def knock(listener: socket.socket, held: ExitStack, data: bytes = b"") -> socket
 
 def accept_member(listener: socket.socket) -> None:
     """Accept one who says the word, and let go of all others."""
-    with closing(accept_authenticated(listener, check, time.monotonic() + 20)) as members:
+    with closing(accept(listener, admit, time.monotonic() + 20)) as members:
         sock, found = next(members)
         sock.close()
     assert found == "member"
@@ -102,18 +104,37 @@ def test_the_oldest_makes_room(
     monkeypatch.setattr(handshake, "_MOST_PENDING", 3)
     strangers = [knock(listener, held) for _ in range(20)]
     knock(listener, held, WORD)
-    with closing(accept_authenticated(listener, check, time.monotonic() + 20)) as members:
+    with closing(accept(listener, admit, time.monotonic() + 20)) as members:
         sock, found = next(members)
         sock.close()
         assert found == "member"
         assert strangers[0].recv(1) == b""
 
 
+@pytest.mark.parametrize(
+    ("secret", "purpose", "is_caller", "is_proved"),
+    [
+        (b"s", b"p", True, True),
+        (b"other", b"p", True, False),
+        (b"s", b"other", True, False),
+        (b"s", b"p", False, False),  # who sends back what it hears
+    ],
+)
+def test_both_ends_prove_themselves_or_neither(
+    secret: bytes, purpose: bytes, is_caller: bool, is_proved: bool
+) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, ThreadPoolExecutor(1) as thread:
+        other = thread.submit(prove, theirs, secret, purpose, is_caller=is_caller)
+        assert prove(ours, b"s", b"p", is_caller=False) is is_proved
+        assert other.result() is is_proved
+
+
 def test_a_stop_ends_it(listener: socket.socket, held: ExitStack) -> None:
     stop, theirs = socket.socketpair()
     with stop:
         theirs.close()
-        assert list(accept_authenticated(listener, check, stop=stop)) == []
+        assert list(accept(listener, admit, stop=stop)) == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux's kernel")
@@ -152,5 +173,5 @@ def test_a_proof_travels_on_the_device_of_the_model_or_on_that_which_is_named() 
             return torch.zeros(rows.shape, dtype=torch.uint8)
 
     for device in (None, torch.device("cpu")):
-        handshake.authenticate(Wire(), None, b"secret", "all", device)  # type: ignore[arg-type]
+        authentication.authenticate(Wire(), None, b"secret", "all", device)  # type: ignore[arg-type]
     assert devices == ["meta", "meta", "cpu", "cpu"]

@@ -11,12 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from unisono.control.addresses import (
-    listen_at,
-    listen_everywhere,
-    listen_for_others,
-    why_unreachable,
-)
+from unisono.control.addresses import LOOPBACK, listen_for_ranks, why_unreachable
 from unisono.control.stores import store_at
 from unisono.errors import LaunchError
 from unisono.topology import PRIVATE_STORE, LaunchPlan
@@ -56,7 +51,6 @@ def private_store(held: ExitStack) -> dict[str, str]:
     return {PRIVATE_STORE: str(Path(folder, "store"))}
 
 
-_LOOPBACK = "127.0.0.1"
 _ANSWER_S = 5.0
 
 
@@ -69,15 +63,16 @@ def host(plan: LaunchPlan) -> tuple[Any, LaunchPlan]:
         return None, plan
     if plan.node_rank != 0:  # node 0 does so
         return None, replace(plan, store_is_hosted=True)
-    addr = plan.master_addr or _LOOPBACK
+    addr = plan.master_addr or LOOPBACK
     try:
-        listener, own = _listen(addr, plan.master_port or 0, is_one_host=plan.nnodes == 1)
+        listener, own = listen_for_ranks(addr, plan.master_port or 0, is_one_host=plan.nnodes == 1)
     except OSError as error:
         raise LaunchError(
             f"can't listen at master_addr={addr!r}, master_port={plan.master_port}: {error}"
         ) from error
-    port = listener.getsockname()[1]
-    fd = listener.fileno()
+    if plan.nnodes == 1:
+        _check_that_it_answers(listener)
+    port, fd = listener.getsockname()[1], listener.fileno()
     try:
         store = store_at(
             own, port, None, is_master=True, wait_for_workers=False, master_listen_fd=fd
@@ -91,16 +86,6 @@ def host(plan: LaunchPlan) -> tuple[Any, LaunchPlan]:
         raise
     listener.detach()
     return store, replace(plan, master_addr=addr, master_port=port, store_is_hosted=True)
-
-
-def _listen(addr: str, port: int, *, is_one_host: bool) -> tuple[socket.socket, str]:
-    """Listen where the ranks can reach it; give the socket, and its address on this host."""
-    if is_one_host:
-        listener = listen_at(addr, port)
-        _check_that_it_answers(listener)
-        return listener, addr
-    own = listen_for_others(addr, port)
-    return (listen_everywhere(port), _LOOPBACK) if own is None else (own, addr)
 
 
 def _check_that_it_answers(listener: socket.socket) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unisono.accelerators import accelerator
-from unisono.control.handshake import authenticate
+from unisono.control.authentication import authenticate
 from unisono.control.plane import SocketControlPlane
 from unisono.deadlines import deadline, host_s, limit_of
 from unisono.errors import (

@@ -6,7 +6,6 @@ Ranks that don't come are named.
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import json
 import logging
@@ -24,9 +23,9 @@ from urllib.parse import urlsplit
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store
 
 from unisono.control.addresses import (
+    LOOPBACK,
     is_loopback,
-    listen_at,
-    listen_for_others,
+    listen_for_ranks,
     own_address,
     own_interface,
     why_unreachable,
@@ -48,7 +47,6 @@ _LINGER_S = 3 * _TRY_S
 _SHOWN = 8
 _SECRET_BYTES = 32
 _ALL = "[]"  # who didn't come, as JSON
-_LOOPBACK = "127.0.0.1"
 _GLOO = "GLOO_SOCKET_IFNAME"
 _SOURCES = {
     "torchrun": "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
@@ -162,7 +160,7 @@ class Rendezvous:
                 f"{self._where()}: the host doesn't resolve: {error}; correct {self._source()}"
             ) from error
         if is_one_host(info) and not info.store_is_hosted:
-            addr = _LOOPBACK
+            addr = LOOPBACK
         if not is_host:
             self._wait_for_listener(addr, port)
         return self._in_thread(lambda: self._join_store(addr, port, is_host))
@@ -290,19 +288,14 @@ class Rendezvous:
         source = self.info.source
         return _SOURCES.get(source, f"the variables of {source}")
 
-    def _listen(self, addr: str, port: int) -> int | None:
-        """Return a socket that listens where the user said; None for every address of the host."""
-        listen = listen_at if is_one_host(self.info) else listen_for_others
+    def _listen(self, addr: str, port: int) -> int:
         try:
-            listener = listen(addr, port)
+            return listen_for_ranks(addr, port, is_one_host=is_one_host(self.info))[0].detach()
         except OSError as error:
-            if error.errno == errno.EADDRNOTAVAIL:
-                return None
             raise ContextError(
                 f"{self._who()} can't listen at {addr}:{port}: {error.strerror}; choose another "
                 f"port in {self._source()}"
             ) from error
-        return None if listener is None else listener.detach()
 
     def _wait_for_listener(self, addr: str, port: int) -> None:
         """Wait until somebody listens: torch's own attempts take up to three times as long."""

@@ -1,0 +1,66 @@
+"""Authentication: the ranks of a group prove over the data plane that they belong to the job.
+
+Gloo accepts any connection. Before the proof, the data plane carries nothing but tensors of fixed
+size, which nobody decodes: first a random number of each rank, then, from each
+rank to each other directly, the HMAC of both their numbers under the secret of the job.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import struct
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from unisono.errors import PeerRefusedError
+from unisono.model import fallback
+from unisono.payload.tensors import from_bytes, to_bytes
+from unisono.topology import Group
+
+_BYTES = 32
+
+
+class Provable(fallback.CollectiveTransport, Protocol):
+    """What the proof needs of a model."""
+
+    def all_to_all(self, rows: Tensor, group: Group | None = None) -> Tensor:
+        """Send row i of [n, *shape] to the i-th rank; row i comes from there."""
+
+
+def authenticate(
+    model: Provable,
+    group: Group | None,
+    secret: bytes,
+    label: str,
+    device: torch.device | None = None,
+) -> None:
+    """Let each rank of a group prove to each other that it knows the secret of the job."""
+    # Collective over `group`.
+    ranks, place = model.topology.members(group), model.topology.position(group)
+    shape = (len(ranks), _BYTES)
+    device = model.transport_device if device is None else device
+    own = from_bytes(secrets.token_bytes(_BYTES), torch.uint8, shape[1:]).to(device)
+    nonces = [to_bytes(row) for row in model.all_gather(own, group).cpu()]
+    subject = f"{label} {list(ranks)}".encode()
+
+    def proof(source: int, target: int) -> bytes:
+        text = struct.pack("<II", source, target) + nonces[source] + nonces[target] + subject
+        return hmac.new(secret, text, "sha256").digest()
+
+    mine = b"".join(proof(place, other) for other in range(len(ranks)))
+    received_rows = model.all_to_all(from_bytes(mine, torch.uint8, shape).to(device), group).cpu()
+    proofs = [to_bytes(row) for row in received_rows]
+    wrong = [
+        ranks[other]
+        for other in range(len(ranks))
+        if other != place and not hmac.compare_digest(proofs[other], proof(other, place))
+    ]
+    if wrong:
+        raise PeerRefusedError(
+            f"rank {ranks[place]} refuses what answered as rank {wrong[0]}: it couldn't prove that "
+            "it belongs to this job",
+            wrong[0],
+        )
