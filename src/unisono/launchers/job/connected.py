@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
 import pickle
 import socket
 import sys
@@ -16,6 +15,7 @@ from selectors import EVENT_READ, BaseSelector
 from typing import Any
 
 from unisono.control.addresses import peer
+from unisono.control.handshake import prove, receive
 from unisono.errors import LaunchError
 from unisono.launchers.job import channel as messages
 from unisono.launchers.job.job import Job
@@ -95,7 +95,7 @@ class ConnectedWorkers(Workers):
             job.stop(LaunchError(f"ranks {missing} didn't come in {_START_S:g} s"))
 
     def _welcome(self, job: Job[Any]) -> None:
-        """Let a rank in that shows the token; its hello is the first pickle that is read."""
+        """Let a rank in that proves itself; its hello is the first pickle that is read."""
         sock, _ = self._listener.accept()
         sock.settimeout(_HELLO_S)
         with contextlib.suppress(OSError):
@@ -108,12 +108,12 @@ class ConnectedWorkers(Workers):
         sock.close()
 
     def _kind_of(self, sock: socket.socket) -> str:
-        """Tell which of a rank's two connections this is; empty for a stranger's."""
+        """Return which of a rank's two connections this is; empty for a stranger's."""
         if sock.family == socket.AF_UNIX and not peer(sock).is_own_user:
             return ""
-        shown = sock.recv(len(self._token) + 1, socket.MSG_WAITALL)
-        is_ours = hmac.compare_digest(shown[:-1], self._token.encode())
-        return shown[-1:].decode(errors="replace") if is_ours else ""
+        kind = receive(sock, 1)
+        is_ours = prove(sock, self._token.encode(), kind, is_caller=False)
+        return kind.decode(errors="replace") if is_ours else ""
 
     def _seat(
         self,

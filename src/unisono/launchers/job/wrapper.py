@@ -17,6 +17,7 @@ import socket
 from collections.abc import Sequence
 from typing import NoReturn
 
+from unisono.control.handshake import prove
 from unisono.launchers.job import channel as messages
 from unisono.launchers.job.forkserver import attend, die_with
 
@@ -46,8 +47,8 @@ def join(link: str) -> tuple[int, int]:
     die_with(parent)
     hello = pickle.dumps((*_who_am_i(variables), dict(os.environ)))
     try:
-        channel = _connect(where, os.environ.get(host, ""), token + "c", hello)
-        status = _connect(where, os.environ.get(host, ""), token + "s", hello)
+        channel = _connect(where, os.environ.get(host, ""), token, b"c", hello)
+        status = _connect(where, os.environ.get(host, ""), token, b"s", hello)
     except OSError:  # that process is gone
         os._exit(1)
     own = os.getpid()
@@ -67,13 +68,16 @@ def _who_am_i(variables: Sequence[tuple[str, str]]) -> tuple[int | None, int | N
     return None, None
 
 
-def _connect(where: str | int, host: str, shown: str, hello: bytes) -> socket.socket:
+def _connect(where: str | int, host: str, token: str, kind: bytes, hello: bytes) -> socket.socket:
     if isinstance(where, str):
         sock = socket.socket(socket.AF_UNIX)
         sock.connect(where)
     else:
         sock = socket.create_connection((host, where))
-    sock.sendall(shown.encode())
+    sock.sendall(kind)
+    if not prove(sock, token.encode(), kind, is_caller=True):
+        sock.close()
+        raise OSError("another process listens there")
     messages.send(sock, messages.TASK, hello)
     return sock
 

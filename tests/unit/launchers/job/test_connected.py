@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pickle
 import time
-from contextlib import ExitStack, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
+
+import pytest
 
 from unisono.launchers.job.connected import ConnectedWorkers, listen_privately
 from unisono.launchers.job.job import Job
@@ -15,19 +18,19 @@ from unisono.topology import RankInfo
 HELLO = pickle.dumps((0, 1, {}))
 
 
-def test_who_shows_the_token_is_let_in_and_nobody_else() -> None:
-    with ExitStack() as held:
+def test_who_proves_itself_is_let_in_and_nobody_else() -> None:
+    with ExitStack() as held, ThreadPoolExecutor(1) as thread:
         listener, path = listen_privately(1, held)
-        infos = [RankInfo(0, 1)]
-        workers = ConnectedWorkers(infos, b"", listener, held, 1.0, "token")
+        workers = ConnectedWorkers([RankInfo(0, 1)], b"", listener, held, 1.0, "token")
         job: Job[Any] = Job(workers, 1)
-        for shown in ("tokenc", "wrongc", "tokens"):
+        for token, kind in (("token", b"c"), ("wrong", b"c"), ("token", b"s")):
             assert not workers.workers
-            sock = held.enter_context(_connect(path, "", shown, HELLO))
-            sock.settimeout(20)
+            coming = thread.submit(_connect, path, "", token, kind, HELLO)
             workers.poll(job, time.monotonic() + 20)
-            if shown[:-1] != "token":
-                with suppress(ConnectionResetError):
-                    assert sock.recv(1) == b""
+            if token == "token":
+                held.enter_context(coming.result())
+            else:
+                with pytest.raises(OSError, match="another process listens there"):
+                    coming.result()
         assert [worker.rank for worker in workers.workers] == [0]
         workers.workers[0].close()
