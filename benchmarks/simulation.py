@@ -363,7 +363,7 @@ def main() -> int:
     rows = []
     for size in arguments.ranks:
         job = Simulation(size, arguments.per_host, arguments.rounds)
-        with patch.dict(os.environ, {"UNISONO_FAN_OUT": str(arguments.fan_out)}):
+        with patch.object(rendezvous, "links", partial(tree.links, fan_out=arguments.fan_out)):
             job.run()
         rows.append(row_of(job))
     print(_text(rows, arguments.how))

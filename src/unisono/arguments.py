@@ -13,8 +13,6 @@ from unisono.errors import ArgumentError, EnvironmentDetectionError
 
 _NUMBERS = {
     "UNISONO_WARN_AFTER_S": 0.0,
-    "UNISONO_FAN_OUT": 1.0,
-    "UNISONO_INLINE_BYTES": 0.0,
     "UNISONO_SHARED_BYTES": 0.0,
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import unisono as idist
+from tests.support.short_rounds import launch_with_short_rounds
 from unisono.context import communicator
 from unisono.control import plane
 from unisono.testing import LAWS, Conformance, check
@@ -68,17 +69,15 @@ def test_the_laws_hold_on_other_numbers_of_ranks(backend: str, nproc: int) -> No
     all_hold(backend, nproc, OF_ONE_WAY if nproc == 1 else OF_ONE_WAY | {"refusals"})
 
 
-def test_the_laws_hold_with_short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_laws_hold_with_short_rounds() -> None:
     """What is longer than nothing follows on the data plane, which small values else never see."""
-    monkeypatch.setenv("UNISONO_INLINE_BYTES", "0")
-    all_hold("gloo", 3, OF_ONE_WAY)
+    all_hold("gloo", 3, OF_ONE_WAY, launch=launch_with_short_rounds)
 
 
 def test_the_laws_hold_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without memory that ranks share gloo itself moves every tensor, as between hosts."""
-    monkeypatch.setenv("UNISONO_INLINE_BYTES", "0")
     monkeypatch.setenv("UNISONO_SHARED_BYTES", "0")
-    all_hold("gloo", 3, OF_ONE_WAY | {"refusals"})
+    all_hold("gloo", 3, OF_ONE_WAY | {"refusals"}, launch=launch_with_short_rounds)
 
 
 def test_the_laws_hold_where_ranks_cant_meet() -> None:

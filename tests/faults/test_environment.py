@@ -211,8 +211,7 @@ def test_a_bad_option(case: str, refused: Refused, table: Table) -> None:
     [
         ("UNISONO_WARN_AFTER_S", "soon"),
         ("UNISONO_WARN_AFTER_S", "-1"),
-        ("UNISONO_FAN_OUT", "0"),
-        ("UNISONO_INLINE_BYTES", "nan"),
+        ("UNISONO_SHARED_BYTES", "nan"),
     ],
 )
 def test_a_bad_variable_of_ours_is_refused_before_anything_starts(

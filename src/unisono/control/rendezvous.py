@@ -35,7 +35,7 @@ from unisono.control.handshake import accept, prove, receive
 from unisono.control.hub import Hub
 from unisono.control.peers import Peers
 from unisono.control.signatures import SequenceNumbers
-from unisono.control.tree import FAN_OUT, Seat, links
+from unisono.control.tree import Seat, links
 from unisono.deadlines import host_s, limit_of
 from unisono.errors import CollectiveError, EnvironmentDetectionError, PeerRefusedError
 from unisono.host import arena, mailbox, memory
@@ -76,8 +76,6 @@ class _Advertisement:
     unix: str = ""
     tcp: tuple[str, int] = ("", 0)
     warn_after_s: float = 0.0
-    fan_out: int = 0
-    most_bytes: int = 0
     shared_bytes: int = 0
     debug: str = ""
     wrong_setting: dict[str, Any] | None = None
@@ -114,8 +112,6 @@ def _advertise(control: Connectable) -> _Advertisement:
     own.debug = control.setting
     try:
         own.warn_after_s = warn_after_s()
-        own.fan_out = int(number_in("UNISONO_FAN_OUT", FAN_OUT, least=1))
-        own.most_bytes = int(number_in("UNISONO_INLINE_BYTES", MAILBOX_BYTES))
         own.shared_bytes = _most_shared_bytes(control)
     except EnvironmentDetectionError as error:
         own.wrong_setting = {
@@ -418,7 +414,7 @@ class _Meeting:
         self._adverts, self._common, self._listeners = adverts, common, listeners
         self.place: int = control.model.topology.position(group)
         self._here = common.places[adverts[self.place].host]
-        self._links = links(common.hosts, self.place, adverts[0].fan_out)
+        self._links = links(common.hosts, self.place)
         self._secret = hashlib.sha256((control.secret or b"") + common.keys).digest()
         limit_s = limit_of(control.timeout_s)
         limit_s = _SET_UP_S if limit_s is None else min(limit_s, _SET_UP_S)

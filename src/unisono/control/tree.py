@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 FAN_OUT = 8
-"""How many leaders of other hosts one leader serves, unless the user sets another number."""
+"""How many leaders of other hosts one leader serves."""
 
 
 @dataclass(frozen=True, slots=True)

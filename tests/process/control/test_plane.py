@@ -9,6 +9,7 @@ import select
 import signal
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tests.support.by_hand import by_hand, join, leave
 from tests.support.listeners import listeners, listening_unix_sockets
 from tests.support.processes import until
 from unisono.context import communicator
-from unisono.control import addresses, plane, rendezvous
+from unisono.control import addresses, plane, rendezvous, tree
 from unisono.errors import (
     ArgumentError,
     CollectiveError,
@@ -219,8 +220,8 @@ def test_after_an_interrupted_round_the_next_one_says_so(rank: int, folder: Path
 
 @in_ranks(7)
 def test_hosts_of_different_size_meet_in_a_tree_over_tcp(rank: int, folder: Path) -> None:
-    # All take the fan-out of the first.
-    os.environ.update(UNISONO_FAN_OUT=str(rank + 2), UNISONO_SOCKET_IFNAME="lo")
+    os.environ["UNISONO_SOCKET_IFNAME"] = "lo"
+    vars(rendezvous)["links"] = partial(tree.links, fan_out=2)
     join(folder, rank, 7)
     control: Any = communicator().control
     before, host = len(listeners()), ("a", "b", "b", "c", "a", "d", "c")[rank]

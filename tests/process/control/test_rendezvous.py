@@ -158,7 +158,7 @@ def test_more_ranks_than_wait_at_a_listener_are_all_let_in() -> None:
             each.result().close()
 
 
-@pytest.mark.parametrize("variable", ["UNISONO_WARN_AFTER_S", "UNISONO_FAN_OUT"])
+@pytest.mark.parametrize("variable", ["UNISONO_WARN_AFTER_S", "UNISONO_SHARED_BYTES"])
 @in_ranks(3)
 def test_a_wrong_variable_of_one_rank_is_refused_by_all(
     rank: int, folder: Path, variable: str

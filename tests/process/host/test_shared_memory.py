@@ -147,15 +147,3 @@ def test_ranks_that_number_processes_differently_watch_no_strangers(tmp_path: Pa
         subprocess.Popen([*words, str(rank)], stdout=subprocess.PIPE, text=True) for rank in "01"
     ]
     assert [ended(job) for job in jobs] == [(0, "[0, 70000] {}\n")] * 2
-
-
-def test_the_shortest_round_that_a_rank_wants_is_everybodys(tmp_path: Path) -> None:
-    def fn(rank: int) -> None:
-        os.environ["UNISONO_INLINE_BYTES"] = str(1000 * (rank + 1))
-        join(tmp_path, rank, 2)
-        pieces = [bytes(900), bytes(1500)]
-        assert unisono.all_gather(pieces[rank]) == pieces
-        assert vars(communicator().control)["hubs"][EVERYBODY].inline_bytes == 1000
-        leave()
-
-    by_hand(fn)

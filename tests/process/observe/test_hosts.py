@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from tests.support.by_hand import by_hand, leave, prepare
 from tests.support.processes import python, until
 from tests.support.screens import run
 from unisono import recording
-from unisono.control import rendezvous
+from unisono.control import rendezvous, tree
 from unisono.host.status_socket import connected
 from unisono.observe.jobs import Meter
 from unisono.observe.report import reports
@@ -67,7 +68,7 @@ def be_on(folder: Path, rank: int) -> None:
     """Let this process be on its host."""
     name = HOSTS[rank]
     os.environ.update(UNISONO_STATUS=str(folder / name), UNISONO_SOCKET_IFNAME="lo")
-    os.environ["UNISONO_FAN_OUT"] = "1"
+    vars(rendezvous)["links"] = partial(tree.links, fan_out=1)
     vars(rendezvous)["host_of_this_process"] = lambda: name
     vars(socket)["gethostname"] = lambda: name
     if rank == THERE:
