@@ -18,7 +18,6 @@ from dataclasses import dataclass
 BACKLOG = 4096
 """Connections that may wait at a listener, where the kernel allows so many."""
 LOOPBACK = "127.0.0.1"
-_BACKLOG = 1024  # of the listener of a store
 _SIOCGIFADDR = 0x8915  # Linux, netdevice(7)
 _ELSEWHERE = "192.0.2.1"  # of no host (RFC 5737): the default route leads there
 _REMEDY = "set UNISONO_SOCKET_IFNAME to the interface that the other hosts reach"
@@ -72,10 +71,11 @@ def _address_of(interface: str) -> str:
         return socket.inet_ntoa(fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, request)[20:24])
 
 
-def bind_widely(stack: contextlib.ExitStack) -> tuple[socket.socket, tuple[str, int]]:
-    """Take a port that leaders of other hosts can connect to once it listens."""
+def listen_widely(stack: contextlib.ExitStack) -> tuple[socket.socket, tuple[str, int]]:
+    """Listen at a port for leaders of other hosts."""
     sock = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
     sock.bind((own_address(), 0))
+    sock.listen(BACKLOG)
     host, port = sock.getsockname()
     return sock, (host, port)
 
@@ -163,7 +163,7 @@ def listen(addr: str, port: int) -> socket.socket:
     """Listen at one address of this host, at all of them for an empty one."""
     if not addr and socket.has_dualstack_ipv6():
         return socket.create_server(
-            ("::", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
+            ("::", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True
         )
     infos = socket.getaddrinfo(addr or "0.0.0.0", port, type=socket.SOCK_STREAM)
-    return socket.create_server(infos[0][4], family=infos[0][0], backlog=_BACKLOG)
+    return socket.create_server(infos[0][4], family=infos[0][0], backlog=BACKLOG)

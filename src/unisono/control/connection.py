@@ -18,7 +18,8 @@ from unisono.host.mailbox import MAILBOX_BYTES, Mailbox
 
 GIVE, ALL, FAIL, NOTICE, ASK, ANSWER, LATE, LEAVE, LOOK, SEEN, WAKE = range(11)
 _CHUNK = 1 << 16
-_LONGEST_WAIT_S = 3600.0  # `poll` takes no infinity
+LONGEST_WAIT_S = 3600.0
+"""The longest time for `poll`, which takes no infinity."""
 
 
 Frame = tuple[int, int, bytes]
@@ -115,7 +116,7 @@ class Connection:
             left = until - time.monotonic()
             if left <= 0:
                 break
-            writable.poll(min(left, _LONGEST_WAIT_S) * 1000)
+            writable.poll(min(left, LONGEST_WAIT_S) * 1000)
             data = data[self._put(data) :]
         return data
 

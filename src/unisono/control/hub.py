@@ -17,6 +17,7 @@ from unisono.control.connection import (
     ALL,
     FAIL,
     GIVE,
+    LONGEST_WAIT_S,
     NOTICE,
     ConnectionClosed,
     Frame,
@@ -40,7 +41,6 @@ _WARN_LATER_S = 3.0
 _GRACE_S = 0.4
 _SUSPECT_S = 0.3  # until a rank that ended while others wait is asked about, and then each time
 _FIRST_SLEEP_S = 0.002  # a neighbour may just have missed that this rank goes to sleep
-_LONGEST_SLEEP_S = 3600.0  # `poll` takes no infinity
 _NEVER = float("inf")
 
 
@@ -199,7 +199,7 @@ class Hub:
             for fd, _ in events:
                 self._on_event(fd)
             if not events:
-                wait_s = _LONGEST_SLEEP_S
+                wait_s = LONGEST_WAIT_S
                 self._take_all()
         for place in places:
             self._connections[place].sleep(False)

@@ -28,10 +28,10 @@ from typing import Any, Protocol, TypeVar
 
 from unisono.arguments import number_in
 from unisono.control.absent_ranks import warn_after_s
-from unisono.control.addresses import BACKLOG, bind_widely, listen_locally, local_address, peer
+from unisono.control.addresses import listen_locally, listen_widely, local_address, peer
 from unisono.control.authentication import Provable, authenticate
 from unisono.control.connection import Connection
-from unisono.control.handshake import accept, prove, receive
+from unisono.control.handshake import accept, answer, call, receive
 from unisono.control.hub import Hub
 from unisono.control.peers import Peers
 from unisono.control.signatures import SequenceNumbers
@@ -215,7 +215,6 @@ def _connect_all(
 ) -> tuple[Hub | None, bool]:
     """Connect the ranks, and return whether all are processes of one user on one host."""
     ranks = control.model.topology.members(group)
-    hub, votes = None, _count([])
     with contextlib.ExitStack() as stack:
         adverts, listeners = _exchange_adverts(control, group, stack)
         _refuse_wrong_settings(adverts, ranks)
@@ -224,17 +223,16 @@ def _connect_all(
         is_one_host = len(common.places) == 1
         if control.is_one_host and not is_one_host:
             raise _foreign_host_error(adverts, ranks, meeting.place)
-        reasons = common.reasons
+        reasons, hub = common.reasons, None
         if not reasons:
             hub, vote = meeting.hub(inline_bytes)
             votes = _vote(control.model, vote, group, hub)
             reasons = votes.reasons
     if hub is not None and not reasons:
         hub.all_share_memory = votes.all_share_memory
+        hub.arena = hub.arena if votes.all_have_arena else None
         if votes.all_have_arena:
             hub.hosts = [[ranks[at] for at in each] for each in common.places.values()]
-        else:
-            hub.arena = None
         hub.checks = common.checks
         hub.inline_bytes = _inline_bytes(hub, len(ranks), inline_bytes)
         return hub, is_one_host
@@ -354,7 +352,7 @@ def _exchange_adverts(
         return adverts, listeners
     if hosts.index(advert.host) == model.topology.position(group):
         try:
-            listener, advert.tcp = bind_widely(stack)
+            listener, advert.tcp = listen_widely(stack)
             listeners.append(listener)
         except OSError as error:
             advert.reason = advert.reason or _text_of(error)
@@ -393,14 +391,12 @@ class _Meeting:
     #
     #   below                                        above
     #   connect                                      accept; a process of another user: closed
-    #   HELLO: place, channel              ------>   is that place expected? no: closed
-    #   proof                              <----->   proof: `handshake.prove`
+    #   HELLO: place, channel; proof       <----->   proof; is that place expected? no: closed
     #   connected                          <------   on one host the mailbox of the rounds, and
     #                                                memory for tensors; else ACCEPTED
     #                                                connected
     #
-    # A rank connects upwards first and then accepts: the tree is made from its root down, and a
-    # rank below waits until its listener answers.
+    # A rank connects upwards first and then accepts: the tree is made from its root down.
 
     def __init__(
         self,
@@ -449,22 +445,18 @@ class _Meeting:
 
     def _pids(self) -> dict[int, int]:
         """Return the processes of the others on this host, if they share its pid namespace."""
-        own, others = self._adverts[self.place], {at: self._adverts[at] for at in self._here}
-        return {
-            at: other.pid
-            for at, other in others.items()
-            if at != self.place and own.pid_namespace and other.pid_namespace == own.pid_namespace
-        }
+        namespace = self._adverts[self.place].pid_namespace
+        others = [at for at in self._here if at != self.place and namespace]
+        shared = [at for at in others if self._adverts[at].pid_namespace == namespace]
+        return {at: self._adverts[at].pid for at in shared}
 
     def _is_here(self, place: int) -> bool:
         return place in self._here
 
     def _connect(self) -> dict[tuple[int, int], Endpoint]:
         made: dict[tuple[int, int], Endpoint] = {}
-        up, downs = self._links.up, self._links.downs
+        up = self._links.up
         try:
-            if not all(map(self._is_here, downs)):
-                self._listeners[1].listen(BACKLOG)
             if up is not None:
                 for channel in (_ROUNDS, _SIDEBAND):
                     made[up, channel] = self._connect_to_parent(up, channel)
@@ -494,12 +486,11 @@ class _Meeting:
             if is_local and not (owner := peer(sock)).is_own_user:
                 raise _RefusedError(up, f"{owner} listens in place of a rank: it isn't of this job")
             hello = _HELLO.pack(self.place, channel)
-            sock.sendall(hello)
-            if not prove(sock, self._secret, hello, is_caller=True):
+            if not call(sock, self._secret, hello, self._until):
                 raise _RefusedError(up, f"who listens at {address!r} doesn't belong to this job")
             if is_local and channel == _ROUNDS:
                 return sock, mailbox.receive(sock)
-            if receive(sock, len(_ACCEPTED)) != _ACCEPTED:
+            if receive(sock, len(_ACCEPTED), self._until) != _ACCEPTED:
                 raise OSError("refused")
         except BaseException:  # as above
             sock.close()
@@ -514,7 +505,8 @@ class _Meeting:
             return
         strangers: set[str] = set()
         admit = partial(self._admit, expected, strangers)
-        accepted = accept(self._listeners[0 if is_local else 1], admit, self._until)
+        listener = self._listeners[0 if is_local else 1]
+        accepted = accept(listener, admit, strangers, self._until)
         with contextlib.closing(accepted) as children:
             for sock, (child, box) in children:
                 if child not in expected:
@@ -536,18 +528,15 @@ class _Meeting:
     ) -> tuple[tuple[int, int], Mailbox | None] | None:
         """Let a rank below prove itself, and send it the memory that it shares with this one."""
         is_local = sock.family == socket.AF_UNIX
-        who = str(peer(sock)) if is_local else f"a process at {sock.getpeername()[0]}"
-        if is_local and not peer(sock).is_own_user:
-            strangers.add(who)
-            return None
         if not is_local:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        hello = receive(sock, _HELLO.size)
+        hello = answer(sock, self._secret, _HELLO.size)
+        if hello is None:
+            who = str(peer(sock)) if is_local else f"a process at {sock.getpeername()[0]}"
+            strangers.add(f"{who} without the job's secret")
+            return None
         place, channel = _HELLO.unpack(hello)
         if (place, channel) not in expected:
-            return None
-        if not prove(sock, self._secret, hello, is_caller=False):
-            strangers.add(f"{who} without the job's secret")
             return None
         if not is_local or channel != _ROUNDS:
             sock.sendall(_ACCEPTED)
@@ -580,7 +569,7 @@ class _Meeting:
 
 
 def _connect_until(family: int, address: Any, until: float) -> socket.socket:
-    """Connect; a leader elsewhere may not listen yet, and the queue of one here may be full."""
+    """Connect; the queue of a listener of this host may be full."""
     while True:
         sock = socket.socket(family, socket.SOCK_STREAM)
         sock.settimeout(max(0.1, until - time.monotonic()))
@@ -588,8 +577,7 @@ def _connect_until(family: int, address: Any, until: float) -> socket.socket:
             sock.connect(address)
         except BaseException as error:
             sock.close()
-            is_early = isinstance(error, (ConnectionRefusedError, BlockingIOError))
-            if not is_early or time.monotonic() >= until:
+            if not isinstance(error, BlockingIOError) or time.monotonic() >= until:
                 raise
             time.sleep(_RETRY_S)
             continue

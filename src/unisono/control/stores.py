@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from unisono.control.addresses import listen_for_ranks, why_unreachable
+
+_ANSWER_S = 5.0
+
 
 def store_at(*args: Any, **options: Any) -> TCPStore:
-    """Make torch's store of a listener that is there. The arguments are those of the store."""
+    """Make torch's store, of a listener that is there if one is given, with torch's arguments."""
     # With libuv it takes none in torch 2.6; it is known to take one in torch 2.9.
     return TCPStore(*args, **{**options, "use_libuv": torch.__version__ >= "2.9"})
+
+
+def host_store(addr: str, port: int, *, is_one_host: bool, **options: Any) -> TCPStore:
+    """Host torch's store where a job's ranks can reach it; raise OSError where that can't be."""
+    listener, own = listen_for_ranks(addr, port, is_one_host=is_one_host)
+    try:
+        port = listener.getsockname()[1]
+        if is_one_host and (reason := why_unreachable(own, port, _ANSWER_S)) is not None:
+            listener.close()  # torch would try for five minutes
+            raise OSError(
+                f"no process of this host can connect to {own}: {reason}. The interface is down, "
+                "as in a new network namespace: ip link set lo up"
+            )
+        how = {"is_master": True, "wait_for_workers": False, **options}
+        store = store_at(own, port, master_listen_fd=listener.fileno(), **how)
+    except Exception:  # the store has taken it, and has failed
+        listener.detach()
+        raise
+    except BaseException:  # Ctrl-C came before the store, or just after it, which has closed it
+        with suppress(OSError):
+            listener.close()
+        raise
+    listener.detach()
+    return store

@@ -18,7 +18,7 @@ from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 from unisono.control.addresses import listen_locally, local_address, peer
-from unisono.control.handshake import accept, prove, receive
+from unisono.control.handshake import accept, answer, hang_up
 from unisono.deadlines import Recall, limit_of, until_recalled
 from unisono.errors import CollectiveTimeoutError, LaunchError
 from unisono.launchers.job import channel
@@ -105,12 +105,11 @@ class Replicas:
         """Let the replicas in, which know the secret, until the limit."""
 
         def admit(sock: socket.socket) -> int | None:
-            hello = receive(sock, 4) if peer(sock).is_own_user else b""
-            is_ours = hello and prove(sock, self._secret, hello, is_caller=False)
-            return int.from_bytes(hello, "little") if is_ours else None
+            hello = answer(sock, self._secret, 4)
+            return None if hello is None else int.from_bytes(hello, "little")
 
         until = math.inf if limit is None else limit
-        with closing(accept(listener, admit, until, self._ended)) as replicas:
+        with closing(accept(listener, admit, set(), until, self._ended)) as replicas:
             for sock, rank in replicas:
                 sock.setblocking(True)
                 self._sockets[rank] = sock
@@ -285,9 +284,7 @@ def _listener(stack: ExitStack) -> tuple[socket.socket, str]:
 
 def _hang_up(sockets: list[socket.socket]) -> None:
     for sock in sockets:
-        with suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)
-        sock.close()
+        hang_up(sock)
 
 
 def _hang_up_at_home(sockets: list[socket.socket], owner: int) -> None:

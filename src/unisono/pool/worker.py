@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import math
 import os
 import pickle
 import queue
@@ -13,8 +14,8 @@ from contextlib import suppress
 
 from unisono import context
 from unisono.control.addresses import local_address
-from unisono.control.handshake import prove
-from unisono.errors import CollectiveError, PayloadError
+from unisono.control.handshake import call
+from unisono.errors import CollectiveError, LaunchError, PayloadError
 from unisono.launchers.job import channel
 from unisono.launchers.job.lifetime import flush, forks_end_here
 from unisono.launchers.job.output import begin_lines_with_rank
@@ -47,9 +48,8 @@ def serve(local_rank: int, address: str, secret: bytes, owner: int, has_prefix: 
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.connect(local_address(address))
         hello = rank.to_bytes(4, "little")
-        sock.sendall(hello)
-        if not prove(sock, secret, hello, is_caller=True):  # else calls of a stranger's would run
-            return
+        if not call(sock, secret, hello, math.inf):  # else a stranger's calls would run
+            raise LaunchError("another process listens in place of the pool")
         calls: queue.SimpleQueue[bytes | list[int] | None] = queue.SimpleQueue()
         pool = _Pool(sock)
         threading.Thread(

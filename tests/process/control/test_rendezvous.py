@@ -280,8 +280,7 @@ def test_who_listens_but_is_no_rank_is_found_out(rank: int, folder: Path) -> Non
     def answer(listener: socket.socket) -> None:
         caller, _ = listener.accept()
         with caller:
-            handshake.receive(caller, rendezvous._HELLO.size)
-            handshake.prove(caller, b"another secret", b"", is_caller=False)
+            handshake.answer(caller, b"another secret", rendezvous._HELLO.size)
             caller.recv(1)  # until it is left
 
     def be_misled(stack: Any) -> Any:

@@ -17,16 +17,14 @@ import torch
 
 from unisono.control import authentication, handshake
 from unisono.control.addresses import listen_locally, peer
-from unisono.control.handshake import accept, prove, receive
+from unisono.control.handshake import accept, answer, call, receive
 from unisono.topology import Topology
 
 WORD = b"open sesame"
 
 
 def admit(sock: socket.socket) -> str | None:
-    """Ask twice, and answer in between; not where it is another user's."""
-    if sock.family == socket.AF_UNIX and not peer(sock).is_own_user:
-        return None
+    """Ask twice, and answer in between."""
     if receive(sock, 4) != WORD[:4]:
         return None
     sock.sendall(b"?")
@@ -59,7 +57,7 @@ def knock(listener: socket.socket, held: ExitStack, data: bytes = b"") -> socket
 
 def accept_member(listener: socket.socket) -> None:
     """Accept one who says the word, and let go of all others."""
-    with closing(accept(listener, admit, time.monotonic() + 20)) as members:
+    with closing(accept(listener, admit, set(), time.monotonic() + 20)) as members:
         sock, found = next(members)
         sock.close()
     assert found == "member"
@@ -104,37 +102,56 @@ def test_the_oldest_makes_room(
     monkeypatch.setattr(handshake, "_MOST_PENDING", 3)
     strangers = [knock(listener, held) for _ in range(20)]
     knock(listener, held, WORD)
-    with closing(accept(listener, admit, time.monotonic() + 20)) as members:
+    with closing(accept(listener, admit, set(), time.monotonic() + 20)) as members:
         sock, found = next(members)
         sock.close()
         assert found == "member"
         assert strangers[0].recv(1) == b""
 
 
-@pytest.mark.parametrize(
-    ("secret", "purpose", "is_caller", "is_proved"),
-    [
-        (b"s", b"p", True, True),
-        (b"other", b"p", True, False),
-        (b"s", b"other", True, False),
-        (b"s", b"p", False, False),  # who sends back what it hears
-    ],
-)
-def test_both_ends_prove_themselves_or_neither(
-    secret: bytes, purpose: bytes, is_caller: bool, is_proved: bool
-) -> None:
+def test_both_ends_prove_themselves_or_neither() -> None:
+    for secret in (b"s" * 32, b"another"):
+        ours, theirs = socket.socketpair()
+        with ours, theirs, ThreadPoolExecutor(1) as thread:
+            calling = thread.submit(call, theirs, secret, b"hello", time.monotonic() + 20)
+            hello = answer(ours, b"s" * 32, 5, time.monotonic() + 20)
+            is_ours = secret == b"s" * 32
+            assert (hello, calling.result()) == (b"hello" if is_ours else None, is_ours)
+
+
+def test_who_sends_back_what_it_hears_proves_nothing() -> None:
+    def reflect(mirror: socket.socket) -> None:
+        while data := mirror.recv(1 << 10):
+            mirror.sendall(data)
+
+    for prove in (call, answer):
+        ours, mirror = socket.socketpair()
+        with mirror, ThreadPoolExecutor(1) as thread, ours:
+            thread.submit(reflect, mirror)
+            first: Any = b"" if prove is call else 0
+            assert not prove(ours, b"s" * 32, first, time.monotonic() + 20)
+
+
+def test_a_caller_that_drips_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is for all that is received, not for each piece."""
     ours, theirs = socket.socketpair()
-    with ours, theirs, ThreadPoolExecutor(1) as thread:
-        other = thread.submit(prove, theirs, secret, purpose, is_caller=is_caller)
-        assert prove(ours, b"s", b"p", is_caller=False) is is_proved
-        assert other.result() is is_proved
+    late_s = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late_s[0])
+    monkeypatch.setattr(handshake, "time", clock)
+    with ours, theirs:
+        theirs.sendall(b"x")
+        receive(ours, 1, clock.monotonic() + 10)
+        theirs.sendall(b"y")
+        late_s[0] = 20.0
+        with pytest.raises(TimeoutError):
+            receive(ours, 2, time.monotonic() + 10)
 
 
 def test_a_stop_ends_it(listener: socket.socket, held: ExitStack) -> None:
     stop, theirs = socket.socketpair()
     with stop:
         theirs.close()
-        assert list(accept(listener, admit, stop=stop)) == []
+        assert list(accept(listener, admit, set(), stop=stop)) == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux's kernel")

@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
+from unisono.control.addresses import listen
 from unisono.deadlines import DEFAULT_TIMEOUT_S
 from unisono.errors import ArgumentError, LaunchError
 from unisono.launchers.horovod.output import Lines
@@ -212,9 +213,7 @@ def _listen(is_local: bool, n_ranks: int, held: ExitStack) -> tuple[socket.socke
     """Open the socket that ranks connect to; gives its path, or its port."""
     if is_local:
         return listen_privately(n_ranks, held)
-    listener = held.enter_context(socket.socket())
-    listener.bind(("", 0))
-    listener.listen(2 * n_ranks)
+    listener = held.enter_context(listen("", 0))
     return listener, listener.getsockname()[1]
 
 

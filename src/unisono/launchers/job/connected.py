@@ -15,7 +15,7 @@ from selectors import EVENT_READ, BaseSelector
 from typing import Any
 
 from unisono.control.addresses import peer
-from unisono.control.handshake import prove, receive
+from unisono.control.handshake import answer
 from unisono.errors import LaunchError
 from unisono.launchers.job import channel as messages
 from unisono.launchers.job.job import Job
@@ -26,7 +26,7 @@ from unisono.launchers.job.worker_handles import Worker, Workers
 from unisono.topology import RankInfo
 
 _START_S = 300.0  # until every rank has come, which includes importing torch there
-_HELLO_S = 5.0
+_HELLO_S = 5.0  # for all that a rank says first, as others wait for that
 _POLL_S = 0.1  # between two looks at the launcher
 _LONGEST_FOLDER = 70  # a Unix socket's whole path has 107 bytes
 
@@ -111,9 +111,8 @@ class ConnectedWorkers(Workers):
         """Return which of a rank's two connections this is; empty for a stranger's."""
         if sock.family == socket.AF_UNIX and not peer(sock).is_own_user:
             return ""
-        kind = receive(sock, 1)
-        is_ours = prove(sock, self._token.encode(), kind, is_caller=False)
-        return kind.decode(errors="replace") if is_ours else ""
+        kind = answer(sock, self._token.encode(), 1, time.monotonic() + _HELLO_S)
+        return "" if kind is None else kind.decode(errors="replace")
 
     def _seat(
         self,

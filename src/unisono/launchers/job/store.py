@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import tempfile
 from contextlib import ExitStack, suppress
@@ -11,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from unisono.control.addresses import LOOPBACK, listen_for_ranks, why_unreachable
-from unisono.control.stores import store_at
+from unisono.control.addresses import LOOPBACK
+from unisono.control.stores import host_store
 from unisono.errors import LaunchError
 from unisono.topology import PRIVATE_STORE, LaunchPlan
 
@@ -51,9 +50,6 @@ def private_store(held: ExitStack) -> dict[str, str]:
     return {PRIVATE_STORE: str(Path(folder, "store"))}
 
 
-_ANSWER_S = 5.0
-
-
 def host(plan: LaunchPlan) -> tuple[Any, LaunchPlan]:
     """Host the rendezvous where that is this node's part; it outlives every worker."""
     # Alone on one host it listens on the loopback at a port of the kernel's choice, so that
@@ -65,39 +61,12 @@ def host(plan: LaunchPlan) -> tuple[Any, LaunchPlan]:
         return None, replace(plan, store_is_hosted=True)
     addr = plan.master_addr or LOOPBACK
     try:
-        listener, own = listen_for_ranks(addr, plan.master_port or 0, is_one_host=plan.nnodes == 1)
+        store = host_store(addr, plan.master_port or 0, is_one_host=plan.nnodes == 1)
     except OSError as error:
         raise LaunchError(
             f"can't listen at master_addr={addr!r}, master_port={plan.master_port}: {error}"
         ) from error
-    if plan.nnodes == 1:
-        _check_that_it_answers(listener)
-    port, fd = listener.getsockname()[1], listener.fileno()
-    try:
-        store = store_at(
-            own, port, None, is_master=True, wait_for_workers=False, master_listen_fd=fd
-        )
-    except Exception:  # the store has taken it, and has failed
-        listener.detach()
-        raise
-    except BaseException:  # Ctrl-C came before the store, or just after it, which has closed it
-        with suppress(OSError):
-            listener.close()
-        raise
-    listener.detach()
-    return store, replace(plan, master_addr=addr, master_port=port, store_is_hosted=True)
-
-
-def _check_that_it_answers(listener: socket.socket) -> None:
-    """Fail at once where this host can't reach itself; torch would try for five minutes."""
-    addr, port = listener.getsockname()[:2]
-    reason = why_unreachable(addr, port, _ANSWER_S)
-    if reason is not None:
-        listener.close()
-        raise LaunchError(
-            f"no process of this host can connect to {addr}: {reason}. The interface is down, "
-            "as in a new network namespace: ip link set lo up"
-        ) from reason
+    return store, replace(plan, master_addr=addr, master_port=store.port, store_is_hosted=True)
 
 
 def hold(plan: LaunchPlan, held: ExitStack) -> LaunchPlan:

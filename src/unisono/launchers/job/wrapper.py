@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import pickle
 import resource
@@ -17,7 +18,7 @@ import socket
 from collections.abc import Sequence
 from typing import NoReturn
 
-from unisono.control.handshake import prove
+from unisono.control.handshake import call
 from unisono.launchers.job import channel as messages
 from unisono.launchers.job.forkserver import attend, die_with
 
@@ -74,10 +75,9 @@ def _connect(where: str | int, host: str, token: str, kind: bytes, hello: bytes)
         sock.connect(where)
     else:
         sock = socket.create_connection((host, where))
-    sock.sendall(kind)
-    if not prove(sock, token.encode(), kind, is_caller=True):
+    if not call(sock, token.encode(), kind, math.inf):
         sock.close()
-        raise OSError("another process listens there")
+        raise RuntimeError(f"another process listens in place of the launcher at {where}")
     messages.send(sock, messages.TASK, hello)
     return sock
 

@@ -25,12 +25,11 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store
 from unisono.control.addresses import (
     LOOPBACK,
     is_loopback,
-    listen_for_ranks,
     own_address,
     own_interface,
     why_unreachable,
 )
-from unisono.control.stores import store_at
+from unisono.control.stores import host_store, store_at
 from unisono.deadlines import end_of_block, format_s, host_s, limit_of
 from unisono.errors import ArgumentError, ContextError
 from unisono.model.handle import Outcome
@@ -185,20 +184,14 @@ class Rendezvous:
         )
 
     def _join_store(self, addr: str, port: int, is_host: bool) -> Store:
-        listener = self._listen(addr, port) if is_host else None
-        shape = (self.info.world_size, is_host)
+        size = self.info.world_size
         with self._reporting(" Rank 0 may have given up or ended"):
             while True:
                 limit = timedelta(seconds=math.ceil(self.left().total_seconds()))
                 stores: list[Store] = [
-                    store_at(
-                        addr,
-                        port,
-                        *shape,
-                        timeout=limit,
-                        wait_for_workers=False,
-                        master_listen_fd=listener,
-                    )
+                    self._host_store(addr, port, limit)
+                    if is_host
+                    else store_at(addr, port, size, False, timeout=limit, wait_for_workers=False)
                 ]
                 if not self._is_of_earlier_run(stores[0]):
                     return self._await_all(stores.pop())  # as an error would hold this frame
@@ -288,13 +281,15 @@ class Rendezvous:
         source = self.info.source
         return _SOURCES.get(source, f"the variables of {source}")
 
-    def _listen(self, addr: str, port: int) -> int:
+    def _host_store(self, addr: str, port: int, limit: timedelta) -> Store:
+        options = {"world_size": self.info.world_size, "timeout": limit}
         try:
-            return listen_for_ranks(addr, port, is_one_host=is_one_host(self.info))[0].detach()
+            return host_store(addr, port, is_one_host=is_one_host(self.info), **options)
         except OSError as error:
+            why = str(error) if error.errno is None else os.strerror(error.errno)
             raise ContextError(
-                f"{self._who()} can't listen at {addr}:{port}: {error.strerror}; choose another "
-                f"port in {self._source()}"
+                f"{self._who()} can't listen at {addr}:{port}: {why}; choose another port in "
+                f"{self._source()}"
             ) from error
 
     def _wait_for_listener(self, addr: str, port: int) -> None:

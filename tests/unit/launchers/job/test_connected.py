@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -30,7 +32,13 @@ def test_who_proves_itself_is_let_in_and_nobody_else() -> None:
             if token == "token":
                 held.enter_context(coming.result())
             else:
-                with pytest.raises(OSError, match="another process listens there"):
+                with pytest.raises(RuntimeError, match="another process listens in place"):
                     coming.result()
         assert [worker.rank for worker in workers.workers] == [0]
         workers.workers[0].close()
+
+
+def test_what_a_launcher_starts_for_a_rank_imports_no_torch() -> None:
+    """It stays beside the rank, which imports it by itself."""
+    words = "import sys, unisono.launchers.job.wrapper; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", words], check=True)
