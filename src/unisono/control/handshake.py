@@ -21,9 +21,9 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from unisono.control.addresses import peer
 
@@ -79,6 +79,62 @@ def receive(sock: socket.socket, size: int, until: float = math.inf) -> bytes:
     return data
 
 
+class _Pending(Generic[T]):
+    """Connections that haven't proved themselves yet, each with a thread that serves it."""
+
+    # A connection: begun --admit returns something--> given to the caller
+    #   begun --with None or an OSError, or as the oldest of too many--> closed
+
+    def __init__(self, admit: Callable[[socket.socket], T | None]) -> None:
+        self._admit = admit
+        self._threads: dict[socket.socket, threading.Thread] = {}
+        self._served: deque[tuple[socket.socket, T | None]] = deque()
+        self.wake, self._waker = socket.socketpair()
+        """The first becomes readable once `served` has something."""
+
+    def begin(self, sock: socket.socket) -> None:
+        """Serve a connection; raise OSError where there is no room for one more thread."""
+        sock.setblocking(True)  # `close` ends it
+        self._threads[sock] = threading.Thread(target=partial(self._serve, sock), daemon=True)
+        try:
+            self._threads[sock].start()
+        except RuntimeError as error:
+            raise OSError(str(error)) from error
+        if len(self._threads) > _MOST_PENDING:
+            oldest = next(iter(self._threads))
+            del self._threads[oldest]
+            hang_up(oldest)
+
+    def _serve(self, sock: socket.socket) -> None:
+        found = None
+        try:
+            with contextlib.suppress(OSError):
+                found = self._admit(sock)
+        finally:
+            self._served.append((sock, found))
+            with contextlib.suppress(OSError):  # it is over
+                self._waker.send(b"!")
+
+    def served(self) -> Iterator[tuple[socket.socket, T]]:
+        """Yield the connections that were let in, and close the others."""
+        while self._served:
+            sock, found = self._served.popleft()
+            if self._threads.pop(sock, None) is None or found is None:
+                sock.close()
+            else:
+                yield sock, found
+
+    def close(self) -> None:
+        """Close all connections, and wait for their threads."""
+        for sock, thread in self._threads.items():
+            _shut_down(sock)
+            if thread.ident is not None:
+                thread.join()
+            sock.close()
+        hang_up(self.wake)
+        hang_up(self._waker)
+
+
 def accept(
     listener: socket.socket,
     admit: Callable[[socket.socket], T | None],
@@ -89,64 +145,34 @@ def accept(
     """Accept connections, and yield those that `admit`, in a thread for each, lets in."""
     # Members of a busy host are slow: each has until the end, and none waits for another. At a
     # Unix-domain socket processes of other users are dropped at once.
-    admitted: deque[tuple[socket.socket, T | None]] = deque()
-    pending: dict[socket.socket, threading.Thread] = {}
-    wake, waker = socket.socketpair()
-
-    def serve(sock: socket.socket) -> None:
-        found = None
-        try:
-            with contextlib.suppress(OSError):
-                found = admit(sock)
-        finally:
-            admitted.append((sock, found))
-            with contextlib.suppress(OSError):  # `accept` is over
-                waker.send(b"!")
-
-    def begin(sock: socket.socket) -> None:
-        if sock.family == socket.AF_UNIX and not (caller := peer(sock)).is_own_user:
-            strangers.add(str(caller))
-            sock.close()
-            return
-        sock.setblocking(True)  # the end of `accept` ends it
-        pending[sock] = threading.Thread(target=partial(serve, sock), daemon=True)
-        try:
-            pending[sock].start()
-        except RuntimeError as error:  # there is no room for one more
-            raise OSError(str(error)) from error
-        if len(pending) > _MOST_PENDING:
-            oldest = next(iter(pending))
-            del pending[oldest]
-            hang_up(oldest)
-
-    readable = select.poll()
-    for watched in (listener, wake, *([] if stop is None else [stop])):
-        readable.register(watched.fileno(), select.POLLIN)
     listener.setblocking(False)
-    try:
+    readable = select.poll()
+    with contextlib.closing(_Pending(admit)) as pending:
+        for watched in (listener, pending.wake, *([] if stop is None else [stop])):
+            readable.register(watched.fileno(), select.POLLIN)
         while (left_s := until - time.monotonic()) > 0:
             ready = [fd for fd, _ in readable.poll(min(left_s, _LONGEST_WAIT_S) * 1000)]
             if stop is not None and stop.fileno() in ready:
                 return
-            if wake.fileno() in ready:
-                wake.recv(_MOST_PENDING)
-            while admitted:
-                sock, found = admitted.popleft()
-                if pending.pop(sock, None) is None or found is None:
-                    sock.close()
-                else:
-                    yield sock, found
+            if pending.wake.fileno() in ready:
+                pending.wake.recv(_MOST_PENDING)
+            yield from pending.served()
             if listener.fileno() in ready:
-                with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
-                    begin(listener.accept()[0])
-    finally:
-        for sock, thread in pending.items():
-            _shut_down(sock)
-            if thread.ident is not None:
-                thread.join()
-            sock.close()
-        hang_up(wake)
-        hang_up(waker)
+                sock = _accept(listener, strangers)
+                if sock is not None:
+                    pending.begin(sock)
+
+
+def _accept(listener: socket.socket, strangers: set[str]) -> socket.socket | None:
+    try:
+        sock, _ = listener.accept()
+    except (BlockingIOError, ConnectionAbortedError):  # it has changed its mind
+        return None
+    if sock.family == socket.AF_UNIX and not (caller := peer(sock)).is_own_user:
+        strangers.add(str(caller))
+        sock.close()
+        return None
+    return sock
 
 
 def hang_up(sock: socket.socket) -> None:
