@@ -1,8 +1,8 @@
 """Authentication: the ranks of a group prove over the data plane that they belong to the job.
 
 Gloo accepts any connection. Before the proof, the data plane carries nothing but tensors of fixed
-size, which nobody decodes: first a random number of each rank, then, from each
-rank to each other directly, the HMAC of both their numbers under the secret of the job.
+size, which nobody decodes: first a random number of each rank, then, from each rank to each other
+directly, the HMAC of both their numbers under the secret of the job.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def authenticate(
     label: str,
     device: torch.device | None = None,
 ) -> None:
-    """Let each rank of a group prove to each other that it knows the secret of the job."""
+    """Raise unless the ranks of a group prove to each other that they know the job's secret."""
     # Collective over `group`.
     ranks, place = model.topology.members(group), model.topology.position(group)
     shape = (len(ranks), _BYTES)

@@ -2,7 +2,7 @@
 
 A rank has two connections to each neighbour in the tree. `hub` uses one of them for rounds. The
 other is the sideband: a thread serves it while the rank's own thread computes, or waits in a
-collective. Bodies of both kinds of failure reports are JSON.
+collective. Its bodies are JSON.
 """
 
 from __future__ import annotations

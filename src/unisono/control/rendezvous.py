@@ -218,27 +218,27 @@ def _connect_all(
     with contextlib.ExitStack() as stack:
         adverts, listeners = _exchange_adverts(control, group, stack)
         _refuse_wrong_settings(adverts, ranks)
-        common = _common(adverts)
-        meeting = _Meeting(control, group, adverts, common, listeners)
-        is_one_host = len(common.places) == 1
+        roster = _roster(adverts)
+        connector = _Connector(control, group, adverts, roster, listeners)
+        is_one_host = len(roster.places) == 1
         if control.is_one_host and not is_one_host:
-            raise _foreign_host_error(adverts, ranks, meeting.place)
-        reasons, hub = common.reasons, None
+            raise _foreign_host_error(adverts, ranks, connector.place)
+        reasons, hub = roster.reasons, None
         if not reasons:
-            hub, vote = meeting.hub(inline_bytes)
+            hub, vote = connector.hub(inline_bytes)
             votes = _vote(control.model, vote, group, hub)
             reasons = votes.reasons
     if hub is not None and not reasons:
         hub.all_share_memory = votes.all_share_memory
         hub.arena = hub.arena if votes.all_have_arena else None
         if votes.all_have_arena:
-            hub.hosts = [[ranks[at] for at in each] for each in common.places.values()]
-        hub.checks = common.checks
+            hub.hosts = [[ranks[at] for at in each] for each in roster.places.values()]
+        hub.checks = roster.checks
         hub.inline_bytes = _inline_bytes(hub, len(ranks), inline_bytes)
         return hub, is_one_host
     if hub is not None:
         hub.peers.close()
-    if meeting.place == 0:
+    if connector.place == 0:
         text = "; ".join(f"rank {ranks[at]}: {why}" for at, why in reasons.items())
         remedy = _REMEDY_HERE if is_one_host else _REMEDY_BETWEEN
         _warn_once(text, remedy, _UNPROVED if control.secret is None else "")
@@ -246,8 +246,8 @@ def _connect_all(
 
 
 @dataclass(frozen=True, slots=True)
-class _Common:
-    """What follows from the adverts of all ranks, alike on each of them."""
+class _Roster:
+    """The ranks of a group by their adverts, alike on each of them."""
 
     hosts: list[str]
     places: dict[str, list[int]]
@@ -257,13 +257,13 @@ class _Common:
     reasons: dict[int, str]
 
 
-def _common(adverts: list[_Advertisement]) -> _Common:
+def _roster(adverts: list[_Advertisement]) -> _Roster:
     places: dict[str, list[int]] = {}
     seats: dict[tuple[str, str], list[int]] = {}
     for place, advert in enumerate(adverts):
         places.setdefault(advert.host, []).append(place)
         seats.setdefault((advert.host, advert.pid_namespace), []).append(place)
-    return _Common(
+    return _Roster(
         [advert.host for advert in adverts],
         places,
         tuple(Seat(adverts[each[0]].hostname, tuple(each)) for each in seats.values()),
@@ -275,7 +275,7 @@ def _common(adverts: list[_Advertisement]) -> _Common:
 
 @dataclass(frozen=True, slots=True)
 class _Votes:
-    """How all ranks have fared, alike on each of them."""
+    """The votes of all ranks, counted alike on each of them."""
 
     reasons: dict[int, str]
     refusals: dict[int, _Vote]
@@ -384,7 +384,7 @@ def _warn_once(reasons: str, remedy: str, unproved: str) -> None:
     )
 
 
-class _Meeting:
+class _Connector:
     """The ranks of a group, and how this one connects to those beside it in the tree."""
 
     # A connection between a rank and the one above it; a wrong or missing message ends it:
@@ -403,15 +403,15 @@ class _Meeting:
         control: Connectable,
         group: Group | None,
         adverts: list[_Advertisement],
-        common: _Common,
+        roster: _Roster,
         listeners: list[socket.socket],
     ) -> None:
         self._control, self._group = control, group
-        self._adverts, self._common, self._listeners = adverts, common, listeners
+        self._adverts, self._roster, self._listeners = adverts, roster, listeners
         self.place: int = control.model.topology.position(group)
-        self._here = common.places[adverts[self.place].host]
-        self._links = links(common.hosts, self.place)
-        self._secret = hashlib.sha256((control.secret or b"") + common.keys).digest()
+        self._here = roster.places[adverts[self.place].host]
+        self._links = links(roster.hosts, self.place)
+        self._secret = hashlib.sha256((control.secret or b"") + roster.keys).digest()
         limit_s = limit_of(control.timeout_s)
         limit_s = _SET_UP_S if limit_s is None else min(limit_s, _SET_UP_S)
         self._until = time.monotonic() + host_s(limit_s)
@@ -439,7 +439,7 @@ class _Meeting:
         )
         peers = Peers(
             *(ranks, self.place, self._links, (rounds, sideband), self._pids()),
-            *(self._control.steps, self._common.seats if self._group is None else ()),
+            *(self._control.steps, self._roster.seats if self._group is None else ()),
         )
         return Hub(peers, self._arena, self._adverts[self.place].warn_after_s)
 
@@ -526,7 +526,7 @@ class _Meeting:
     def _admit(
         self, expected: Collection[tuple[int, int]], strangers: set[str], sock: socket.socket
     ) -> tuple[tuple[int, int], Mailbox | None] | None:
-        """Let a rank below prove itself, and send it the memory that it shares with this one."""
+        """Return the place of a rank below that proves itself; send it what memory is shared."""
         is_local = sock.family == socket.AF_UNIX
         if not is_local:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -548,7 +548,7 @@ class _Meeting:
     def _make_arena(self) -> None:
         """Make the memory for tensors, where this rank is the first of several on its host."""
         control = self._control
-        is_used = len(self._common.places) == 1 or (control.has_levels and self._group is None)
+        is_used = len(self._roster.places) == 1 or (control.has_levels and self._group is None)
         if is_used and self._here[0] == self.place and len(self._here) > 1:
             most_bytes = min(self._adverts[at].shared_bytes for at in self._here)
             made = arena.make(len(self._here), usable_cores(), most_bytes)

@@ -26,7 +26,7 @@ from unisono.launchers.job.worker_handles import Worker, Workers
 from unisono.topology import RankInfo
 
 _START_S = 300.0  # until every rank has come, which includes importing torch there
-_HELLO_S = 5.0  # for all that a rank says first, as others wait for that
+_HELLO_S = 5.0  # for the whole proof of one connection: the next ones wait meanwhile
 _POLL_S = 0.1  # between two looks at the launcher
 _LONGEST_FOLDER = 70  # a Unix socket's whole path has 107 bytes
 
@@ -95,7 +95,7 @@ class ConnectedWorkers(Workers):
             job.stop(LaunchError(f"ranks {missing} didn't come in {_START_S:g} s"))
 
     def _welcome(self, job: Job[Any]) -> None:
-        """Let a rank in that proves itself; its hello is the first pickle that is read."""
+        """Accept a rank that proves itself; its hello is the first pickle that is read."""
         sock, _ = self._listener.accept()
         sock.settimeout(_HELLO_S)
         with contextlib.suppress(OSError):
