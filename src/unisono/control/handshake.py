@@ -79,31 +79,49 @@ def receive(sock: socket.socket, size: int, until: float = math.inf) -> bytes:
     return data
 
 
-class _Pending(Generic[T]):
+class Pending(Generic[T]):
     """Connections that haven't proved themselves yet, each with a thread that serves it."""
 
     # A connection: begun --admit returns something--> given to the caller
     #   begun --with None or an OSError, or as the oldest of too many--> closed
 
-    def __init__(self, admit: Callable[[socket.socket], T | None]) -> None:
-        self._admit = admit
+    def __init__(
+        self,
+        admit: Callable[[socket.socket], T | None],
+        most: int,
+        strangers: set[str] | None = None,
+    ) -> None:
+        self._admit, self._most = admit, most
+        self._strangers = set() if strangers is None else strangers
         self._threads: dict[socket.socket, threading.Thread] = {}
         self._served: deque[tuple[socket.socket, T | None]] = deque()
+        self.wake: socket.socket
+        """Becomes readable once `served` has something."""
         self.wake, self._waker = socket.socketpair()
-        """The first becomes readable once `served` has something."""
+        self._waker.setblocking(False)  # one byte that nobody has read does as well as many
 
-    def begin(self, sock: socket.socket) -> None:
-        """Serve a connection; raise OSError where there is no room for one more thread."""
+    def accept(self, listener: socket.socket) -> bool:
+        """Serve the next connection, if there is one; raise OSError where no thread can be had."""
+        # At a Unix-domain socket processes of other users are dropped at once.
+        try:
+            sock, _ = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # it has changed its mind
+            return False
+        if sock.family == socket.AF_UNIX and not (caller := peer(sock)).is_own_user:
+            self._strangers.add(str(caller))
+            sock.close()
+            return True
         sock.setblocking(True)  # `close` ends it
         self._threads[sock] = threading.Thread(target=partial(self._serve, sock), daemon=True)
         try:
             self._threads[sock].start()
         except RuntimeError as error:
             raise OSError(str(error)) from error
-        if len(self._threads) > _MOST_PENDING:
+        if len(self._threads) > self._most:
             oldest = next(iter(self._threads))
             del self._threads[oldest]
             hang_up(oldest)
+        return True
 
     def _serve(self, sock: socket.socket) -> None:
         found = None
@@ -125,12 +143,13 @@ class _Pending(Generic[T]):
                 yield sock, found
 
     def close(self) -> None:
-        """Close all connections, and wait for their threads."""
+        """Close all connections, and wait for their threads; harmless the second time."""
         for sock, thread in self._threads.items():
             _shut_down(sock)
             if thread.ident is not None:
                 thread.join()
             sock.close()
+        self._threads.clear()
         hang_up(self.wake)
         hang_up(self._waker)
 
@@ -143,11 +162,10 @@ def accept(
     stop: socket.socket | None = None,
 ) -> Generator[tuple[socket.socket, T], None, None]:
     """Accept connections, and yield those that `admit`, in a thread for each, lets in."""
-    # Members of a busy host are slow: each has until the end, and none waits for another. At a
-    # Unix-domain socket processes of other users are dropped at once.
+    # Members of a busy host are slow: each has until the end, and none waits for another.
     listener.setblocking(False)
     readable = select.poll()
-    with contextlib.closing(_Pending(admit)) as pending:
+    with contextlib.closing(Pending(admit, _MOST_PENDING, strangers)) as pending:
         for watched in (listener, pending.wake, *([] if stop is None else [stop])):
             readable.register(watched.fileno(), select.POLLIN)
         while (left_s := until - time.monotonic()) > 0:
@@ -155,24 +173,10 @@ def accept(
             if stop is not None and stop.fileno() in ready:
                 return
             if pending.wake.fileno() in ready:
-                pending.wake.recv(_MOST_PENDING)
+                pending.wake.recv(4096)
             yield from pending.served()
             if listener.fileno() in ready:
-                sock = _accept(listener, strangers)
-                if sock is not None:
-                    pending.begin(sock)
-
-
-def _accept(listener: socket.socket, strangers: set[str]) -> socket.socket | None:
-    try:
-        sock, _ = listener.accept()
-    except (BlockingIOError, ConnectionAbortedError):  # it has changed its mind
-        return None
-    if sock.family == socket.AF_UNIX and not (caller := peer(sock)).is_own_user:
-        strangers.add(str(caller))
-        sock.close()
-        return None
-    return sock
+                pending.accept(listener)
 
 
 def hang_up(sock: socket.socket) -> None:

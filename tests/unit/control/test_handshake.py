@@ -192,3 +192,13 @@ def test_a_proof_travels_on_the_device_of_the_model_or_on_that_which_is_named() 
     for device in (None, torch.device("cpu")):
         authentication.authenticate(Wire(), None, b"secret", "all", device)  # type: ignore[arg-type]
     assert devices == ["meta", "meta", "cpu", "cpu"]
+
+
+def test_many_that_wait_are_closed_at_once() -> None:
+    pending: handshake.Pending[bytes] = handshake.Pending(lambda sock: sock.recv(1), 1000)
+    with socket.create_server(("127.0.0.1", 0), backlog=500) as listener, ExitStack() as held:
+        for _ in range(400):  # more than one direction of a socket holds bytes of one
+            held.enter_context(socket.create_connection(listener.getsockname()))
+            assert pending.accept(listener)
+        pending.close()
+        pending.close()
