@@ -135,7 +135,8 @@ _NUMBERS: dict[str, Callable[..., int]] = {
     "master_port": check_port,
 }
 _DEFAULT_LAUNCHER = "processes"
-_OURS = ("entry", "plan", "environ", "join")  # what every launcher is given, and the default one
+# What every launcher is given, and what those are that take it.
+_OURS = ("entry", "plan", "environ", "join", "stop_limit_s")
 
 
 def best_backend() -> str:
@@ -559,7 +560,13 @@ def _launch(
         replica, extra = _split(replica, launch)
     else:
         launch, extra = _launcher(replica.backend, cls, options)
+    if replica.options.get("timeout") is not None and _takes(launch, "stop_limit_s"):
+        extra["stop_limit_s"] = replica.options["timeout"].total_seconds()
     return launch(replica, plan, environ=hooks.worker_environ(plan), **extra)
+
+
+def _takes(launch: Callable[..., Any], name: str) -> bool:
+    return name in inspect.signature(launch).parameters
 
 
 def _split(replica: Replica, launch: Callable[..., Any]) -> tuple[Replica, dict[str, Any]]:
@@ -567,8 +574,6 @@ def _split(replica: Replica, launch: Callable[..., Any]) -> tuple[Replica, dict[
     known = inspect.signature(launch).parameters
     extra = {key: value for key, value in replica.options.items() if key in known}
     own = {key: value for key, value in replica.options.items() if key not in known}
-    if own.get("timeout") is not None and "stop_limit_s" in known:
-        extra["stop_limit_s"] = own["timeout"].total_seconds()
     return replace(replica, options=own), extra
 
 
@@ -608,11 +613,7 @@ def _launcher(
     known = [key for key in inspect.signature(launch).parameters if key not in _OURS]
     check_names(f"launcher {name!r}", extra, known)
     if name == _DEFAULT_LAUNCHER:
-        timeout = options.get("timeout")
-        limit = (
-            {} if timeout is None else {"timeout_s": seconds("timeout", timeout).total_seconds()}
-        )
-        return launch, {**extra, **limit, "join": options.get("join", True)}
+        return launch, {**extra, "join": options.get("join", True)}
     for option in ("init_method", "start_method"):
         if options.get(option) is not None:
             raise ArgumentError(

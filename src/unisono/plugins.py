@@ -101,7 +101,7 @@ LAUNCHERS = (
     Row(("torchrun",), "unisono.launchers.torchrun:launch", script="run"),
     Row(
         ("mpi",),
-        "unisono.launchers.mpi.script:launch",
+        "unisono.launchers.mpi:launch",
         check=f"{_CHECKS}why_no_mpi",
         script="run",
     ),
@@ -123,8 +123,8 @@ LAUNCHERS = (
 )
 # What makes the replicas of a model that names it, and of no other.
 OF_MODELS = (
-    Row(("mpi",), "unisono.launchers.mpi.functions:launch", command="unisono run --launcher mpi"),
-    Row(("horovod",), "unisono.launchers.horovod.functions:launch", command="horovodrun"),
+    Row(("mpi",), "unisono.launchers.mpi:launch", command="unisono run --launcher mpi"),
+    Row(("horovod",), "unisono.launchers.horovod:launch", command="horovodrun"),
     Row(("xla",), "unisono.launchers.xla.functions:launch"),
 )
 

@@ -19,6 +19,7 @@ from tests.support.requirements import require_backend
 from tests.support.ways import Way
 
 AT_MOST_S = 2.0
+SHOWN = ["pid", "ppid", "status", "cmdline"]
 # Each replica writes its id into a pipe once it is where it will stay.
 STATES = """
 import ctypes, os, signal, subprocess, sys, unisono
@@ -102,7 +103,7 @@ def seconds_to_the_end_of_all(
         send(parent.pid, number)
         left = gone(everybody, 20)
         seconds = time.monotonic() - start
-        assert not left
+        assert not left, [str(psutil.Process(pid).as_dict(SHOWN)) for pid in left]
         _, text = parent.communicate(timeout=20)
     return seconds, parent.returncode, text
 

@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,12 @@ from unisono.cli import main
 from unisono.environments import detection
 from unisono.errors import ArgumentError
 from unisono.host import memory
-from unisono.launchers import slurm, torchrun
-from unisono.launchers.mpi import script as mpi_script
+from unisono.launchers import mpi, slurm, torchrun
 from unisono.launchers.ray.actor import seats
 from unisono.launchers.script.rank.program import OutputOptions, variables
 from unisono.launchers.script.rank.report import Reader, Report, encode
 from unisono.launchers.script.script import RANK, Script, env_for, without_job
+from unisono.launchers.variables import LINK
 from unisono.topology import LaunchPlan, RankInfo
 
 PROGRAM = (sys.executable, "train.py", "--lr", "0.1", "two words")
@@ -106,6 +107,21 @@ def test_srun() -> None:
     assert shlex.split(lines[-1])[1:] == words
 
 
+@pytest.mark.parametrize(
+    ("said", "handed_over"),
+    [("NONE", LINK), ("A,B", f"A,B,{LINK}"), ("ALL", "ALL"), ("ALL,A=1", "ALL,A=1")],
+)
+def test_tasks_of_a_function_get_its_link_whatever_else_srun_hands_over(
+    said: str, handed_over: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_EXPORT_ENV", said)
+    asked = script(options=(("export", said),))
+    with ExitStack() as held:
+        words, variables = slurm._prepare(asked, held)
+    assert f"--export={handed_over}" in words
+    assert variables["SLURM_EXPORT_ENV"] == handed_over
+
+
 def test_a_job_forgets_the_step_or_the_job_that_it_is_started_in() -> None:
     kept = {"SLURM_JOB_ID": "7", "SLURM_CONF": "/c", "PATH": "/bin"}
     step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "RANK": "1"}
@@ -158,11 +174,11 @@ def test_options_are_given_on_the_command_line(
 
 @pytest.mark.parametrize(("version", "option"), [(OPEN_MPI, "--host"), (HYDRA, "-hosts")])
 def test_mpiexec(version: str, option: str) -> None:
-    words = mpi_script.argv(script(), ["mpiexec"], version)
+    words = mpi.argv(script(), "mpiexec", version)
     assert words[:3] == ["mpiexec", "-n", "2"]
     assert words[words.index(option) + 1] == "localhost"
     assert words[-len(RANK_WORDS) :] == RANK_WORDS
-    words = mpi_script.argv(script(hosts=(("a", 3), ("b", 1))), ["mpiexec"], version)
+    words = mpi.argv(script(hosts=(("a", 3), ("b", 1))), "mpiexec", version)
     assert words[:3] == ["mpiexec", "-n", "4"]
     assert words[words.index(option) + 1] == "a:3,b:1"
 
@@ -174,8 +190,7 @@ def test_a_program_gets_torchs_variables_and_a_prefix_and_keeps_its_own_variable
     assert (found["OMP_NUM_THREADS"], found["MASTER_PORT"]) == ("5", "1")
     assert variables(None, {}) == {"PYTHONUNBUFFERED": "1"}
     assert OutputOptions().prefix(info) == b"[3] "
-    assert OutputOptions(style="plain").prefix(info) == b""
-    assert OutputOptions(style="coloured").prefix(infos((2,))[1]) == b"\x1b[33m[1] \x1b[0m"
+    assert OutputOptions(is_coloured=True).prefix(infos((2,))[1]) == b"\x1b[33m[1] \x1b[0m"
 
 
 def test_a_report_survives_being_torn_and_labelled() -> None:

@@ -143,7 +143,7 @@ def test_what_needs_no_peers() -> None:
 
 def launch(entry: Callable[[Any], Any], plan: LaunchPlan | int = 2, **options: Any) -> list[Any]:
     """Launch with a model in each replica."""
-    from unisono.launchers.horovod import functions
+    from unisono.launchers import horovod as launcher
     from unisono.models.horovod import context
     from unisono.models.horovod.model import HorovodModel
 
@@ -151,7 +151,7 @@ def launch(entry: Callable[[Any], Any], plan: LaunchPlan | int = 2, **options: A
     limit_s = context.seconds(of_model.get("timeout"))
     run = partial(with_model, HorovodModel, "horovod", entry, of_model)
     plan = plan if isinstance(plan, LaunchPlan) else LaunchPlan(plan)
-    return functions.launch(run, plan, stop_limit_s=limit_s, **options)
+    return launcher.launch(run, plan, stop_limit_s=limit_s, **options)
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -177,11 +177,7 @@ def test_launch_gives_results_by_rank(size: int, capfd: pytest.CaptureFixture[st
     values = [offset + rank for rank in ranks]
     for rank, (*found, words) in enumerate(launch(entry, size)):
         assert found == [Topology(rank, size, rank, size, 0, 1), sum(values), values, (size - 1,)]
-        link = re.search(r"join\('(.*)'\)", words[-1])
-        assert link, words
-        where, token, *_ = json.loads(link[1])
-        assert token == ""  # no secret in the arguments, which anybody may list
-        assert where.endswith("/link")  # in a folder of mode 0700
+        assert words[-1].count("join()") == 1  # no secret in the arguments, which anybody may list
     said = capfd.readouterr()
     assert sorted(said.out.splitlines()) == [f"out of {rank}" for rank in ranks]
     assert {f"err of {rank}" for rank in ranks} <= set(said.err.splitlines())

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -44,7 +43,8 @@ from unisono.errors import (
     UnsupportedOperation,
     WorkerFailedError,
 )
-from unisono.launchers.mpi import functions as launcher
+from unisono.launchers import mpi as launcher
+from unisono.launchers.script.script import Script
 from unisono.model.reduction import ReduceOp
 from unisono.models.mpi import availability as probe
 from unisono.models.mpi.model import MpiModel
@@ -84,10 +84,10 @@ def variables() -> dict[str, str]:
 
 
 def mpiexec(n_ranks: int) -> list[str]:
+    program = (sys.executable, "-W", "error", "-m", "tests.real.mpi_job")
+    script = Script(program, n_ranks, is_function=True)
     found = launcher.find_mpiexec()
-    asked = subprocess.run([found, "--version"], capture_output=True, text=True, env=variables())
-    words = launcher.argv(LaunchPlan(n_ranks), [found], asked.stdout)
-    return [*words, sys.executable, "-W", "error", "-m", "tests.real.mpi_job"]
+    return launcher.argv(script, found, launcher.version_of(found))
 
 
 @pytest.mark.usefixtures("runtime")
@@ -133,7 +133,7 @@ class TestProbing:
     def test_import_and_probe_load_nothing_of_mpi4py(self) -> None:
         code = (
             "import sys, unisono; unisono.available_backends(); unisono.get_rank()\n"
-            "import unisono.models.mpi.model, unisono.launchers.mpi.functions\n"
+            "import unisono.models.mpi.model, unisono.launchers.mpi\n"
             "from unisono.topology import ContextHint\n"
             "model = unisono.models.mpi.model.MpiModel\n"
             "model.why_unavailable('mpi4py'); assert model.from_context(ContextHint()) is None\n"
@@ -328,8 +328,8 @@ class TestCommandLine:
     def test_a_launcher_keeps_the_ranks_on_this_host_and_its_cores_free(
         self, said: str, wanted: str
     ) -> None:
-        words = launcher.argv(LaunchPlan(3), ["mpiexec", "--verbose"], said)
-        assert words == ["mpiexec", "--verbose", "-n", "3", *wanted.split()]
+        words = launcher.argv(Script(("true",), 3, is_function=True), "mpiexec", said)
+        assert words == ["mpiexec", "-n", "3", *wanted.split(), "true"]
 
     def test_variables_of_a_job_around_this_process_stay_behind(self) -> None:
         around = {
@@ -358,13 +358,25 @@ class TestRefusals:
             launcher.launch(report, LaunchPlan(2))
         assert "apt-get install" in str(caught.value)
 
-    def test_a_command_that_is_not_there(self) -> None:
+    def test_a_command_that_is_not_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("shutil.which", lambda name, path=None: "/nowhere/mpiexec")
         with pytest.raises(BackendUnavailableError, match="/nowhere/mpiexec can't be run"):
-            launcher.launch(report, LaunchPlan(2), command=["/nowhere/mpiexec"])
+            launcher.launch(report, LaunchPlan(2))
 
-    def test_a_command_that_is_no_mpiexec(self) -> None:
-        with pytest.raises(LaunchError, match="ranks"):
-            launcher.launch(report, LaunchPlan(2), command=["env", "-S"])
+    def test_a_command_that_is_no_mpiexec(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("shutil.which", lambda name, path=None: "/bin/cat")
+        with pytest.raises(LaunchError, match="mpiexec ended with exit code 1, though ranks"):
+            launcher.launch(report, LaunchPlan(2))
+
+    def test_a_command_that_makes_no_ranks(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        program = tmp_path / "mpiexec"
+        program.write_text('#!/bin/sh\nshift 2; exec "$@"\n')
+        program.chmod(0o755)
+        monkeypatch.setattr("shutil.which", lambda name, path=None: str(program))
+        with pytest.raises(LaunchError, match="2 ranks were asked for.*no rank: is it the right"):
+            launcher.launch(report, LaunchPlan(2))
 
     def test_several_nodes(self) -> None:
         plan = LaunchPlan(2, nnodes=2, master_addr="host", master_port=1)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 BACKLOG = 4096
 """Connections that may wait at a listener, where the kernel allows so many."""
 LOOPBACK = "127.0.0.1"
+_KEEP_ALIVE_S = 60
 _SIOCGIFADDR = 0x8915  # Linux, netdevice(7)
 _ELSEWHERE = "192.0.2.1"  # of no host (RFC 5737): the default route leads there
 _REMEDY = "set UNISONO_SOCKET_IFNAME to the interface that the other hosts reach"
@@ -148,6 +149,15 @@ def listen_for_ranks(addr: str, port: int, *, is_one_host: bool) -> tuple[socket
             return listener, addr
         listener.close()
     return listen("", port), LOOPBACK
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Let the kernel ask for a peer of a connection over TCP that may be silent for hours."""
+    # So firewalls don't forget it, and a host that is gone is noticed.
+    if sock.family != getattr(socket, "AF_UNIX", None):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if hasattr(socket, "TCP_KEEPIDLE"):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_ALIVE_S)
 
 
 def why_unreachable(addr: str, port: int, limit_s: float) -> OSError | None:

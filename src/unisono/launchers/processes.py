@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import pickle
 import select
 import signal
 import socket
@@ -22,7 +21,7 @@ from typing import Any
 
 from unisono.deadlines import DEFAULT_TIMEOUT_S, limit_of
 from unisono.errors import ArgumentError, LaunchError, UnisonoError
-from unisono.launchers.job import channel as messages, forkserver
+from unisono.launchers.job import forkserver
 from unisono.launchers.job.job import Job
 from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.launchers.job.process_state import Surroundings, directory, has_directory, search_path
@@ -31,7 +30,6 @@ from unisono.launchers.job.worker import Task, work
 from unisono.launchers.job.worker_handles import Maker, Worker, Workers
 from unisono.launchers.script.script import Script, env_for, without_job
 from unisono.launchers.script.supervisor import Outcome, Supervisor, restart, start
-from unisono.launchers.variables import rank_variables
 from unisono.topology import PREFIXED, PRIVATE_STORE, LaunchPlan, RankInfo
 from unisono.tracebacks import hides
 
@@ -124,7 +122,7 @@ def launch(
     *,
     environ: Mapping[str, str] | None = None,
     join: bool = True,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    stop_limit_s: float = DEFAULT_TIMEOUT_S,
 ) -> Any:
     """Run `entry` in as many processes as planned."""
     method = plan.start_method or _best_method()
@@ -138,7 +136,7 @@ def launch(
         return task(pickled, info, variables, search_path(), directory(), surroundings)
 
     held = ExitStack()
-    workers = Workers(plan.world_size, held, timeout_s)
+    workers = Workers(plan.world_size, held, stop_limit_s)
     own = [plan.info(local_rank).rank for local_rank in range(plan.nproc_per_node)]
     job: Job[Any] = Job(workers, plan.world_size, own, grace_s=plan.grace_s or None)
     try:
@@ -171,8 +169,7 @@ def begin(
     # They have their tasks once the job is joined.
     workers.maker = _start(infos, method or _best_method(), workers.workers, held)
     for worker, info in zip(workers.workers, infos, strict=True):
-        pickled = pickle.dumps(task_of(info))
-        worker.task = memoryview(messages.head(messages.TASK, len(pickled)) + pickled)
+        worker.task = task_of(info).message()
 
 
 def _best_method() -> str:
@@ -187,16 +184,13 @@ def task(
     folder: str,
     surroundings: Surroundings | None,
 ) -> Task:
-    """Write what a process is told that is a rank."""
-    # Local, and pure but for the number of cores.
+    """Write what a worker process is told, without what a job around this process has told it."""
     share = {} if info.local_world_size == 1 else {"OMP_NUM_THREADS": str(info.core_share())}
-    variables = {**share, **environ}
-    for name in (PRIVATE_STORE, PREFIXED):  # of a job that this process may itself belong to
-        variables.pop(name, None)
-    variables |= rank_variables(info)
+    own = {key: environ[key] for key in environ.keys() - {PRIVATE_STORE, PREFIXED}}
+    variables = {**share, **own}
     if info.private_store is not None:
         variables[PRIVATE_STORE] = info.private_store
-    return Task(pickled, info, variables, path, list(sys.argv), folder, surroundings)
+    return Task.of(pickled, info, variables, path, folder, surroundings)
 
 
 def _helper_for(method: str) -> _Helper:

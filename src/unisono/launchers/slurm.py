@@ -9,16 +9,17 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from unisono.deadlines import DEFAULT_TIMEOUT_S
 from unisono.errors import ArgumentError
 from unisono.launchers.job.signals import TO_SAVE
-from unisono.launchers.script.function_job import run_function
+from unisono.launchers.script.remote_workers import Manner, run_function
 from unisono.launchers.script.script import Script
 from unisono.launchers.script.supervisor import Outcome, run_launcher
-from unisono.launchers.variables import OF_SLURM_STEP, OF_TORCH, without
+from unisono.launchers.variables import LINK, OF_SLURM_STEP, OF_TORCH, without
 from unisono.topology import LaunchPlan, RankInfo
 
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
@@ -106,8 +107,7 @@ def batch_script(script: Script, name: str) -> str:
 
 def run(script: Script) -> Outcome:
     """Run a script in tasks of a step: of this allocation, else of one that srun asks for."""
-    arguments = argv(script)
-    return run_launcher(script, arguments, environment(script, os.environ), reach=_reach)
+    return run_launcher(script, argv(script), environment(script, os.environ), reach=_reach)
 
 
 def _reach(srun: int, number: int) -> bool:
@@ -135,12 +135,32 @@ def launch(
     plan: LaunchPlan,
     *,
     environ: Mapping[str, str] | None = None,
-    folder: str | None = None,
+    port: int = 0,
     timeout_s: float | None = None,
     options: Mapping[str, str | int | bool] | None = None,
+    stop_limit_s: float = DEFAULT_TIMEOUT_S,
 ) -> list[Any]:
-    """Run `entry` in tasks of a Slurm step."""
+    """Run `entry` in tasks of a Slurm step, which connect to `port` of this host."""
     options_given = tuple(_texts(options or {}))
     script = replace(Script.of(plan), timeout_s=timeout_s, options=options_given)
-    _options(script)  # before anything is written
-    return run_function(entry, script, run, environ or {}, Path(folder or Path.cwd()))
+    _options(script)  # before anything is started
+    host = "SLURM_LAUNCH_NODE_IPADDR"  # that of srun, which its tasks reach
+    manner = Manner("srun", script.world_size, host=host, port=port, stop_limit_s=stop_limit_s)
+    return run_function(entry, script, manner, _prepare, environ or {})
+
+
+def _prepare(script: Script, _: ExitStack) -> tuple[list[str], dict[str, str]]:
+    """Write srun's command line and variables; of these tasks get the link in any case."""
+    options = [
+        (name, _with_link(text) if name == "export" else text) for name, text in script.options
+    ]
+    variables = environment(script, os.environ)
+    if "SLURM_EXPORT_ENV" in variables:
+        variables["SLURM_EXPORT_ENV"] = _with_link(variables["SLURM_EXPORT_ENV"])
+    return argv(replace(script, options=tuple(options))), variables
+
+
+def _with_link(exported: str) -> str:
+    """Add the link's variable to those that srun exports."""
+    names = [name for name in exported.split(",") if name not in ("", "NONE", "NIL")]
+    return exported if "ALL" in names else ",".join([*names, LINK])

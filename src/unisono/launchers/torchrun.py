@@ -15,9 +15,10 @@ from dataclasses import replace
 from typing import Any
 
 from unisono.control.addresses import why_unreachable
+from unisono.deadlines import DEFAULT_TIMEOUT_S
 from unisono.errors import ArgumentError, LaunchError
 from unisono.launchers.job.store import private_store
-from unisono.launchers.script.function_job import run_function
+from unisono.launchers.script.remote_workers import Manner, run_function
 from unisono.launchers.script.script import Script, without_job
 from unisono.launchers.script.supervisor import Outcome, run_launcher
 from unisono.topology import LaunchPlan, RankInfo
@@ -77,16 +78,19 @@ def environment(script: Script, environ: Mapping[str, str]) -> dict[str, str]:
     return variables
 
 
-def run(script: Script) -> Outcome:
-    """Run a script in ranks of torch's agent on this node."""
+def _prepare(script: Script, held: contextlib.ExitStack) -> tuple[list[str], dict[str, str]]:
+    """Write the agent's command line and variables, once node 0 can be reached."""
     arguments = argv(script)
     if script.master_addr is not None and script.master_port is not None:
         _reach(script, script.master_addr, script.master_port)
     variables = environment(script, os.environ)
+    return arguments, variables | (private_store(held) if script.max_nnodes == 1 else {})
+
+
+def run(script: Script) -> Outcome:
+    """Run a script in ranks of torch's agent on this node."""
     with contextlib.ExitStack() as held:
-        if script.max_nnodes == 1:
-            variables |= private_store(held)
-        return run_launcher(script, arguments, variables, signal.SIGINT)
+        return run_launcher(script, *_prepare(script, held), signal.SIGINT)
 
 
 def _reach(script: Script, addr: str, port: int) -> None:
@@ -146,6 +150,7 @@ def launch(
     max_restarts: int = 0,
     max_nnodes: int | None = None,
     timeout_s: float | None = None,
+    stop_limit_s: float = DEFAULT_TIMEOUT_S,
 ) -> list[Any]:
     """Run `entry` in ranks of torch's agent on this node."""
     is_elastic = max_nnodes is not None and max_nnodes > plan.nnodes
@@ -156,4 +161,12 @@ def launch(
         max_restarts=max_restarts,
         timeout_s=timeout_s,
     )
-    return run_function(entry, script, run, environ or {})
+    manner = Manner(
+        "torchrun",
+        script.world_size,
+        script.nproc_per_node,
+        may_start_again=script.may_restart,
+        exit_s=timeout_s or _TIMEOUT_S,  # until other nodes are done, too
+        stop_limit_s=stop_limit_s,
+    )
+    return run_function(entry, script, manner, _prepare, environ or {})

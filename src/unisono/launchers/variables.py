@@ -25,13 +25,8 @@ OF_SLURM_STEP = re.compile(
 )
 # What `unisono run` has set, for launchers whose ranks don't have this process's variables.
 OF_RUN = ("UNISONO_BACKEND", "UNISONO_TRACE")
-# Where a rank of these finds its rank, and how many there are.
-RANKS_OF_MPI = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
-    ("PMIX_RANK", "PMIX_SIZE"),
-)
-RANKS_OF_HOROVOD = (("HOROVOD_RANK", "HOROVOD_SIZE"),)
+# Where a rank of a function connects to; it takes the variable away before the function sees it.
+LINK = "UNISONO_LINK"
 
 
 def without(environ: Mapping[str, str], *families: re.Pattern[str]) -> dict[str, str]:

@@ -67,6 +67,11 @@ class Ranks(ABC):
         """Return whether a rank hasn't been told yet what to do."""
         return False
 
+    def may_start_again(self, job: Job[Any]) -> bool:
+        """Return whether a failure isn't the job's, as the launcher may start all ranks again."""
+        del job
+        return False
+
 
 class Job(Generic[T]):
     """Ranks that run one function; the handle that ``spawn(join=False)`` returns."""
@@ -83,13 +88,20 @@ class Job(Generic[T]):
     ) -> None:
         self.ranks = ranks
         self.orders: Orders = Orders(grace_s or 0.0)
-        self.world_size = world_size
+        self.world_size: int = world_size
         self.results: dict[int, bytes] = {}
         self.failures: Failures = Failures(ranks.doubt)
         self._own = tuple(range(world_size) if own is None else own)
         self._takes = () if grace_s is None else ranks.takes
         self._error: LaunchError | None = None
         self._is_ended = False
+
+    def seat(self, own: Iterable[int], world_size: int) -> None:
+        """Begin, or begin again, with these ranks; what became of earlier ones doesn't count."""
+        self.world_size = world_size
+        self._own = tuple(own)
+        self.results.clear()
+        self.failures = Failures(self.ranks.doubt)
 
     @property
     def late(self) -> list[int]:
@@ -210,7 +222,7 @@ class Job(Generic[T]):
             is_over = time.monotonic() >= self.orders.until  # some that fail end no others' time
             if is_over or self.failures.by_rank.keys() >= set(late):
                 self._error = self._was_told_to_end(late)
-        elif self._error is None and late and self.failures:
+        elif self._error is None and late and self._counts_failures():
             has_heard_all = all(self.failures.by_rank.get(rank) for rank in late)
             if has_heard_all or time.monotonic() >= self.failures.decide_at:
                 self._error = self._first_failure()
@@ -220,6 +232,9 @@ class Job(Generic[T]):
         """Say who failed first; asked for before anybody is ended by this process."""
         return self.failures.error(self.world_size, partial(self.ranks.lost, self))
 
+    def _counts_failures(self) -> bool:
+        return bool(self.failures) and not self.ranks.may_start_again(self)
+
     def _was_told_to_end(self, late: list[int]) -> WorkerFailedError:
         why = f" by {signal_name(self.orders.came[0])}" if self.orders.came else ""
         return WorkerFailedError(
@@ -228,7 +243,7 @@ class Job(Generic[T]):
 
     def _poll(self, *limits: float | None) -> None:
         ends = [limit for limit in (*limits, self.orders.until) if limit is not None]
-        if self.failures and self.orders.until is None:
+        if self._counts_failures() and self.orders.until is None:
             ends.append(self.failures.decide_at)
         self.ranks.poll(self, min([time.monotonic() + _POLL_S, *ends]))
 

@@ -16,24 +16,15 @@ from unisono.errors import LaunchError
 from unisono.topology import PRIVATE_STORE, LaunchPlan
 
 
-def private_folder(
-    prefix: str = "unisono-", parent: str | os.PathLike[str] | None = None, longest: int = 4096
-) -> tempfile.TemporaryDirectory[str]:
+def private_folder() -> tempfile.TemporaryDirectory[str]:
     """Make a folder that no other user can look into."""
     try:
-        if parent is None and len(tempfile.gettempdir()) >= longest:
-            parent = "/tmp"
-        return tempfile.TemporaryDirectory(prefix=prefix, dir=parent)
+        return tempfile.TemporaryDirectory(prefix="unisono-")
     except OSError as error:
-        raise no_room(error) from error
-
-
-def no_room(error: OSError) -> LaunchError:
-    """Say what to do where the folder, or a file in it, can't be made."""
-    return LaunchError(
-        f"nothing was started, since the launcher's files can't be written: {error}; make room "
-        "there, or name another folder: in TMPDIR, or, for Slurm, with folder="
-    )
+        raise LaunchError(
+            f"nothing was started, since the launcher's files can't be written: {error}; make room "
+            "there, or name another folder in TMPDIR"
+        ) from error
 
 
 def private_store(held: ExitStack) -> dict[str, str]:

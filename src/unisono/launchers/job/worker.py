@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
@@ -23,6 +24,7 @@ from unisono.launchers.job.lifetime import PEERS_S, Lifetime, flush, seed_genera
 from unisono.launchers.job.pickling import load_from_parent
 from unisono.launchers.job.process_state import Surroundings
 from unisono.launchers.job.title import name_process
+from unisono.launchers.variables import rank_variables
 from unisono.pickling import dumps
 from unisono.topology import RankInfo
 from unisono.tracebacks import fold, summary
@@ -39,6 +41,25 @@ class Task:
     argv: list[str]
     directory: str
     surroundings: Surroundings | None = None
+
+    @classmethod
+    def of(
+        cls,
+        entry: bytes,
+        info: RankInfo,
+        environ: Mapping[str, str],
+        path: list[str],
+        directory: str,
+        surroundings: Surroundings | None = None,
+    ) -> Task:
+        """Write what a process is told that is a rank."""
+        variables = {**environ, **rank_variables(info)}
+        return cls(entry, info, variables, path, list(sys.argv), directory, surroundings)
+
+    def message(self) -> memoryview:
+        """Write the message that tells it a worker."""
+        body = pickle.dumps(self)
+        return memoryview(messages.head(messages.TASK, len(body)) + body)
 
 
 def work(channel_fd: int, parent: int) -> NoReturn:

@@ -71,6 +71,7 @@ class Worker:
     inbox: messages.Inbox = field(init=False)
     heard: list[Any] = field(default_factory=list)
     unread: bytes = b""
+    asked_at: float = field(default_factory=time.monotonic)
     pid: int | None = None
     pidfd: int | None = None
     refusal: int | None = None
@@ -125,7 +126,7 @@ class Workers(Ranks):
 
     def __init__(self, world_size: int, held: ExitStack, stop_limit_s: float) -> None:
         self.workers: list[Worker] = []
-        self.world_size = world_size
+        self.world_size: int = world_size
         self.maker: Maker | None = None
         self.is_idle: bool = False  # whether the last look brought no news
         self._held = held
@@ -259,8 +260,12 @@ class Workers(Ranks):
                     job.stop(self._stopped(worker))
             if worker.ended_at is not None and now > worker.ended_at + _SAY_S:
                 self._bury(job, worker, None)
-        unmade = [w.rank for w in self.workers if w.pid is None and not w.has_ended]
-        if unmade and now > self._begin + _MAKE_S:
+        unmade = [
+            w.rank
+            for w in self.workers
+            if w.pid is None and not w.has_ended and now > w.asked_at + _MAKE_S
+        ]
+        if unmade:
             job.stop(
                 LaunchError(
                     f"ranks {unmade} of {self.world_size} weren't there after {_MAKE_S:g} s"

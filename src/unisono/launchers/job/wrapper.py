@@ -1,7 +1,7 @@
 """A rank that another library's launcher has made: it connects to the process that launched it.
 
-The process that the launcher made looks after a child of its own, which is the worker, and tells on
-its status socket what becomes of it, as the process does that makes local workers. It imports no
+The process that the launcher made looks after a child of its own, which is the worker, and reports
+on its status socket what becomes of it, as the process does that makes local workers. It imports no
 torch. When the process that launched the job ends, the connections close, and the rank ends.
 """
 
@@ -15,43 +15,90 @@ import pickle
 import resource
 import signal
 import socket
+import sys
+import threading
 from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from typing import NoReturn
 
+from unisono.control.addresses import keep_alive, local_address, peer
 from unisono.control.handshake import call
+from unisono.errors import UnisonoError
 from unisono.launchers.job import channel as messages
-from unisono.launchers.job.forkserver import attend, die_with
+from unisono.launchers.job.forkserver import attend, die_with, interpreter
+from unisono.launchers.job.process_state import search_path
+from unisono.launchers.variables import LINK
+from unisono.plugins import read_environment
+from unisono.topology import RankInfo
 
-_BOOT = """\
-import sys; sys.path[:] = {path!r}
-from unisono.launchers.job.wrapper import join; channel, parent = join({link!r})
+_WORK = """\
+from unisono.launchers.job.wrapper import join; channel, parent = join()
 from unisono.launchers.job.worker import work; work(channel, parent)"""
 
 
-def boot(path: list[str], link: str) -> str:
-    """Write the program of a rank."""
-    return _BOOT.format(path=path, link=link)
+def boot(work: str = _WORK) -> tuple[str, ...]:
+    """Write the command of a rank, for its launcher."""
+    return (*interpreter(), "-c", f"import sys; sys.path[:] = {search_path()!r}\n{work}")
 
 
-def link_to(
-    where: str | int, token: str, variables: Sequence[tuple[str, str]], host: str = ""
-) -> str:
-    """Write down where a rank connects, and how it knows who it is."""
-    return json.dumps([where, token, variables, host])
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Where a rank connects, which its launcher hands over as a variable."""
+
+    where: str | int
+    """The address of a Unix-domain socket of this host, or a port."""
+    token: str = ""
+    host: str = ""
+    """The launcher's own variable that says on which host the port is."""
+    names: Sequence[str] = ()
+    """Its variables of the rank, all ranks, and the same of the node, where unisono knows none."""
+
+    def variables(self) -> dict[str, str]:
+        """Write it for the environment of a rank."""
+        return {LINK: json.dumps(astuple(self))}
+
+    @classmethod
+    def taken(cls) -> Link:
+        """Read it, and remove it from the environment, which programs inherit."""
+        if LINK not in os.environ:
+            sys.exit(f"a rank lacks {LINK}, which its launcher was to hand over")
+        return cls(*json.loads(os.environ.pop(LINK)))
+
+    def connect(self, kind: bytes, who: RankInfo | str | None) -> socket.socket:
+        """Connect, and say who this rank is; `kind` is ``c`` for a channel, ``s`` for a status."""
+        hello = pickle.dumps((who, dict(os.environ), os.getpid(), threading.get_ident()))
+        if isinstance(self.where, str):
+            sock = socket.socket(socket.AF_UNIX)
+            sock.connect(local_address(self.where))
+            is_ours = peer(sock).is_own_user
+        else:
+            sock, is_ours = socket.create_connection((os.environ[self.host], self.where)), True
+            keep_alive(sock)
+        if not is_ours or not call(sock, self.token.encode(), kind, math.inf):
+            sock.close()
+            raise OSError("another process listens there")
+        messages.send(sock, messages.TASK, hello)
+        return sock
+
+    def __str__(self) -> str:
+        host = os.environ.get(self.host)
+        return f"{host}:{self.where}" if self.host else f"{self.where}"
 
 
-def join(link: str) -> tuple[int, int]:
+def join() -> tuple[int, int]:
     """Connect to the process that launched the job, and be a worker in a child of this process."""
     # It returns in the child alone; this process ends as the child does.
-    where, token, variables, host = json.loads(link)
     parent = os.getppid()
     die_with(parent)
-    hello = pickle.dumps((*_who_am_i(variables), dict(os.environ)))
+    link = Link.taken()
+    who = _who_am_i(link.names)
+    if isinstance(who, RankInfo) and (who.local_world_size or 1) > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", str(who.core_share()))
     try:
-        channel = _connect(where, os.environ.get(host, ""), token, b"c", hello)
-        status = _connect(where, os.environ.get(host, ""), token, b"s", hello)
-    except OSError:  # that process is gone
-        os._exit(1)
+        channel, status = link.connect(b"c", who), link.connect(b"s", who)
+    except OSError as error:
+        rank = who.rank if isinstance(who, RankInfo) else "?"
+        sys.exit(f"rank {rank} can't reach the process that launched it at {link}: {error}")
     own = os.getpid()
     pid = os.fork()
     if pid == 0:
@@ -61,25 +108,14 @@ def join(link: str) -> tuple[int, int]:
     end_like(os.waitstatus_to_exitcode(attend(status, pid, parent)))
 
 
-def _who_am_i(variables: Sequence[tuple[str, str]]) -> tuple[int | None, int | None]:
-    for rank_name, size_name in variables:
-        rank, size = os.environ.get(rank_name, ""), os.environ.get(size_name, "")
-        if rank.isdecimal() and size.isdecimal():
-            return int(rank), int(size)
-    return None, None
-
-
-def _connect(where: str | int, host: str, token: str, kind: bytes, hello: bytes) -> socket.socket:
-    if isinstance(where, str):
-        sock = socket.socket(socket.AF_UNIX)
-        sock.connect(where)
-    else:
-        sock = socket.create_connection((host, where))
-    if not call(sock, token.encode(), kind, math.inf):
-        sock.close()
-        raise RuntimeError(f"another process listens in place of the launcher at {where}")
-    messages.send(sock, messages.TASK, hello)
-    return sock
+def _who_am_i(names: Sequence[str]) -> RankInfo | str | None:
+    if names:
+        rank, world_size, local_rank, local_size = (int(os.environ[name]) for name in names)
+        return RankInfo(rank, world_size, local_rank, local_size, source="spawn")
+    try:
+        return read_environment(os.environ)
+    except UnisonoError as error:
+        return str(error)
 
 
 def end_like(code: int) -> NoReturn:

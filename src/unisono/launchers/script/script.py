@@ -32,7 +32,7 @@ class Script:
     timeout_s: float | None = None
     log_dir: str | None = None
     is_coloured: bool = False
-    is_prefixed: bool = True
+    is_function: bool = False
     stdin_rank: int | None = None
     token: str = field(default_factory=lambda: secrets.token_hex(8))
     options: tuple[tuple[str, str], ...] = ()
@@ -76,14 +76,14 @@ class Script:
         )
 
     def rank_argv(self, parent: int = 0, terminal: Sequence[int] = ()) -> list[str]:
-        """Write the command line of each rank."""
+        """Write the command line of each rank; one of a function needs nothing beside it."""
+        if self.is_function:
+            return list(self.program)
         arguments = [sys.executable, RANK]
         if parent:
             arguments += ["--parent", str(parent)]
         if terminal:
             arguments += ["--terminal", *map(str, terminal)]
-        if not self.is_prefixed:
-            arguments += ["--plain"]
         if self.log_dir is not None:
             arguments += ["--log-dir", str(Path(self.log_dir).absolute())]
         if self.token:

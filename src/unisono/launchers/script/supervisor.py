@@ -138,7 +138,6 @@ class Supervisor(Programs):
         """What was started, outputs as pipes."""
         self._restarts = script.may_restart and not infos
         self._max_restarts = script.max_restarts
-        self._is_prefixed = script.is_prefixed and not infos
         self._grace_s = script.grace_s
         self._end_signal = end_signal
         self._reach = reach or self._reach_below
@@ -203,7 +202,7 @@ class Supervisor(Programs):
     def print(self, job: Job[Any], target: int, line: bytes) -> None:
         """Print a line, but what a launcher says of a report or a signal only if need be."""
         is_ending = target == 2 and (self.reports or job.orders.came)
-        if is_ending and self._is_prefixed and not _OF_A_RANK.search(line):
+        if is_ending and not self._infos and not _OF_A_RANK.search(line):
             self._of_launcher.append(line)
         else:
             show(target, line)

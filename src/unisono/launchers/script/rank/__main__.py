@@ -35,7 +35,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--log-dir")
     parser.add_argument("--token", default="")
     parser.add_argument("--colour", action="store_true")
-    parser.add_argument("--plain", action="store_true")
     parser.add_argument("--grace", type=float, metavar="S")
     parser.add_argument("--terminal", type=int, nargs=2, metavar="FD")
     parser.add_argument("--local-ranks-filter", type=int, nargs="+", default=[], metavar="R")
@@ -60,9 +59,8 @@ def main() -> None:
     from unisono.launchers.script.rank.program import OutputOptions, run
     from unisono.topology import GRACE_S
 
-    style = "plain" if options.plain else "coloured" if options.colour else "prefixed"
     shown = options.local_ranks_filter
-    manner = OutputOptions(options.log_dir, options.token, style, options.terminal, shown)
+    manner = OutputOptions(options.log_dir, options.token, options.colour, options.terminal, shown)
     end_like(run(program, manner, GRACE_S if options.grace is None else options.grace))
 
 

@@ -42,7 +42,7 @@ class OutputOptions:
 
     log_dir: str | None = None
     token: str = ""
-    style: str = "prefixed"
+    is_coloured: bool = False
     terminal: Sequence[int] | None = None
     local_ranks: Sequence[int] = ()
 
@@ -52,10 +52,10 @@ class OutputOptions:
 
     def prefix(self, info: RankInfo | None) -> bytes:
         """Write what each line begins with."""
-        if self.style == "plain" or self.terminal:
+        if self.terminal:
             return b""
         text = f"[{info.rank}] " if info else "[?] "
-        if self.style == "coloured" and info:
+        if self.is_coloured and info:
             text = f"\x1b[{_COLOURS[info.rank % len(_COLOURS)]}m{text}\x1b[0m"
         return text.encode()
 

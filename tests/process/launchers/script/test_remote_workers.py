@@ -1,0 +1,167 @@
+"""A function in ranks that another library's launcher makes: here one rank, made by small ones."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unisono.errors import LaunchError, WorkerFailedError
+from unisono.launchers.script.remote_workers import Manner, run_function
+from unisono.launchers.script.script import Script, without_job
+from unisono.topology import RankInfo
+
+OF_ONE = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1",
+}
+
+
+def one_rank(script: Script, _: ExitStack) -> tuple[list[str], dict[str, str]]:
+    return script.rank_argv(), {**without_job(os.environ), **OF_ONE}
+
+
+@pytest.mark.parametrize(("raised", "code"), [(ValueError("no data"), 1), (SystemExit(7), 7)])
+def test_a_failed_function_ends_its_rank_whatever_its_threads_do(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], raised: BaseException, code: int
+) -> None:
+    outlived = tmp_path / "outlived"
+
+    def go_on() -> None:
+        time.sleep(8)
+        outlived.touch()
+
+    def fail(_: RankInfo) -> None:
+        threading.Thread(target=go_on).start()
+        print("said before", end="")  # noqa: T201 - it must not be lost
+        raise raised
+
+    with pytest.raises(WorkerFailedError, match=type(raised).__name__) as caught:
+        run_function(fail, Script(()), Manner("env", 1), one_rank, {})
+    assert not outlived.exists()
+    assert "in fail" in caught.value.traceback
+    assert repr(caught.value.__cause__) == repr(raised)
+    assert caught.value.exit_code == (code if code > 1 else None)
+    assert "said before" in capfd.readouterr().out
+
+
+def test_a_rank_that_connects_has_no_word_of_it_in_its_variables() -> None:
+    names = run_function(lambda _: list(os.environ), Script(()), Manner("env", 1), one_rank, {})[0]
+    assert "UNISONO_LINK" not in names
+    assert {"RANK", "OMP_NUM_THREADS"} & {*names} == {"RANK"}  # all cores are one rank's
+
+
+def test_a_launcher_that_ends_without_ranks_is_an_error() -> None:
+    def nobody(*_: object) -> tuple[list[str], dict[str, str]]:
+        return ["sh", "-c", "echo not today >&2; exit 3"], dict(os.environ)
+
+    with pytest.raises(
+        LaunchError, match=r"mine ended with exit code 3, though ranks \[0\] .*\nnot today"
+    ):
+        run_function(repr, Script(()), Manner("mine", 1), nobody, {})
+
+
+# A launcher of two ranks: the first may fail before the second is started, or is the only one.
+TWO = """
+import os, subprocess, sys
+def start(rank):
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    return subprocess.Popen(sys.argv[2:], env={**os.environ, **place, **sizes})
+first = start(0)
+open(os.environ["AT_WORK"]).read()
+if sys.argv[1] == "late":
+    second = start(1)
+    first.wait()
+    second.terminate()
+    second.wait()
+    sys.exit(1)
+first.terminate()
+first.wait()
+sys.exit(3)
+"""
+
+
+def two_ranks(how: str, fifo: Path) -> Any:
+    def prepare(script: Script, held: ExitStack) -> tuple[list[str], dict[str, str]]:
+        words, variables = one_rank(script, held)
+        return [sys.executable, "-c", TWO, how, *words], {**variables, "AT_WORK": str(fifo)}
+
+    return prepare
+
+
+def test_a_rank_that_comes_after_the_failure_of_another_is_of_the_same_attempt(
+    tmp_path: Path,
+) -> None:
+    os.mkfifo(fifo := tmp_path / "at_work")
+
+    def fail(info: RankInfo) -> None:
+        if info.rank == 0:
+            fifo.write_text("")
+            raise ValueError("the first")
+        threading.Event().wait()
+
+    manner = Manner("mine", 2, may_start_again=True)
+    with pytest.raises(WorkerFailedError, match="rank 0 of 2 raised ValueError: the first"):
+        run_function(fail, Script(()), manner, two_ranks("late", fifo), {})
+
+
+def test_a_rank_that_never_came_is_named_and_not_the_one_that_was_ended_for_it(
+    tmp_path: Path,
+) -> None:
+    os.mkfifo(fifo := tmp_path / "at_work")
+
+    def wait(_: RankInfo) -> None:
+        fifo.write_text("")
+        threading.Event().wait()
+
+    said = r"mine ended with exit code 3, though ranks \[1\] hadn't come"
+    with pytest.raises(LaunchError, match=said):
+        run_function(wait, Script(()), Manner("mine", 2), two_ranks("one", fifo), {})
+
+
+AGAIN = """
+import os, subprocess, sys
+for attempt in range(3):
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
+    done = subprocess.run(sys.argv[1:])
+    if done.returncode == 0:
+        break
+sys.exit(done.returncode)
+"""
+
+
+@pytest.mark.parametrize("n_bad", [2, 3])
+def test_a_launcher_may_start_all_ranks_again(
+    tmp_path: Path, n_bad: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def again(script: Script, held: ExitStack) -> tuple[list[str], dict[str, str]]:
+        words, variables = one_rank(script, held)
+        return [sys.executable, "-c", AGAIN, *words], variables
+
+    def fail(_: RankInfo) -> str:
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        (tmp_path / attempt).touch()
+        if int(attempt) < n_bad:
+            raise ValueError(f"in attempt {attempt}")
+        return attempt
+
+    manner = Manner("again", 1, may_start_again=True)
+    if n_bad == 2:
+        assert run_function(fail, Script(()), manner, again, {}) == ["2"]
+    else:
+        with pytest.raises(WorkerFailedError, match="rank 0 of 1 raised ValueError: in attempt 2"):
+            run_function(fail, Script(()), manner, again, {})
+    assert len(list(tmp_path.iterdir())) == 3
+    said = [record.getMessage() for record in caplog.records if "start again" in record.message]
+    assert [f"in attempt {n}" in text for n, text in enumerate(said)] == [True, True]
