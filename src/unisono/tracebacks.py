@@ -177,32 +177,19 @@ def _folded(stack: re.Match[str]) -> str:
     return "".join(lines)
 
 
-def newest(text: str) -> str:
-    """Return the last traceback that Python has printed, with those of its causes."""
-    begin, _ = _newest(text)
-    return "" if begin is None else text[begin:]
-
-
-def _newest(text: str) -> tuple[int | None, int]:
-    """Find the start of the last traceback with its causes, and of its own part."""
-    begin, own, is_quoted = None, 0, False
+def _last_part(text: str) -> str:
+    """Return the last traceback that Python has printed, without those of its causes."""
+    own, is_quoted = -1, False
     for head in _HEAD.finditer(text):
         before = text[max(0, head.start() - _LONGEST_MARK) : head.start()]
         if _IGNORED.search(before):
             continue
-        is_chained = begin is not None and _CHAINED.search(before) is not None
-        if (is_quoted or not is_chained) and _quotes(text[own : head.start()]):
+        is_chained = own >= 0 and _CHAINED.search(before) is not None
+        if own >= 0 and (is_quoted or not is_chained) and _quotes(text[own : head.start()]):
             is_quoted = True
             continue
-        begin, own, is_quoted = begin if is_chained else head.start(), head.start(), False
-    return begin, own
-
-
-def _newest_part(text: str) -> tuple[str, re.Match[str] | None]:
-    """Return the last traceback's own part, without its causes, and the stack in it."""
-    begin, start = _newest(text)
-    own = "" if begin is None else text[start:]
-    return own, _STACK.search(own)
+        own, is_quoted = head.start(), False
+    return "" if own < 0 else text[own:]
 
 
 def _quotes(block: str) -> bool:
@@ -215,10 +202,11 @@ def _quotes(block: str) -> bool:
     )
 
 
-def last_exception(text: str) -> tuple[str, str]:
-    """Read the last exception from tracebacks that Python has printed."""
-    own, stack = _newest_part(text)
-    if stack is None:
+def last_exception(text: str, most_after: int) -> tuple[str, str]:
+    """Read the last exception that Python has printed, and where; nothing if more lines follow."""
+    own = _last_part(text)
+    stack = _STACK.search(own)
+    if stack is None or _n_after(own[stack.end() :]) > most_after:
         return "", ""
     raised = own[stack.end() :].partition("\n")[0].strip()
     matches = list(_FRAME.finditer(stack[0]))
@@ -230,16 +218,13 @@ def last_exception(text: str) -> tuple[str, str]:
     return raised, "" if innermost is None else line_of(innermost)
 
 
-def after(text: str) -> list[str]:
-    """Return the lines after the last traceback, without those of the exception's message."""
-    # Only indented lines and frames of C++ are known to belong to the message.
-    own, stack = _newest_part(text)
-    if stack is None:
-        return []
-    rest = re.split(r"^Exception ignored ", own[stack.end() :], flags=re.MULTILINE)[0]
+def _n_after(rest: str) -> int:
+    """Count the lines after an exception that aren't of its message."""
+    # Only indented lines and frames of C++ are known to belong to it.
+    rest = re.split(r"^Exception ignored ", rest, flags=re.MULTILINE)[0]
     if rest.startswith("unisono.errors."):
         rest = _HEAD.split(rest)[0]
-    return [line for line in rest.splitlines()[1:] if not _OF_A_MESSAGE.match(line)]
+    return sum(not _OF_A_MESSAGE.match(line) for line in rest.splitlines()[1:])
 
 
 def line_of(frame: traceback.FrameSummary) -> str:

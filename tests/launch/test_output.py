@@ -66,10 +66,10 @@ def words(tmp_path: Path, program: str, *options: str) -> list[str]:
     return [*UNISONO, "run", "--nproc-per-node", "3", *options, str(script)]
 
 
-def test_a_failure_is_said_once_and_first_who_and_where(tmp_path: Path) -> None:
+def test_the_last_lines_say_who_failed_first_and_where(tmp_path: Path) -> None:
     done = run(words(tmp_path, FAILS))
     assert done.code == 1
-    first, second, empty, head, *_ = done.err.splitlines()
+    *printed, first, second = done.err.splitlines()
     assert first == (
         "error: rank 1 of 3 raised ValueError: invalid literal for int() with base 10: 'oops'"
     )
@@ -78,8 +78,8 @@ def test_a_failure_is_said_once_and_first_who_and_where(tmp_path: Path) -> None:
         r"\(local rank 1, host \S+, process \d+, exit code 1\)",
         second,
     )
-    assert (empty, head) == ("", "Traceback (most recent call last):")
-    assert done.err.count("Traceback") == 1
+    assert "[1] Traceback (most recent call last):" in printed
+    assert all(re.match(r"\[\d\] ", line) for line in printed)
     assert "[rank" not in done.err
 
 
@@ -87,13 +87,8 @@ def test_a_failure_is_said_once_and_first_who_and_where(tmp_path: Path) -> None:
 def test_who_never_came_is_named_first(is_full: bool, tmp_path: Path) -> None:
     """And all frames are shown on demand."""
     done = run(words(tmp_path, HANGS), **({"UNISONO_TRACEBACK": "full"} if is_full else {}))
-    first = done.err.splitlines()[0]
-    assert re.fullmatch(
-        r"error: rank 2 never came to barrier: it is at \S*train\.py:8 \(signal\.sigtimed.*\)",
-        first,
-    )
-    assert done.err.count("Traceback") == 1
-    assert len(re.findall(r"\.\.\. \d+ frames of unisono", done.err)) == (0 if is_full else 1)
+    says = r"^error: rank 2 never came to barrier: it is at \S*train\.py:8 \(signal\.sigtimed.*\)$"
+    assert re.search(says, done.err, re.MULTILINE)
     assert ("hub.py" in done.err) == is_full
     assert "[rank" not in done.err
 
@@ -113,7 +108,7 @@ def test_ctrl_c_is_one_line_after_what_had_failed_before(
     assert last == ": all ranks have been ended\n"
     assert failed in said
     assert bool(said) == bool(failed)
-    assert said.endswith("\n") == bool(failed)
+    assert "KeyboardInterrupt" not in said
 
 
 def test_a_traceback_of_a_program_that_goes_on_is_passed_on(tmp_path: Path) -> None:
@@ -123,7 +118,6 @@ def test_a_traceback_of_a_program_that_goes_on_is_passed_on(tmp_path: Path) -> N
         assert f"[{rank}] ERROR:root:goes on\n" in done.err
         assert f"[{rank}] unisono.errors.ArgumentError: src=9" in done.err
         assert f"[{rank}] said\n" in done.out
-    assert done.err.count("frames of unisono, UNISONO_TRACEBACK=full shows them") == 3
 
 
 def test_a_breakpoint_without_a_terminal_says_what_to_do(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import unisono
 from tests.support.interrupts import alarm
 from tests.support.processes import python, run_python
 from unisono import tracebacks
-from unisono.errors import ArgumentError
+from unisono.errors import ArgumentError, UnknownBackendError
 
 FOLDED = "frames of unisono, UNISONO_TRACEBACK=full shows them\n"
 # Of ours and of contextlib, in turns: what it prints is folded as text.
@@ -31,8 +31,8 @@ def inner():
 
 def outer():
     try:
-        unisono.broadcast(1, src=7)
-    except ValueError as error:
+        unisono.initialize("nobody's")
+    except unisono.UnisonoError as error:
         raise KeyError("a", "b") from error
 
 MODE()
@@ -64,18 +64,18 @@ def test_what_a_signals_handler_raises_is_an_interrupt() -> None:
 
 def test_runs_of_our_frames_are_one_line_in_causes_too() -> None:
     def call() -> None:
-        unisono.broadcast(1, src=7)
+        unisono.initialize("nobody's")
 
     def chained() -> None:
         try:
             call()
-        except ArgumentError as error:
+        except UnknownBackendError as error:
             raise KeyError("no") from error
 
     said = fold(call)
     assert said.count(FOLDED) == 1
-    assert said.endswith("ArgumentError: src=7 should be a global rank from 0 to 0\n")
-    assert "unisono.broadcast(1, src=7)" in said
+    assert "UnknownBackendError: unknown backend" in said
+    assert "unisono.initialize(" in said
     assert str(tracebacks.__file__).rpartition("/")[0] not in said
     assert fold(chained).count(FOLDED) == 1
     assert "The above exception was the direct cause" in fold(chained)
@@ -95,9 +95,20 @@ def test_frames_of_a_section_are_ours_and_a_context_manager_of_the_users_is_not(
     assert "contextlib" in fold(own().__enter__)
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="a bare raise brings all frames back")
+@pytest.mark.parametrize("is_full", [False, True])
+def test_an_error_of_a_collective_has_the_users_frames(
+    is_full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNISONO_TRACEBACK", "full" if is_full else "")
+    error = raised(lambda: unisono.broadcast(1, src=7))
+    files = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
+    assert (files == {__file__}) == (not is_full)
+
+
 def test_all_frames_are_shown_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNISONO_TRACEBACK", "full")
-    error = raised(lambda: unisono.broadcast(1, src=7))
+    error = raised(lambda: unisono.initialize("nobody's"))
     said = tracebacks.fold(error, error.__traceback__)
     assert said == "".join(traceback.format_exception(error))
     assert tracebacks.fold_text(said) == said
@@ -109,7 +120,7 @@ def test_a_traceback_that_was_printed_is_read_and_folded(mode: str, tmp_path: An
     script = tmp_path / "train.py"
     script.write_text(PRINTED.replace("MODE", mode))
     words = python(str(script)).stderr
-    said, line = tracebacks.last_exception(words)
+    said, line = tracebacks.last_exception(words, 0)
     folded = tracebacks.fold_text(words)
     if mode == "inner":
         assert (said, line) == ("AssertionError: assert total == 5", f"{script}:6, in inner")
@@ -120,10 +131,9 @@ def test_a_traceback_that_was_printed_is_read_and_folded(mode: str, tmp_path: An
         assert folded.count("  File ") < words.count("  File ")
 
 
-def test_what_is_no_traceback_is_left_alone() -> None:
+def test_what_is_no_traceback_raised_nothing() -> None:
     for text in ("", "no\n", "Traceback (most recent call last):\nValueError: x\n"):
-        assert tracebacks.fold_text(text) == text
-        assert tracebacks.last_exception(text) == ("", "")
+        assert tracebacks.last_exception(text, 0) == ("", "")
 
 
 class Odd(Exception):
@@ -185,17 +195,31 @@ def test_a_chain_within_a_message_is_no_chain_of_the_exception() -> None:
     remote = f"{HEAD}{FRAME.format(1)}KeyError: 1\n{DURING}{HEAD}{FRAME.format(2)}ValueError: 2\n"
     failed = "unisono.errors.PeerFailedError: rank 1 raised ValueError: 2 in guarded"
     whole = f"{HEAD}{FRAME.format(3)}{failed}\n\n{remote}"
-    assert tracebacks.last_exception(whole) == (failed, "/u/train.py:3, in <module>")
-    assert tracebacks.newest(f"before\n{whole}") == whole
-    assert tracebacks.after(whole) == []
+    assert tracebacks.last_exception(whole, 0) == (failed, "/u/train.py:3, in <module>")
     chained = f"{HEAD}{FRAME.format(3)}unisono.errors.LaunchError: no\n{DURING}{remote}"
-    assert tracebacks.last_exception(chained)[0] == "ValueError: 2"
-    assert tracebacks.newest(chained) == chained
+    assert tracebacks.last_exception(chained, 0)[0] == "ValueError: 2"
+
+
+HANDLED = f"ERROR:root:goes on\n{HEAD}{FRAME.format(7)}ZeroDivisionError: handled an hour ago\n"
+LOST = f"{HEAD}{FRAME.format(7)}ConnectionResetError: Connection reset by peer\n"
+FAILED = f"{HEAD}{FRAME.format(7)}ValueError: no data\n"
+IGNORED = f"Exception ignored in: <function f at 0x1>\n{HEAD}{FRAME.format(7)}RuntimeError: late\n"
+
+
+@pytest.mark.parametrize("before", [LOST, HANDLED, IGNORED, HANDLED + "step 7\n" * 30])
+@pytest.mark.parametrize("after", ["", IGNORED, "[W] process group wasn't destroyed\n"])
+def test_the_last_exception_is_the_programs_end_if_few_lines_follow(
+    before: str, after: str
+) -> None:
+    said = tracebacks.last_exception(before + FAILED + after, 10)
+    assert said == ("ValueError: no data", "/u/train.py:7, in <module>")
+    assert tracebacks.last_exception(HANDLED + "step\n" * 30, 10) == ("", "")
+    assert tracebacks.last_exception(HANDLED + "giving up\n", 0) == ("", "")
 
 
 def test_a_traceback_of_our_frames_alone_is_read() -> None:
     text = f'{HEAD}  File "{tracebacks.__file__}", line 1, in told\n    x\nValueError: x\n'
-    assert tracebacks.last_exception(text) == ("ValueError: x", "")
+    assert tracebacks.last_exception(text, 0) == ("ValueError: x", "")
 
 
 def test_packages_are_never_the_users_own_code() -> None:

@@ -27,7 +27,7 @@ from unisono.payload.codec import encode, header, reason
 from unisono.payload.tensors import is_exact, stack_bytes, to_bytes
 from unisono.recording import Token, is_in_step, mark_in_step
 from unisono.topology import EVERYBODY, Group
-from unisono.tracebacks import hides, is_interrupt
+from unisono.tracebacks import hides, is_interrupt, raised_here
 
 __tracebackhide__ = hides
 
@@ -152,7 +152,8 @@ def guarded(fn: F) -> F:
         dynamo = set_eval_frame(None)
         try:
             return fn(*args, **kwargs)
-        except UnisonoError:
+        except UnisonoError as error:
+            raised_here(error)
             raise
         except BaseException as error:
             _note_half_way(fn.__name__, error)
@@ -247,10 +248,12 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], at: int, name: str)
 
 
 def _end(name: str, token: Token | None, error: BaseException) -> None:
-    """Record how a call failed."""
+    """Record how a call failed; an error of ours keeps the user's frames alone."""
     if token is not None:
         token.end(error)
-    if not isinstance(error, UnisonoError):
+    if isinstance(error, UnisonoError):
+        raised_here(error)  # Python 3.10 raises it with all frames again
+    else:
         _note_half_way(name, error)
 
 

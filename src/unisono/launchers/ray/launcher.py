@@ -280,7 +280,7 @@ class _Programs(Programs):
 
     def note(self, job: Job[Any], report: Report) -> None:
         """Take a report in, unless only the rank's end was asked for."""
-        if not self._is_ending or report.was_told:
+        if not self._is_ending:
             super().note(job, report)
 
     def poll(self, job: Job[Any], until: float) -> None:
@@ -311,7 +311,7 @@ class _Programs(Programs):
             chunks, code = ray.get(ref)
         except ray.exceptions.RayError as error:
             output = f"its actor has died: {error}"
-            self.note(job, Report(rank, job.world_size, "unknown", -1, 1, output=output))
+            self.note(job, Report(rank, job.world_size, "unknown", -1, 1, words=output))
             self._codes[rank] = 1
             return
         for target, chunk in chunks:

@@ -104,5 +104,5 @@ def _carried_by(error: BaseException, world_size: int) -> list[Report]:
         cause = cause.__cause__
     if isinstance(error, WorkerFailedError) and error.exit_code:
         report = Report(error.rank, world_size, "unknown", -1, error.exit_code)
-        return [replace(report, output=error.traceback or str(error))]
+        return [replace(report, words=error.traceback or str(error))]
     return []

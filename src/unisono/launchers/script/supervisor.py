@@ -26,7 +26,6 @@ from unisono.launchers.script.rank.report import Reader, Report
 from unisono.launchers.script.script import RANK, Script, dying_with
 from unisono.plugins import load
 from unisono.topology import RankInfo
-from unisono.tracebacks import fold_text
 
 _POLL_S = 0.2
 _OWN_END_S = 2.0  # how long a launcher has to end its job by itself after a failure
@@ -48,7 +47,6 @@ class Outcome:
     interrupted: int | None = None
     is_late: bool = False
     others: Sequence[Report] = ()
-    told: Sequence[Report] = ()
     is_ended: bool = True
 
 
@@ -303,7 +301,7 @@ class Supervisor(Programs):
                 socket.gethostname(),
                 process.pid,
                 code,
-                output="the process that looked after it ended so, and the rank with it",
+                words="the process that looked after it ended so, and the rank with it",
                 local_rank=info.local_rank,
                 node_rank=info.node_rank,
                 is_lost=True,
@@ -351,7 +349,7 @@ def after_signal(job: Job[Any], reports: Sequence[Report]) -> Outcome:
     number = job.orders.came[0]
     have_left = not job.late and not job.failures
     code = 0 if number in TO_SAVE and have_left else exit_code_of(-number)
-    known = [each for each in reports if each.was_told or not each.is_secondary]
+    known = [each for each in reports if not each.is_secondary]
     return replace(verdict(known), code=code, interrupted=number)
 
 
@@ -359,35 +357,20 @@ def verdict(reports: Sequence[Report]) -> Outcome:
     """Choose among the reports of the last attempt the one that caused the others."""
     # A rank that has the terminal is chosen where all others are secondary.
     last = max((report.attempt for report in reports), default=0)
-    latest = [report for report in reports if report.attempt == last]
-    told = tuple(report for report in latest if report.was_told)
-    failed = sorted((each for each in latest if not each.was_told), key=lambda each: each.doubt)
+    failed = [report for report in reports if report.attempt == last]
     if not failed:
-        return Outcome(1 if told else 0, told=told)
-    first, *rest = failed
+        return Outcome(0)
+    first, *rest = sorted(failed, key=lambda each: each.doubt)
     others = tuple(each for each in rest if not each.is_secondary and each.doubt <= first.doubt)
-    return Outcome(first.exit_code or 1, first, others=others, told=told)
-
-
-def held_back(outcome: Outcome) -> list[str]:
-    """Give the lines of ranks that were ended, but of those that say the same only the first's."""
-    failed = [outcome.failed] if outcome.failed is not None else []
-    known = {each.cause[1] for each in (*failed, *outcome.others)}
-    lines = []
-    for each in outcome.told:
-        if each.cause[1] not in known:
-            known.add(each.cause[1])
-            lines += [f"[{each.rank}] {line}" for line in fold_text(each.output).splitlines()]
-    return lines
+    return Outcome(first.exit_code or 1, first, others=others)
 
 
 def failure(outcome: Outcome) -> list[str]:
     """Write the lines of a job's failure for the screen: who failed first, and how others did."""
-    lines = held_back(outcome)
-    if outcome.failed is not None:
-        lines.append(f"error: {outcome.failed.text()}")
-        lines += [f"also: {line}" for line in _also(outcome.failed, outcome.others)]
-    return lines
+    if outcome.failed is None:
+        return []
+    also = _also(outcome.failed, outcome.others)
+    return [f"error: {outcome.failed.text()}", *(f"also: {line}" for line in also)]
 
 
 def _also(first: Report, others: Sequence[Report]) -> list[str]:

@@ -27,7 +27,6 @@ from unisono.errors import (
 )
 
 MODELS = ["gloo", "threads"]
-FOLDED = re.compile(r"^  \.\.\. \d+ frames of unisono, UNISONO_TRACEBACK=full shows them$", re.M)
 LIMIT_S = 100.0
 
 
@@ -197,7 +196,7 @@ def test_who_never_came_is_named_first_with_its_line() -> None:
     assert re.fullmatch(
         rf"  rank [01] of 3 raised CollectiveTimeoutError at {place}, in fn", second
     )
-    assert len(FOLDED.findall(text)) == 1
+    assert "/control/" not in text  # frames of ours
     assert "round" not in text
     assert "another call" not in text
 

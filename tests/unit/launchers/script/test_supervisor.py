@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -15,69 +14,27 @@ from unisono.cli.run import _say
 from unisono.errors import ArgumentError
 from unisono.launchers.job.job import Job
 from unisono.launchers.script import plugin, supervisor
-from unisono.launchers.script.rank.report import Held, Report, encode
+from unisono.launchers.script.rank.report import Report, encode
 from unisono.launchers.script.script import Script
-from unisono.launchers.script.supervisor import (
-    Outcome,
-    Supervisor,
-    held_back,
-    run_launcher,
-    verdict,
-)
+from unisono.launchers.script.supervisor import Outcome, Supervisor, run_launcher, verdict
 
-HEAD = "Traceback (most recent call last):\n"
-FRAME = '  File "/u/train.py", line 7, in <module>\n    work()\n'
-HANDLED = f"ERROR:root:goes on\n{HEAD}{FRAME}ZeroDivisionError: handled an hour ago\n"
-LOST = f"{HEAD}{FRAME}ConnectionResetError: Connection reset by peer\n"
-FAILED = f"{HEAD}{FRAME}ValueError: no data\n"
-IGNORED = f"Exception ignored in: <function f at 0x1>\n{HEAD}{FRAME}RuntimeError: late\n"
+LOST = "ConnectionResetError: Connection reset by peer"
+FAILED = "ValueError: no data"
 SCRIPT = Script(("train.py",))
 
 
-def report(rank: int = 1, code: int = 1, words: str = "", **more: bool) -> Report:
-    return Report(rank, 40, "host", 7, code, 0, words, rank, 0, **more)
+def report(rank: int = 1, code: int = 1, raised: str = "", words: str = "", **more: Any) -> Report:
+    place = "/u/train.py:7, in <module>" if raised else ""
+    return Report(rank, 40, "host", 7, code, 0, raised, place, words, rank, 0, **more)
 
 
 @pytest.mark.parametrize(("code", "name"), [(-11, "SIGSEGV"), (-9, "SIGKILL")])
-@pytest.mark.parametrize("last", ["step 7\nFatal Python error: Segmentation fault\n", ""])
+@pytest.mark.parametrize("last", ["Fatal Python error: Segmentation fault\n", ""])
 def test_a_rank_that_a_signal_ended_raised_nothing(code: int, name: str, last: str) -> None:
-    found = report(code=code, words=HANDLED + last)
+    found = report(code=code, words=last)
     says = f"rank 1 of 40 (local rank 1, host host, process 7) was ended by {name}"
-    assert found.headline.startswith(says)
-    assert found.text().startswith(f"{says}; it said:\n")
-    assert found.shown == ""
-
-
-@pytest.mark.parametrize("before", [LOST, HANDLED, IGNORED, HANDLED + "step 7\n" * 30])
-@pytest.mark.parametrize("after", ["", IGNORED, "[W] process group wasn't destroyed\n"])
-def test_the_last_traceback_is_told(before: str, after: str) -> None:
-    found = report(words=before + FAILED + after)
-    assert found.headline == "rank 1 of 40 raised ValueError: no data"
-    assert not found.is_secondary
-    assert found.shown == FAILED + after
-
-
-def test_a_traceback_that_ends_nothing_is_not_told() -> None:
-    for code, last in ((1, "step\n" * 30), (3, "giving up\n")):
-        assert "raised" not in report(code=code, words=HANDLED + last).headline
-
-
-def test_a_traceback_that_python_ignores_is_no_end() -> None:
-    held = Held()
-    assert [held.take(line) for line in IGNORED.encode().splitlines(True)] == [False] * 5
-    assert all(held.take(line) for line in FAILED.encode().splitlines(True))
-
-
-def test_lines_that_come_often_are_held_for_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, held = 5.0, Held()
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    for line in (FAILED + "a bar\n" * 20).encode().splitlines(True):
-        assert held.take(line)
-        now += 0.1
-    assert held.is_refuted()
-    assert held.left_s() == pytest.approx(10.0 + 5.0 - now)
-    assert held.give().endswith(b"a bar\n")
-    assert (held.is_refuted(), held.left_s(), held.take(b"a bar\n")) == (False, None, False)
+    assert found.headline == (f"{says}: {last.strip()}" if last else says)
+    assert found.text().startswith(f"{says}; it ")
 
 
 def test_a_rank_with_the_terminal_is_blamed_last() -> None:
@@ -88,23 +45,15 @@ def test_a_rank_with_the_terminal_is_blamed_last() -> None:
 
 
 def test_equal_failures_share_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [FAILED.replace("no data", f"rank {rank} has none") for rank in range(40)]
-    same = [report(rank, 1, words[rank]) for rank in range(20)]
-    kinds = [report(20 + at, 1, FAILED.replace("data", "x" * at)) for at in range(20)]
+    same = [report(rank, 1, f"ValueError: rank {rank} has none") for rank in range(20)]
+    kinds = [report(20 + at, 1, FAILED.replace("data", "x" * (at + 1))) for at in range(20)]
     _say(verdict([*same, *kinds]), SCRIPT)
     lines = capsys.readouterr().err.splitlines()
     also = [line for line in lines if line.startswith("also:")]
     assert lines[0] == "error: rank 0 of 40 raised ValueError: rank 0 has none"
     assert also[0] == "also: 19 more ranks in the same way"
-    assert also[1] == "also: rank 20 of 40 raised ValueError: no"
+    assert also[1] == "also: rank 20 of 40 raised ValueError: no x"
     assert also[8:] == ["also: and 13 more"]
-
-
-def test_what_a_rank_had_printed_before_it_was_ended_is_shown_once() -> None:
-    told = [report(rank, -15, FAILED, was_told=True) for rank in range(3)]
-    assert held_back(verdict([report(5, 1, FAILED), *told])) == []
-    assert held_back(verdict(told)) == [f"[0] {line}" for line in FAILED.splitlines()]
-    assert (verdict(told).failed, verdict(told).code) == (None, 1)
 
 
 def test_a_signal_is_said_without_what_nobody_checked(capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,14 +89,13 @@ def launcher_of(report: Report, then: str = "") -> list[str]:
 
 
 @pytest.mark.parametrize("then", ["", "signal.pause()"])
-@pytest.mark.parametrize(("is_told", "code"), [(False, 3), (True, 1)])
 def test_a_failure_is_one_whatever_the_launcher_says(
-    then: str, is_told: bool, code: int, monkeypatch: pytest.MonkeyPatch
+    then: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "_OWN_END_S", 0.1)  # a launcher that pauses doesn't end itself
-    failed = report(code=3, words=FAILED, was_told=is_told)
+    failed = report(code=3, words="giving up\n")
     outcome = run_launcher(SCRIPT, launcher_of(failed, then), os.environ)
-    assert (outcome.code, outcome.failed or outcome.told[0]) == (code, failed)
+    assert (outcome.code, outcome.failed) == (3, failed)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +105,7 @@ def test_a_failure_that_the_launcher_restarts_after_is_none(
     more: dict[str, Any], last: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = replace(SCRIPT, **more)
-    failed = report(words=FAILED)
+    failed = report(raised=FAILED)
     assert run_launcher(script, launcher_of(failed), os.environ) == Outcome(0)
     said = f"error: {failed.text()}\n{last}\n"
     assert capsys.readouterr().err == (said if last else "")
@@ -177,16 +125,14 @@ def test_a_restart_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == f"error: {failed.text()}\nrestart 1 of 2\n"
 
 
-@pytest.mark.parametrize("is_told", [False, True])
 def test_what_the_launcher_says_of_a_reported_rank_is_not_shown(
-    is_told: bool, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     own = "E1127 01:56 api.py:1002] failed\nTraceback (most recent call last):\n[0]: 1\n"
     ranks = "[0] a line\n\x1b[36m[0] \x1b[0mTraceback (most recent call last):\n"
     then = f"sys.stderr.write({own + ranks!r}); sys.exit(1)"
-    failed = report(words=FAILED, was_told=is_told)
-    run_launcher(SCRIPT, launcher_of(failed, then), os.environ)
-    assert capsys.readouterr().err == ranks + (own if is_told else "")
+    run_launcher(SCRIPT, launcher_of(report(raised=FAILED), then), os.environ)
+    assert capsys.readouterr().err == ranks
 
 
 def test_what_the_launcher_says_of_a_signal_is_not_shown(

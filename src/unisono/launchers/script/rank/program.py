@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import selectors
@@ -13,7 +14,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,16 +23,19 @@ from unisono.launchers.job.failure import signal_name
 from unisono.launchers.job.forkserver import die_with
 from unisono.launchers.job.signals import OTHERS, TO_END, TO_SAVE, Orders, handled
 from unisono.launchers.job.title import name_process
-from unisono.launchers.script.rank.report import Held, Report, encode, is_of_the_end
+from unisono.launchers.script.rank.report import Report, encode
 from unisono.launchers.variables import node_variables, rank_variables
 from unisono.plugins import read_environment
 from unisono.topology import PREFIXED, RankInfo
-from unisono.tracebacks import fold_text, newest
+from unisono.tracebacks import last_exception
 
 _DRAIN_S = 0.5  # after the program's end, for what its children still print
 _POLL_S = 0.5
 _BASE = 128  # of the exit code that a shell gives for a signal
 _LAST_LINES = 100
+_HEAD = b"Traceback (most recent call last):"
+_OF_PYTHON = 1  # exit code of a program that nobody caught an exception of
+_MOST_AFTER = 10  # lines of a long message, and warnings of libraries at the program's exit
 _LONGEST_LINE = 64 * 1024
 _COLOURS = (36, 33, 35, 32, 34, 31, 96, 93, 95, 92, 94, 91)
 
@@ -102,7 +106,7 @@ def _script_of(program: Sequence[str]) -> str:
 
 def _refuse(text: str, token: str, info: RankInfo | None = None) -> int:
     rank, world_size = (info.rank, info.world_size) if info else (-1, -1)
-    _send(Report(rank, world_size, socket.gethostname(), os.getpid(), 2, output=text), token)
+    _send(Report(rank, world_size, socket.gethostname(), os.getpid(), 2, words=text), token)
     return 2
 
 
@@ -122,7 +126,8 @@ class _Running:
         self._prefix = manner.prefix(info)
         self._is_hidden = manner.hides(info)
         self._last: deque[bytes] = deque(maxlen=_LAST_LINES)
-        self._held = Held()
+        self._raised_at = math.inf  # when the last traceback began before a signal to end
+        self._is_interrupted = False
         mark = rb"^\[rank%d\]: " % (info.rank if info else -1)
         self._mark = re.compile(mark if self._prefix else rb"(?!)")  # torch's own
         self._rest = {1: b"", 2: b""}
@@ -184,8 +189,6 @@ class _Running:
                 for key, _ in selector.select(self._patience(ended_at is not None)):
                     self._read(selector, key)
                 self._look()
-                if self._held.left_s() == 0:
-                    self._release()
                 if ended_at and (self.came or time.monotonic() > ended_at + _DRAIN_S):
                     break
         for fd in (1, 2):
@@ -210,10 +213,9 @@ class _Running:
     def _patience(self, has_ended: bool) -> float:
         if has_ended:
             return _DRAIN_S / 10
-        ends = [self._held.left_s()]
-        if self._orders.until is not None:
-            ends.append(self._orders.until - time.monotonic())
-        return min([_POLL_S, *(max(0.01, left_s) for left_s in ends if left_s is not None)])
+        if self._orders.until is None:
+            return _POLL_S
+        return min(_POLL_S, max(0.01, self._orders.until - time.monotonic()))
 
     def _read(self, selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
         if key.data == 0:
@@ -224,8 +226,6 @@ class _Running:
         if not chunk:
             selector.unregister(key.fileobj)
             return
-        if self._held.is_refuted():
-            self._release()
         if key.data in self._logs:
             self._logs[key.data].write(chunk)
         text = (self._rest[key.data] + chunk).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
@@ -239,22 +239,19 @@ class _Running:
         for line in lines.splitlines(keepends=True):
             if fd == 2:
                 line = self._mark.sub(b"", line)
-                self._last.append(line)
-                if self._held.take(line):
+                if line.startswith(_HEAD):
+                    self._note_traceback()
+                if self._is_interrupted:
                     continue
-            self._show(fd, line)
+                self._last.append(line)
+            if not self._is_hidden:
+                _write(fd, self._prefix + line)
 
-    def _show(self, fd: int, line: bytes) -> None:
-        if not self._is_hidden:
-            _write(fd, self._prefix + line)
-
-    def _release(self) -> None:
-        """Print what was held, for it isn't the program's end."""
-        self._pass_on(self._held.give().decode(errors="replace"))
-
-    def _pass_on(self, text: str) -> None:
-        for line in fold_text(text).splitlines(keepends=True):
-            self._show(2, line.encode())
+    def _note_traceback(self) -> None:
+        if self._orders.began_at is None:
+            self._raised_at = time.monotonic()
+        # On Ctrl-C every rank raises KeyboardInterrupt, which tells nobody anything.
+        self._is_interrupted |= signal.SIGINT in self._sent
 
     def _obey(self) -> None:
         """Hand signals on to the program, and end it and its children when its time is over."""
@@ -299,28 +296,20 @@ class _Running:
         code = self._process.wait()
         was_sent = -code in self._sent or code - _BASE in self._sent
         self._signal(signal.SIGKILL)  # children that it left behind
-        held = self._held.give().decode(errors="replace")
         stopped_at = self._orders.began_at
-        is_own_end = stopped_at is None
-        if stopped_at is not None and held and self._held.begun_at < stopped_at:
-            is_own_end = not was_sent
-        if code != 0 and is_own_end:
-            report = self._report(code, held or b"".join(self._last).decode(errors="replace"))
-            report = replace(report, is_shown=not held and not self._is_hidden)
-            self._pass_on(held.removesuffix(report.shown))
-            _send(report, self._token)
-            return code
-        last = newest(held)
-        if stopped_at is not None and is_of_the_end(last):
-            held = held.removesuffix(last)
-        if held and code != 0 and self._token:  # others may have raised the same
-            _send(replace(self._report(code, held), was_told=True), self._token)
-        else:
-            self._pass_on(held)
+        had_raised = stopped_at is not None and self._raised_at < stopped_at and not was_sent
+        if code != 0 and (stopped_at is None or had_raised):
+            _send(self._report(code), self._token)
         return code
 
-    def _report(self, code: int, output: str) -> Report:
+    def _report(self, code: int) -> Report:
         info = self._info
+        text = b"".join(self._last).decode(errors="replace")
+        raised = last_exception(text, _MOST_AFTER if code == _OF_PYTHON else 0)
+        raised = ("", "") if code < 0 or self._terminal else raised  # a signal isn't raised
+        lines = [] if self._terminal else text.splitlines(keepends=True)
+        shown = 0 if raised[0] else 1  # the others were printed
+        words = lines if self._is_hidden else lines[len(lines) - shown :]
         where: dict[str, Any] = {}
         if info is not None:
             where = {"local_rank": info.local_rank, "node_rank": info.node_rank}
@@ -331,7 +320,8 @@ class _Running:
             self._process.pid,
             code,
             int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0),
-            "" if self._terminal else output,
+            *raised,
+            "".join(words),
             has_terminal=bool(self._terminal),
             **where,
         )

@@ -9,62 +9,13 @@ from __future__ import annotations
 import base64
 import json
 import re
-import time
 from dataclasses import asdict, dataclass
 
 from unisono.errors import WorkerFailedError
 from unisono.launchers.job.failure import SECONDARY, exit_code_of, signal_name
-from unisono.tracebacks import after, fold_text, last_exception, newest
-
-_HEAD = b"Traceback (most recent call last):"
-_LONGEST_S = 10.0  # from a traceback to a silent program's end: torch's takes 1 s on a busy host
-_MORE_S = 1.0  # from a traceback on, after which more lines show that the program goes on
-_MOST_BYTES = 128 * 1024
-
-
-class Held:
-    """Lines from a traceback on, kept until it is known whether the program ends with them."""
-
-    def __init__(self) -> None:
-        self._lines: list[bytes] = []
-        self._size = 0
-        self._is_ignored = False  # whether Python says next which exception it ignored
-        self.begun_at: float = 0.0
-
-    def take(self, line: bytes) -> bool:
-        """Take one line in, unless no traceback has begun; tell whether it was taken."""
-        is_ignored, self._is_ignored = self._is_ignored, line.startswith(b"Exception ignored ")
-        if not self._lines and (is_ignored or not line.startswith(_HEAD)):
-            return False
-        if not self._lines:
-            self.begun_at = time.monotonic()
-        self._lines.append(line)
-        self._size += len(line)
-        return True
-
-    def left_s(self) -> float | None:
-        """Return the seconds until what is held isn't a program's end, None for nothing."""
-        if not self._lines:
-            return None
-        if self._size > _MOST_BYTES:
-            return 0.0
-        return max(0.0, self.begun_at + _LONGEST_S - time.monotonic())
-
-    def is_refuted(self) -> bool:
-        """Return whether more that comes now shows that the program goes on."""
-        return bool(self._lines) and time.monotonic() > self.begun_at + _MORE_S
-
-    def give(self) -> bytes:
-        """Return the lines, and hold them no longer."""
-        lines, self._lines, self._size = self._lines, [], 0
-        return b"".join(lines)
-
 
 _PIECE = 600
 _MARK = "\x1e"
-_OF_TORCH = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)  # what torch puts before a traceback
-_OF_PYTHON = 1  # exit code of a program that nobody caught an exception of
-_MOST_AFTER = 10  # lines of a long message, and warnings of libraries at the program's exit
 _OF_LOST, _OF_TERMINAL = 1, 2  # doubts
 _WANTS_INPUT = re.compile(r"bdb\.BdbQuit|EOFError: EOF when reading a line")
 _SECONDARY = re.compile(
@@ -75,7 +26,7 @@ _SECONDARY = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How one rank ended."""
+    """How one rank failed."""
 
     rank: int
     world_size: int
@@ -83,12 +34,15 @@ class Report:
     pid: int
     code: int
     attempt: int = 0
-    output: str = ""
+    raised: str = ""
+    """The exception that nobody caught, in one line."""
+    place: str = ""
+    """Where it was raised, in the user's code."""
+    words: str = ""
+    """What it printed last to stderr: a line, or many where nobody has seen them."""
     local_rank: int | None = None
     node_rank: int | None = None
-    is_shown: bool = False
     has_terminal: bool = False
-    was_told: bool = False
     is_lost: bool = False
 
     @property
@@ -102,30 +56,13 @@ class Report:
         return None if self.code >= 0 else signal_name(-self.code)
 
     @property
-    def traceback(self) -> str:
-        """The traceback that ends its words, with those that it names as causes; else empty."""
-        last = newest(_OF_TORCH.sub("", self.output))
-        most = _MOST_AFTER if self.code == _OF_PYTHON else 0
-        return last if len(after(last)) <= most else ""
-
-    @property
-    def _told(self) -> tuple[str, str]:
-        """What it raised and where; a signal isn't raised."""
-        return ("", "") if self.code < 0 else last_exception(self.traceback)
-
-    @property
-    def shown(self) -> str:
-        """The traceback that `text` gives."""
-        return self.traceback if self._told[0] else ""
+    def _last(self) -> str:
+        return self.raised or self.words.rstrip().rpartition("\n")[2]
 
     @property
     def is_secondary(self) -> bool:
         """Whether it seems to have failed because another rank had, or may have."""
-        if self.has_terminal or self.was_told:
-            return True
-        text = (self.traceback or self.output).rstrip()
-        last = last_exception(self.traceback)[0] or text.rpartition("\n")[2]
-        return _SECONDARY.search(last) is not None
+        return self.has_terminal or _SECONDARY.search(self._last) is not None
 
     @property
     def doubt(self) -> int:
@@ -135,43 +72,32 @@ class Report:
         return _OF_LOST if self.is_lost else 0
 
     def error(self, rank: int, world_size: int) -> WorkerFailedError:
-        """Make the error of a function that the rank ran."""
+        """Make the error of the job."""
         del rank, world_size
-        code = None if self.signal_name or self.traceback else self.code
-        text = self.text(is_whole=True)
-        return WorkerFailedError(text, self.rank, code, self.signal_name, self.traceback)
+        return WorkerFailedError(self.text(), self.rank, self.code, self.signal_name)
 
     @property
     def headline(self) -> str:
         """Who is at fault and why, in one line."""
-        raised = self._told[0]
-        if raised:
-            return WorkerFailedError.text(self._who, raised, "", "").partition("\n")[0]
-        last = self.output.rstrip().rpartition("\n")[2]
-        return f"{self._end}: {last}" if last else self._end
+        if self.raised:
+            return WorkerFailedError.text(self._who, self.raised, "", "").partition("\n")[0]
+        return f"{self._end}: {self._last}" if self._last else self._end
 
     @property
     def cause(self) -> tuple[int, str]:
         """What is the same for ranks that failed the same way, whatever their numbers are."""
-        traceback = newest(_OF_TORCH.sub("", self.output)) if self.was_told else self.traceback
-        last = last_exception(traceback)[0] or self.output.rstrip().rpartition("\n")[2]
-        return 0 if self.was_told else self.code, re.sub(rf"\b{self.rank}\b", "R", last)
+        return self.code, re.sub(rf"\b{self.rank}\b", "R", self._last)
 
-    def text(self, is_whole: bool = False) -> str:
-        """Say who is at fault and why, and last of all its traceback."""
-        raised, line = self._told
-        if raised:
-            where = f"{line} ({self._where}, exit code {self.code})"
-            text = fold_text(self.traceback).rstrip()
-            if self.is_shown and not is_whole:
-                text = "its traceback is above"
-            return WorkerFailedError.text(self._who, raised, where, text) + self._hint(raised)
+    def text(self) -> str:
+        """Say who is at fault and why, and where."""
+        if self.raised:
+            where = f"{self.place} ({self._where}, exit code {self.code})"
+            text = WorkerFailedError.text(self._who, self.raised, where, self.words).rstrip()
+            return text + self._hint()
         if self.has_terminal:
             return f"{self._end}; what it said is above"
-        last_lines = "\n".join(self.output.splitlines()[-20:]).rstrip()
-        return self._end + (
-            f"; it said:\n\n{last_lines}" if last_lines else "; it printed nothing to stderr"
-        )
+        words = self.words.rstrip()
+        return self._end + (f"; it said:\n\n{words}" if words else "; it printed nothing to stderr")
 
     @property
     def _who(self) -> str:
@@ -189,20 +115,14 @@ class Report:
             how = f"was ended by {self.signal_name}"
         return f"{self._who} ({self._where}) {how}"
 
-    def _hint(self, raised: str) -> str:
+    def _hint(self) -> str:
         """Say what to do instead, where a rank wanted to read from the terminal."""
-        if not _WANTS_INPUT.match(raised):
+        if not _WANTS_INPUT.match(self.raised):
             return ""
         return (
             f"\n\nthe standard input of a rank is empty: unisono run --stdin {max(0, self.rank)} "
             f"gives rank {max(0, self.rank)} this terminal, for breakpoint() and input()"
         )
-
-
-def is_of_the_end(text: str) -> bool:
-    """Return whether a traceback of a rank that was told to end says only that."""
-    raised = last_exception(text)[0] or text
-    return "KeyboardInterrupt" in raised or _SECONDARY.search(raised) is not None
 
 
 def encode(report: Report, token: str) -> bytes:

@@ -18,7 +18,6 @@ from tests.support.processes import gone
 from unisono.launchers.job.signals import END_S, OTHERS, TO_END, TO_SAVE
 from unisono.launchers.script.rank.report import Reader, Report
 from unisono.launchers.script.script import RANK
-from unisono.launchers.script.supervisor import held_back, verdict
 
 INFO = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 INFO |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -72,7 +71,7 @@ def test_a_rank_that_had_ended_was_not_told_to() -> None:
         _, err = process.communicate()
     (report,) = reports(err.splitlines(True))
     assert (report.code, report.is_secondary) == (-signal.SIGKILL, False)
-    assert "short of memory" in report.output
+    assert report.words == "the kernel is short of memory\n"
     assert process.returncode == -signal.SIGKILL
 
 
@@ -83,10 +82,8 @@ def test_a_rank_that_was_told_to_end_did_not_fail_by_itself() -> None:
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate()
     assert process.returncode == -signal.SIGTERM
-    (report,) = reports(err.splitlines(True))
-    assert report.was_told
-    assert report.is_secondary
-    assert "ValueError" in "".join(held_back(verdict([report])))
+    assert reports(err.splitlines(True)) == []
+    assert b"[0] ValueError: invalid literal" in err
 
 
 PRINTS = """
@@ -105,11 +102,12 @@ def test_lines_of_other_ranks_than_those_asked_for_go_to_files_alone(
     with wrapper(PRINTS, *words) as process:
         out, err = process.communicate()
     assert out == b"[0] a line\n" * is_shown
-    assert err.startswith(b"[0] a warning\n" if is_shown else b"\x1e")
+    assert err.startswith(b"[0] a warning\n[0] Traceback" if is_shown else b"\x1e")
     assert (tmp_path / "rank0.out").read_bytes() == b"a line\n"
     assert (tmp_path / "rank0.err").read_bytes().startswith(b"a warning\nTraceback")
     (report,) = reports(err.splitlines(True))
-    assert "ValueError" in report.text()
+    assert report.raised == "ValueError: invalid literal for int() with base 10: 'oops'"
+    assert ("Traceback" in report.text()) == (not is_shown)
 
 
 # It says what it hears, and that its child is alive; it saves until it may go on.
@@ -203,4 +201,4 @@ def test_a_report_is_written_in_pieces_that_a_pipe_takes_whole() -> None:
     lines = [data for data in writes if data.startswith(b"\x1e")]
     assert max(map(len, lines)) <= select.PIPE_BUF
     (report,) = reports(lines)
-    assert len(report.output) > 40_000
+    assert len(report.words) > 40_000
