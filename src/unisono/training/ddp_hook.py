@@ -29,12 +29,12 @@ def average_by_name(
     module: nn.parallel.DistributedDataParallel, context: ContextState, group: Group | None
 ) -> None:
     """Average a module's buckets as the facade does, unless the user has a hook."""
-    # Collective over `group`. On one host they go through memory, and are compared with what other
-    # ranks call; between hosts torch's group carries them, with a name and a deadline of ours.
+    # Local. On one host they go through memory, and are compared with what other ranks call;
+    # between hosts torch's group carries them, with a name and a deadline of ours. Gradients on an
+    # accelerator are torch's own affair: memory of the host takes no such tensors.
     # ``DistributedDataParallel`` takes one communication hook, which must be there before the first
     # backward: ours is registered by the first forward that has one.
-    is_shared = context.control.host(group) is not None
-    if is_shared or all(p.device.type == "cpu" for p in module.parameters()):
+    if all(p.device.type == "cpu" for p in module.parameters()):
         name = name_of_gradients(context, module.module, group)
         module.register_forward_pre_hook(Averaging(group, name))
 
