@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from unisono.environments.platforms import PLATFORMS, PORT, Platform
@@ -13,6 +14,23 @@ from unisono.environments.platforms import PLATFORMS, PORT, Platform
 __all__ = ("rendered", "setup")
 
 _COLUMNS = ("Platform", "Is there", "Node rank", "Nodes", "Node 0", "Port", "Ranks on a node")
+_TITLES = {
+    "kubeflow": "Kubeflow Trainer, PyTorchJob",
+    "pai": "PAI DLC",
+    "volcano": "Volcano",
+    "pytorchjob": "older PyTorchJob",
+    "stated": "UNISONO_RANK_COUNTS=nodes",
+    "skypilot": "SkyPilot",
+    "aws-batch": "AWS Batch",
+    "sagemaker": "SageMaker",
+    "azureml": "Azure Machine Learning",
+    "pbs": "PBS, Torque",
+    "sge": "Grid Engine",
+    "tpu": "TPUs on GKE",
+    "kubernetes": "Indexed Job, JobSet",
+}
+_DUMPS = Path(__file__).parents[2] / "tests" / "data" / "platforms"
+_OF_TORCH = "https://pytorch.org/docs/stable/distributed.html#environment-variable-initialization"
 
 
 def rendered() -> list[str]:
@@ -24,15 +42,14 @@ def rendered() -> list[str]:
 
 
 def _row(platform: Platform) -> tuple[str, ...]:
-    hosts = _hosts(platform)
-    main = f"; {_names(platform.main)} is node 0" if platform.main else ""
-    place = f"place in {hosts}" + (
-        f" of {_names(platform.hosts.own)}" if platform.hosts and platform.hosts.own else ""
-    )
+    hosts = _names(platform.hosts)
+    hosts = f"the file {hosts}" if platform.starts == "first node" else hosts
+    own = _names([name for name in platform.marks if name not in platform.hosts])
+    place = f"place in {hosts}" + (f" of {own}" if own else "")
     return (
-        f"`{platform.title} <{platform.documentation}>`__ (``{platform.NAME}``)",
+        f"`{_TITLES[platform.NAME]} <{_documentation(platform)}>`__ (``{platform.NAME}``)",
         _names(platform.marks),
-        (_names(platform.node_rank) or place) + main,
+        _names(platform.node_rank) or place,
         " or ".join(filter(None, (_names(platform.nnodes), hosts and f"length of {hosts}"))),
         " or ".join(filter(None, (_names(platform.leader), hosts and f"first of {hosts}"))),
         f"{_names(platform.port)}, else {PORT}",
@@ -40,12 +57,12 @@ def _row(platform: Platform) -> tuple[str, ...]:
     )
 
 
-def _hosts(platform: Platform) -> str:
-    if platform.hosts is None:
-        return ""
-    pattern = (platform.hosts.pattern or "").replace("[A-Z0-9_]+", "TASK")
-    names = _names(platform.hosts.variables or (pattern,))
-    return f"the file {names}" if platform.hosts.is_file else names
+def _documentation(platform: Platform) -> str:
+    """Return the page that the platform's dumps were written from, which is their second line."""
+    dump = _DUMPS / f"{platform.NAME}.node1.env"
+    if platform.NAME == "stated":
+        return _OF_TORCH
+    return dump.read_text(encoding="utf-8").splitlines()[1].removeprefix("# ")
 
 
 def _names(names: Sequence[str]) -> str:

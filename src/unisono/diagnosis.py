@@ -7,7 +7,7 @@ import os
 import platform
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from unisono import registry
 from unisono.accelerators import accelerator, accelerator_count
 from unisono.arguments import number_in
-from unisono.environments.detection import environments, explain
+from unisono.environments.detection import Finding, environments, explain
 from unisono.environments.nodes import explain_nodes, meaning
 from unisono.errors import EnvironmentDetectionError
 from unisono.host import arena, memory
@@ -75,37 +75,26 @@ def _memory(ranks: int) -> dict[str, Any]:
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    findings: list[dict[str, Any]] = [
-        {
-            "source": finding.source,
-            "verdict": finding.verdict,
-            "error": finding.error,
-            "facts": None if finding.info is None else asdict(finding.info),
-            "variables": dict(finding.variables),
-        }
-        for finding in explain(environ, environments.load_plugins())
-        if finding.verdict != "absent"
-    ]
-    winner = next((finding for finding in findings if finding["verdict"] == "won"), None)
-    refused = next((finding for finding in findings if finding["verdict"] == "refused"), None)
-    return {
-        "source": None if winner is None else winner["source"],
-        "error": refused["error"] if winner is None and refused is not None else None,
-        "findings": findings,
-    }
+    return _decision(explain(environ, environments.load_plugins()))
 
 
 def _node(environ: Mapping[str, str]) -> dict[str, Any]:
     plugins = environments.load_plugins()
+    decision = _decision(explain_nodes(environ, MACHINE, plugins))
+    return {**decision, "meaning": meaning(environ, MACHINE, plugins)}
+
+
+def _decision(all_findings: Sequence[Finding[Any]]) -> dict[str, Any]:
+    """Return the findings that are there, and the one that decides or why none does."""
     findings: list[dict[str, Any]] = [
         {
             "source": finding.source,
             "verdict": finding.verdict,
-            "error": finding.error,
+            "error": None if finding.error is None else str(finding.error),
             "facts": None if finding.info is None else asdict(finding.info),
             "variables": dict(finding.variables),
         }
-        for finding in explain_nodes(environ, MACHINE, plugins)
+        for finding in all_findings
         if finding.verdict != "absent"
     ]
     winner = next((finding for finding in findings if finding["verdict"] == "won"), None)
@@ -113,7 +102,6 @@ def _node(environ: Mapping[str, str]) -> dict[str, Any]:
     return {
         "source": None if winner is None else winner["source"],
         "error": refused["error"] if winner is None and refused is not None else None,
-        "meaning": meaning(environ, MACHINE, plugins),
         "findings": findings,
     }
 

@@ -5,18 +5,15 @@
     text  := letters, digits, ".", "_", "-"
     range := number | number "-" number
 
-The zeros in front of a range's first number are kept: ``n[08-10]`` is n08, n09, n10. Where an
-item has several brackets, the last one counts fastest. Documented in ``scontrol(1)``
-(``show hostnames``) and ``slurm.conf(5)``.
+The zeros in front of a range's first number are kept: ``n[08-10]`` is n08, n09, n10. Documented in
+``scontrol(1)`` (``show hostnames``) and ``slurm.conf(5)``.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple
 
 _TOKEN = re.compile(r"(?P<text>[A-Za-z0-9._-]+)|\[(?P<ranges>[0-9,-]+)\]|(?P<comma>,)")
 _RANGE = re.compile(r"(?P<low>[0-9]{1,18})(?:-(?P<high>[0-9]{1,18}))?")
@@ -24,55 +21,16 @@ _MOST_HOSTS = 65_536
 _LONGEST_NAME = 255
 
 
-@dataclass(frozen=True, slots=True)
-class _Range:
-    low: int
-    high: int
-    width: int
+class _Part(NamedTuple):
+    """A part of an item: its first text, the number of its texts, the length of the longest."""
 
-    @property
-    def size(self) -> int:
-        return self.high - self.low + 1
-
-    @property
-    def longest(self) -> int:
-        return max(self.width, len(str(self.high)))
-
-    def names(self) -> list[str]:
-        return [f"{number:0{self.width}d}" for number in range(self.low, self.high + 1)]
+    first: str
+    size: int
+    longest: int
 
 
-_Part: TypeAlias = "str | tuple[_Range, ...]"
-
-
-@dataclass(frozen=True, slots=True)
-class Hostlist:
-    """A list of hosts that was read but not expanded."""
-
-    items: tuple[tuple[_Part, ...], ...]
-
-    def first(self) -> str:
-        """Name the first host."""
-        return "".join(
-            part if isinstance(part, str) else f"{part[0].low:0{part[0].width}d}"
-            for part in self.items[0]
-        )
-
-    def count(self) -> int:
-        """Count the hosts without expanding the list."""
-        return sum(map(_size_of, self.items))
-
-    def expand(self) -> tuple[str, ...]:
-        """Name every host, in order."""
-        return tuple(
-            "".join(names)
-            for item in self.items
-            for names in itertools.product(*map(_names_of, item))
-        )
-
-
-def parse_hostlist(text: str) -> Hostlist:
-    """Read a list of hosts in Slurm's grammar."""
+def parse_hostlist(text: str) -> tuple[str, int]:
+    """Return the first host of a list and the number of hosts, without expanding the list."""
     # Takes time and memory in proportion to `text`, whatever its ranges say.
     items: list[list[_Part]] = [[]]
     position = 0
@@ -83,45 +41,29 @@ def parse_hostlist(text: str) -> Hostlist:
         position = token.end()
         if token["comma"]:
             items.append([])
+        elif token["ranges"]:
+            items[-1].append(_parse_ranges(token["ranges"]))
         else:
-            items[-1].append(token["text"] or _ranges(token["ranges"]))
+            items[-1].append(_Part(token["text"], 1, len(token["text"])))
     if not all(items):
         raise ValueError("it names no host before or after a comma")
-    hosts = Hostlist(tuple(map(tuple, items)))
-    if hosts.count() > _MOST_HOSTS:
+    count = sum(math.prod(part.size for part in item) for item in items)
+    if count > _MOST_HOSTS:
         raise ValueError(f"it names more than {_MOST_HOSTS} hosts")
-    if max(map(_length_of, hosts.items)) > _LONGEST_NAME:
+    if max(sum(part.longest for part in item) for item in items) > _LONGEST_NAME:
         raise ValueError(f"a name in it is longer than {_LONGEST_NAME} characters")
-    return hosts
+    return "".join(part.first for part in items[0]), count
 
 
-def _ranges(text: str) -> tuple[_Range, ...]:
-    ranges = []
+def _parse_ranges(text: str) -> _Part:
+    first, count, longest = "", 0, 0
     for piece in text.split(","):
         match = _RANGE.fullmatch(piece)
         if match is None:
             raise ValueError(f"{piece[:40]!r} is not a range of numbers")
-        low, high = match["low"], match["high"] or match["low"]
-        if int(high) < int(low):
+        low, high = match["low"], int(match["high"] or match["low"])
+        if high < int(low):
             raise ValueError(f"range {piece!r} ends before it begins")
-        ranges.append(_Range(int(low), int(high), len(low)))
-    return tuple(ranges)
-
-
-def _size_of(item: tuple[_Part, ...]) -> int:
-    return math.prod(
-        sum(piece.size for piece in part) for part in item if not isinstance(part, str)
-    )
-
-
-def _length_of(item: tuple[_Part, ...]) -> int:
-    return sum(
-        len(part) if isinstance(part, str) else max(piece.longest for piece in part)
-        for part in item
-    )
-
-
-def _names_of(part: _Part) -> list[str]:
-    if isinstance(part, str):
-        return [part]
-    return [name for piece in part for name in piece.names()]
+        first, count = first or low, count + high - int(low) + 1
+        longest = max(longest, len(low), len(str(high)))
+    return _Part(first, count, longest)

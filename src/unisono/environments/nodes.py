@@ -1,25 +1,26 @@
-"""Who is this node? What platforms' variables say to a launcher that still has to start the ranks.
+"""Which node is this? The first platform that is there decides, where this isn't a rank already.
 
-A process that is a rank already has none of this to do, so `detection` is asked first. RANK and
-WORLD_SIZE count ranks for torch and nodes for several platforms: where nothing decides, the answer
-says so, and the caller has to refuse it or to be sure that both meanings are the same.
+RANK and WORLD_SIZE count ranks for torch and nodes for several platforms: where nothing decides,
+the answer is ambiguous, and the caller has to refuse it or to be sure that both meanings are the
+same.
 
-Slurm and MPI may as well start one task on each host, which is to start the ranks: where a platform
-says the same place as the task's own, or the user says that it counts nodes, the task is a node.
+Slurm and MPI may also start one task on each host, which then starts the ranks: where a platform
+has the task's own place, or the user says that it counts nodes, the task is a node.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 
-from unisono.environments.detection import Environment, Verdict, _Recorder, detect
+from unisono.environments.detection import Environment, Finding, detect, judge
 from unisono.environments.platforms import PLATFORMS, PORT, Machine, Platform
-from unisono.environments.reader import RANK_COUNTS, Reader, counts_nodes, shown
+from unisono.environments.reader import RANK_COUNTS, Reader, shown
 from unisono.errors import EnvironmentDetectionError
 from unisono.topology import NodeInfo, RankInfo
 
-_OF_RANKS = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
+_OF_AGENT = ("GROUP_RANK", "TORCHELASTIC_RUN_ID")
 _BARE = "torch"
 """The source of a node that only RANK and WORLD_SIZE speak of."""
 _STATED = "stated"
@@ -30,17 +31,6 @@ _ONE_TASK = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class NodeFinding:
-    """What one platform says, for a person to read."""
-
-    source: str
-    info: NodeInfo | None = None
-    error: str | None = None
-    variables: tuple[tuple[str, str], ...] = ()
-    verdict: Verdict = "absent"
-
-
 def detect_node(
     env: Mapping[str, str],
     machine: Machine,
@@ -48,96 +38,98 @@ def detect_node(
     *,
     is_asked: bool = False,
 ) -> NodeInfo | None:
-    """Say which node of which job this is: what the first platform that is there says."""
-    # In the order of `PLATFORMS`.
-    rank, reader = _rank(env, extra), Reader(env, _BARE, "")
+    """Return which node of which job this is, by the first of `PLATFORMS` that is there."""
+    rank, reader = _find_rank(env, extra), Reader(env, _BARE, "")
     if rank is not None and (
-        rank.local_rank is not None or rank.source != "torchrun" or counts_nodes(reader) is False
+        rank.local_rank is not None or rank.source != "torchrun" or reader.counts_nodes() is False
     ):
-        return _only_rank(env, machine, rank, is_asked=is_asked)
+        return _node_of_task(env, machine, rank, is_asked=is_asked)
     for platform in PLATFORMS:
         if rank is None or platform.node_rank == ("RANK",):
             info = platform.detect(env, machine)
-        elif platform.starts_first and not is_asked:
+        elif platform.starts == "first node" and not is_asked:
             info = None  # so many ranks as hosts may as well have been started by hand on one
         else:  # it has to mean the same; what is wrong with it isn't the rank's
-            info = _asked(platform, env, machine)[0]
-            info = info if _is_same(info, rank) else None
+            info = _ask(platform, env, machine).info
+            info = info if _is_node_of(info, rank) else None
         if info is not None:
             return info
-    return _either(env, rank)
+    return _ambiguous_node(reader, rank)
 
 
-def _is_same(info: NodeInfo | None, rank: RankInfo) -> bool:
-    """Return whether a node could have such a rank and be its job's only one there."""
-    if info is None or not info.nnodes <= rank.world_size <= info.max_nnodes:
-        return False
-    return info.node_rank in (None, rank.rank)  # an elastic job's nodes seat themselves
-
-
-def _rank(env: Mapping[str, str], extra: Iterable[Environment]) -> RankInfo | None:
+def _find_rank(env: Mapping[str, str], extra: Iterable[Environment]) -> RankInfo | None:
     try:
         return detect(env, extra)
     except EnvironmentDetectionError:
         return None
 
 
-def _only_rank(
+def _ask(platform: Platform, env: Mapping[str, str], machine: Machine) -> Finding[NodeInfo]:
+    try:
+        return Finding(platform.NAME, platform.detect(env, machine))
+    except EnvironmentDetectionError as error:
+        return Finding(platform.NAME, error=error)
+
+
+def _is_node_of(info: NodeInfo | None, rank: RankInfo) -> bool:
+    """Return whether a node could have such a rank and be its job's only one there."""
+    if info is None or not info.nnodes <= rank.world_size <= info.max_nnodes:
+        return False
+    return info.node_rank in (None, rank.rank)  # an elastic job's nodes seat themselves
+
+
+def _node_of_task(
     env: Mapping[str, str], machine: Machine, rank: RankInfo, *, is_asked: bool
 ) -> NodeInfo | None:
-    """Give the node of a task that was started as the only one there, and is to start the ranks."""
+    """Return the node of the only task of a host, if the task has to start the ranks."""
     reader = Reader(env, _STATED, _ONE_TASK)
-    if reader.has(*_OF_RANKS[2:]) or reader.text(RANK_COUNTS) == (RANK_COUNTS, "ranks"):
+    if reader.has(*_OF_AGENT) or reader.value(RANK_COUNTS) == "ranks":
         return None  # torch's agent has started it, or the user says so
     is_task = rank.source != "torchrun"  # else LOCAL_RANK is set, which means a rank
+    starts = {"ranks": True, "nodes": is_task, "first node": is_task and is_asked}
     for platform in PLATFORMS if _is_alone(rank) else ():
-        if platform.starts_ranks or (is_task and (is_asked or not platform.starts_first)):
-            info = _asked(platform, env, machine)[0]
-            if info is not None and info.node_rank == rank.rank and _is_same(info, rank):
-                return info
-    return _stated(reader, rank) if is_task and counts_nodes(reader) else None
+        info = _ask(platform, env, machine).info if starts[platform.starts] else None
+        if info is not None and info.node_rank == rank.rank and _is_node_of(info, rank):
+            return info
+    return _stated_node(reader, rank) if is_task and reader.counts_nodes() else None
 
 
 def _is_alone(rank: RankInfo) -> bool:
-    """Return whether each node has one rank, as far as this one is told."""
+    """Return whether every node appears to run a single rank."""
     if rank.local_rank not in (0, None) or rank.nnodes not in (None, rank.world_size):
         return False
     return rank.local_world_size == 1 or (rank.local_world_size is None and rank.local_rank == 0)
 
 
-def _stated(reader: Reader, rank: RankInfo) -> NodeInfo:
-    """Return the node of a task that the user says is one."""
-    said = f"{RANK_COUNTS}=nodes, but {rank.source} says that this is rank {rank.rank} of "
-    said += f"{rank.world_size}"
-    others = (("RANK", rank.rank), ("WORLD_SIZE", rank.world_size))
-    for name, number in others:
-        text = reader.text(name)
-        if text is not None and text[1] != str(number):
-            raise reader.error(f"{said}, and {name} is {shown(text[1])}", RANK_COUNTS, "nodes")
+def _stated_node(reader: Reader, rank: RankInfo) -> NodeInfo:
+    """Return the node of a task that the user calls one."""
+    size, address = rank.world_size, rank.master_addr
+    said = f"{RANK_COUNTS}=nodes, but {rank.source} says that this is rank {rank.rank} of {size}"
+    for name, number in (("RANK", rank.rank), ("WORLD_SIZE", size)):
+        value = reader.value(name)
+        if value is not None and value != str(number):
+            raise reader.error(f"{said}, and {name} is {shown(value)}", RANK_COUNTS, "nodes")
     if not _is_alone(rank):
         raise reader.error(f"{said}, and not that each node has one", RANK_COUNTS, "nodes")
-    size, addr = rank.world_size, rank.master_addr
-    if size > 1 and addr is None:
+    if size > 1 and address is None:
         message = f"{said}, and MASTER_ADDR, which says where node 0 is, is not set"
         raise reader.error(message, "MASTER_ADDR", None)
-    return NodeInfo(
-        rank.rank, size, size, None if size == 1 else addr, rank.master_port or PORT, None, _STATED
-    )
+    address, port = None if size == 1 else address, rank.master_port or PORT
+    return NodeInfo(rank.rank, size, size, address, port, None, _STATED)
 
 
-def _either(env: Mapping[str, str], rank: RankInfo | None) -> NodeInfo | None:
-    """Give the node that RANK and WORLD_SIZE could mean, where they don't mean a rank for sure."""
-    reader = Reader(env, _BARE, "")
+def _ambiguous_node(reader: Reader, rank: RankInfo | None) -> NodeInfo | None:
+    """Return the node that RANK and WORLD_SIZE could mean, where they may also mean a rank."""
     if rank is None or rank.source != "torchrun" or rank.world_size == 1:
         return None
-    if reader.has(*_OF_RANKS) or counts_nodes(reader) is not None:
+    if reader.has("LOCAL_RANK", "LOCAL_WORLD_SIZE", *_OF_AGENT) or reader.has(RANK_COUNTS):
         return None
     size, port = rank.world_size, rank.master_port or PORT
     return NodeInfo(rank.rank, size, size, rank.master_addr, port, None, _BARE, is_ambiguous=True)
 
 
 def ambiguity(info: NodeInfo) -> EnvironmentDetectionError:
-    """Make the error for a RANK and a WORLD_SIZE that could count nodes and ranks."""
+    """Build the error for a RANK and a WORLD_SIZE that could count nodes and ranks."""
     return EnvironmentDetectionError(
         f"RANK={info.node_rank} and WORLD_SIZE={info.nnodes} are set, and nothing says whether "
         f"they count nodes or ranks: set {RANK_COUNTS}=nodes if this is one of {info.nnodes} "
@@ -153,10 +145,9 @@ def ambiguity(info: NodeInfo) -> EnvironmentDetectionError:
 def not_a_node(
     what: str, env: Mapping[str, str], extra: Iterable[Environment] = ()
 ) -> EnvironmentDetectionError | None:
-    """Say why a job of this process's own would be one of several, each of which is alone."""
-    # For where `detect_node` finds no node, though the user asks for what the platform says.
-    rank, said = _rank(env, extra), Reader(env, _STATED, "").text(RANK_COUNTS)
-    if rank is None or rank.world_size == 1 or said == (RANK_COUNTS, "ranks"):
+    """Build the error for `what`, which asks for a node, in one of several ranks."""
+    rank, said = _find_rank(env, extra), Reader(env, _STATED, "").value(RANK_COUNTS)
+    if rank is None or rank.world_size == 1 or said == "ranks":
         return None
     size, variable = rank.world_size, RANK_COUNTS
     remedy = (
@@ -181,13 +172,12 @@ def is_gap(error: EnvironmentDetectionError, *, may_be_several: bool) -> bool:
     platform = next((each for each in PLATFORMS if error.source == each.NAME), None)
     if platform is None:
         return False
-    counts = platform.nnodes or (platform.hosts.variables if platform.hosts else ())
-    is_open = may_be_several or error.variable in counts
-    return platform.starts_first or (error.value is None and is_open)
+    is_open = may_be_several or error.variable in (platform.nnodes or platform.hosts)
+    return platform.starts == "first node" or (error.value is None and is_open)
 
 
 def alone(info: NodeInfo) -> str:
-    """Say why a process of a platform that starts the first host alone doesn't wait for others."""
+    """Return the warning of a process that its platform has started on the first host alone."""
     return (
         f"this process goes on alone: {info.source} gives the job {info.nnodes} hosts "
         f"({', '.join(info.hosts[:8])}{', ...' * (len(info.hosts) > 8)}), and starts its script on "
@@ -200,8 +190,7 @@ def alone(info: NodeInfo) -> str:
 def meaning(
     env: Mapping[str, str], machine: Machine, extra: Sequence[Environment] = ()
 ) -> str | None:
-    """Say what RANK and WORLD_SIZE count, and what decides that."""
-    # Raises nothing.
+    """Return what RANK and WORLD_SIZE count, and what decides that; raise nothing."""
     reader = Reader(env, _BARE, "")
     if reader.has("LOCAL_RANK") or not (reader.has("RANK") and reader.has("WORLD_SIZE")):
         return None
@@ -226,48 +215,26 @@ def meaning(
 
 def explain_nodes(
     env: Mapping[str, str], machine: Machine, extra: Sequence[Environment] = ()
-) -> list[NodeFinding]:
-    """Say what each platform found, which one `detect_node` gives, and which ones disagree."""
-    # Raises nothing.
-    winner, refused = None, None
+) -> list[Finding[NodeInfo]]:
+    """Return what each platform found, in order of priority; raise nothing."""
+    decided: Finding[NodeInfo]
     try:
-        winner = detect_node(env, machine, extra)
-    except EnvironmentDetectionError as raised:
-        refused = raised
-    findings = []
-    for platform in PLATFORMS:
-        view = _Recorder(env)
-        info, error = _asked(platform, view, machine)
-        if winner is not None and winner.source == platform.NAME:
-            info, error = winner, None
-        verdict = _verdict(info, error, winner)
-        if refused is not None and refused.source == platform.NAME:
-            verdict, error = "refused", refused
-        text = None if error is None else str(error)
-        seen = tuple(view.seen.items()) if verdict != "absent" else ()
-        findings.append(NodeFinding(platform.NAME, info, text, seen, verdict))
-    return findings
-
-
-def _asked(
-    platform: Platform, env: Mapping[str, str], machine: Machine
-) -> tuple[NodeInfo | None, EnvironmentDetectionError | None]:
-    try:
-        return platform.detect(env, machine), None
+        info = detect_node(env, machine, extra)
+        decided = Finding("" if info is None else info.source, info)
     except EnvironmentDetectionError as error:
-        return None, error
+        decided = Finding(error.source, error=error)
+
+    def ask(platform: Platform, view: Mapping[str, str]) -> Finding[NodeInfo]:
+        finding = _ask(platform, view, machine)
+        is_decisive = decided.source == platform.NAME
+        return replace(decided, info=decided.info or finding.info) if is_decisive else finding
+
+    findings = [judge(partial(ask, each), env, decided, _is_same) for each in PLATFORMS]
+    return [
+        replace(each, verdict="unused") if each.error and each.error != decided.error else each
+        for each in findings
+    ]
 
 
-def _verdict(
-    info: NodeInfo | None, error: EnvironmentDetectionError | None, winner: NodeInfo | None
-) -> Verdict:
-    if error is not None:
-        return "unused"
-    if info is None:
-        return "absent"
-    if winner is None:
-        return "unused"
-    if info.source == winner.source:
-        return "won"
-    same = (info.node_rank, info.nnodes) == (winner.node_rank, winner.nnodes)
-    return "agrees" if same else "disagrees"
+def _is_same(one: NodeInfo, other: NodeInfo) -> bool:
+    return (one.node_rank, one.nnodes) == (other.node_rank, other.nnodes)

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from unisono.environments.detection import ENVIRONMENTS, Environment
+from unisono.environments.reader import Recorder
 from unisono.errors import EnvironmentDetectionError
 from unisono.registry import find_environment
 from unisono.testing.launchers import check_info
@@ -40,24 +41,6 @@ class _UntestableError(Exception):
     """Raised where a law can't be checked; says why."""
 
 
-class _Reads(Mapping[str, str]):
-    """Variables that can't be written, and a note of those that were asked for."""
-
-    def __init__(self, env: Mapping[str, str]) -> None:
-        self._env = env
-        self.names: dict[str, None] = {}
-
-    def __getitem__(self, name: str) -> str:
-        self.names[name] = None
-        return self._env[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._env)
-
-    def __len__(self) -> int:
-        return len(self._env)
-
-
 @dataclass(frozen=True, slots=True)
 class EnvironmentTrial:
     """An environment, and what its launcher sets."""
@@ -68,13 +51,13 @@ class EnvironmentTrial:
 
     def detect(self, env: Mapping[str, str]) -> RankInfo | None:
         """Ask it; demand None, a RankInfo in range, or the one error that it may raise."""
-        reads = _Reads(MappingProxyType(dict(env)))
+        reads = Recorder(MappingProxyType(dict(env)))
         try:
             info = self.environment.detect(reads)
         except EnvironmentDetectionError as error:
             name = self.environment.NAME
             assert error.source == name, f"source={error.source!r}, not {name!r}: {error}"
-            assert error.variable in reads.names, f"{error.variable!r} is none that it read"
+            assert error.variable in reads.read, f"{error.variable!r} is none that it read"
             assert error.variable in str(error), f"{error.variable} isn't in the text: {error}"
             value = env.get(error.variable)
             is_unset = error.value is None and (value is None or not value.strip())
@@ -100,9 +83,9 @@ class EnvironmentTrial:
 
     def variables(self, env: Mapping[str, str]) -> list[str]:
         """List the variables of an example that it reads."""
-        reads = _Reads(env)
+        reads = Recorder(env)
         self.environment.detect(reads)
-        return [name for name in reads.names if name in env]
+        return [name for name in reads.read if name in env]
 
     def needs_examples(self) -> None:
         """Skip the law where nothing is known of the launcher's variables."""

@@ -1,0 +1,497 @@
+"""Which rank is this? One function for each launcher, which reads the variables of its ranks.
+
+A function reads nothing but the variables that it is given. It returns None where the launcher's
+variables are not there, and raises where they are partial, malformed or contradict each other.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from unisono.environments.hostlist import parse_hostlist
+from unisono.environments.reader import Number, Reader, shown
+from unisono.topology import RankInfo
+
+Names: TypeAlias = "tuple[str, ...]"
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """One launcher: what reads the variables of its ranks, and the variables of some rank."""
+
+    NAME: str
+    remedy: str
+    read: Callable[[Reader], RankInfo | None]
+    EXAMPLES: tuple[Mapping[str, str], ...]
+
+    def detect(self, env: Mapping[str, str]) -> RankInfo | None:
+        """Return the facts of a rank of this launcher."""
+        return self.read(Reader(env, self.NAME, self.remedy))
+
+
+def _by_variables(
+    reader: Reader,
+    rank: Names,
+    world_size: Names,
+    local_rank: Names,
+    local_world_size: Names = (),
+    node_rank: Names = (),
+    nnodes: Names = (),
+) -> RankInfo:
+    """Read each number from the first of its variables that is set."""
+    return _make_info(
+        reader,
+        reader.needed(*rank),
+        reader.needed(*world_size, least=1),
+        reader.number(*local_rank),
+        reader.number(*local_world_size, least=1),
+        reader.number(*node_rank),
+        reader.number(*nnodes, least=1),
+    )
+
+
+def _make_info(
+    reader: Reader,
+    rank: Number,
+    world_size: Number,
+    local_rank: Number | None,
+    local_world_size: Number | None,
+    node_rank: Number | None,
+    nnodes: Number | None,
+) -> RankInfo:
+    """Check that the numbers fit together, and add those that follow from them."""
+    for number, limit in ((rank, world_size), (local_rank, local_world_size or world_size)):
+        if number is not None:
+            reader.below(number, limit.value, f"{limit} allows")
+    if local_world_size is not None and local_world_size.value == world_size.value:
+        nnodes = nnodes or Number(local_world_size.variable, 1)
+        node_rank = node_rank or Number(local_world_size.variable, 0)
+    if node_rank is not None:
+        limit = nnodes or world_size
+        reader.below(node_rank, limit.value, f"{limit} allows")
+    here = 1 if local_world_size is None else local_world_size.value
+    others = 0 if nnodes is None else nnodes.value - 1
+    is_short = others == 0 and nnodes and local_world_size and here < world_size.value
+    if here + others > world_size.value or is_short:
+        found = [each for each in (local_world_size, nnodes, world_size) if each]
+        numbers = " and ".join(map(str, found))
+        message = f"{numbers} contradict each other: each node holds at least one of the replicas"
+        raise reader.error(message, found[0].variable, str(found[0].value))
+    if nnodes is not None and nnodes.value == 1:
+        local_world_size, node_rank = world_size, Number(nnodes.variable, 0)
+    return RankInfo(
+        rank.value,
+        world_size.value,
+        _value(local_rank),
+        _value(local_world_size),
+        _value(node_rank),
+        _value(nnodes),
+        source=reader.source,
+    )
+
+
+def _value(number: Number | None) -> int | None:
+    return None if number is None else number.value
+
+
+def _with_rendezvous(
+    reader: Reader, info: RankInfo, *ids: str | None, host: str | None = None
+) -> RankInfo:
+    """Add MASTER_ADDR and MASTER_PORT, else `host` and a port derived from the ids of the job."""
+    # Without such an id there is neither: two jobs on one host would meet.
+    host = "127.0.0.1" if info.nnodes == 1 else host
+    address, port = reader.address(), reader.port()
+    if port is None and ids[0] is not None and (address or host):
+        port = port_of(*filter(None, ids))
+    return replace(
+        info,
+        master_addr=address or (host if port is not None else None),
+        master_port=port,
+        job_id=".".join(filter(None, ids)) or None,
+    )
+
+
+# Below 29500, torch's own default, and below the ephemeral ports of every common system (Linux
+# takes them from 32768), so that no outgoing connection sits on a derived port by accident.
+_FIRST = 20000
+_COUNT = 9473  # a prime: jobs and steps that are near each other never share a port
+_STRIDE = 97
+
+
+def port_of(job: str, step: str = "0") -> int:
+    """Derive the rendezvous port of a job, the same on every rank."""
+    # Ids that are numbers are laid out so that 97 consecutive jobs with up to 97 steps each
+    # have ports of their own; other ids are hashed.
+    return _FIRST + (_number_of(job) * _STRIDE + _number_of(step)) % _COUNT
+
+
+def _number_of(text: str) -> int:
+    if text.isascii() and text.isdigit() and len(text) <= 20:
+        return int(text)
+    return zlib.crc32(text.encode("utf-8", "backslashreplace"))
+
+
+def _torchrun(reader: Reader) -> RankInfo | None:
+    if not reader.has("RANK", "WORLD_SIZE"):
+        return None
+    if not reader.has("LOCAL_RANK"):
+        is_of_nodes = reader.counts_nodes()
+        if is_of_nodes:
+            return None
+        if is_of_nodes is None:
+            _refuse_both_meanings(reader)
+    info = _by_variables(
+        reader,
+        rank=("RANK",),
+        world_size=("WORLD_SIZE",),
+        local_rank=("LOCAL_RANK",),
+        local_world_size=("LOCAL_WORLD_SIZE",),
+        node_rank=("GROUP_RANK", "NODE_RANK"),
+        nnodes=("GROUP_WORLD_SIZE",),
+    )
+    run_id = reader.value("TORCHELASTIC_RUN_ID")
+    return replace(
+        info,
+        master_addr=reader.address(),
+        master_port=reader.port(),
+        store_is_hosted=_store_is_hosted(reader),
+        # torchrun's id of every static rendezvous, and our launcher's of every elastic one
+        job_id=None if run_id in ("none", "unisono") else run_id,
+    )
+
+
+def _refuse_both_meanings(reader: Reader) -> None:
+    """Refuse a RANK that counts nodes beside a WORLD_SIZE that counts ranks."""
+    rank, size = reader.value("RANK"), reader.value("WORLD_SIZE")
+    node_rank, nnodes = reader.value("PET_NODE_RANK"), reader.value("PET_NNODES")
+    if rank is None or size is None or node_rank is None or nnodes is None:
+        return
+    if rank == node_rank and nnodes.isdecimal() and nnodes != size:
+        message = (
+            f"RANK={shown(rank)} counts nodes, as PET_NODE_RANK does, but "
+            f"WORLD_SIZE={shown(size)} isn't PET_NNODES={shown(nnodes)}: it counts ranks, "
+            "which are still to be started, by unisono run or Parallel"
+        )
+        raise reader.error(message, "WORLD_SIZE", size)
+
+
+def _store_is_hosted(reader: Reader) -> bool:
+    # torch compares with str(True), so any other text means no
+    if reader.value("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return False
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not reader.has(name):
+            message = f"{name} is not set, but TORCHELASTIC_USE_AGENT_STORE=True says that a store"
+            raise reader.error(f"{message} listens there", name, None)
+    return True
+
+
+_LAST_STEP = 0xFFFFFFF0
+_ANY_ID = 2**32 - 1
+# mpirun, mpiexec and Flux start their daemons as the tasks of a step; the ranks below a daemon
+# inherit its SLURM_PROCID beside variables of their own.
+_INNER_LAUNCHERS = (
+    ("OMPI_COMM_WORLD_RANK",),
+    ("PMI_RANK", "MPI_LOCALRANKID"),
+    ("MV2_COMM_WORLD_RANK",),
+    ("FLUX_TASK_RANK",),
+)
+
+
+def _slurm(reader: Reader) -> RankInfo | None:
+    if any(all(map(reader.has, names)) for names in _INNER_LAUNCHERS):
+        return None
+    numbers = map(reader.number, ("SLURM_PROCID", "SLURM_LOCALID"))
+    is_task = any(number and number.value for number in numbers)  # a batch script has 0 in both
+    read = reader.needed if is_task else reader.number
+    step = read("SLURM_STEP_ID", "SLURM_STEPID", most=_ANY_ID)
+    if step is None or step.value > _LAST_STEP:
+        return None
+    job = reader.needed("SLURM_JOB_ID", "SLURM_JOBID", most=_ANY_ID)
+    world_size = reader.needed("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS", least=1)
+    node_rank = reader.needed("SLURM_NODEID")
+    nnodes = reader.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", least=1)
+    info = _make_info(
+        reader,
+        reader.needed("SLURM_PROCID"),
+        world_size,
+        reader.needed("SLURM_LOCALID"),
+        _count_tasks_here(reader, world_size, node_rank, nnodes),
+        node_rank,
+        nnodes,
+    )
+    return replace(
+        info,
+        master_addr=reader.address() or _first_host(reader, nnodes),
+        master_port=reader.port() or port_of(str(job.value), str(step.value)),
+        job_id=f"{job.value}.{step.value}",
+    )
+
+
+def _first_host(reader: Reader, nnodes: Number | None) -> str | None:
+    if reader.value("SLURM_DISTRIBUTION") == "arbitrary" and not (nnodes and nnodes.value == 1):
+        return None  # task 0 may be on any node
+    nodelist = reader.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    if nodelist is None:
+        message = "SLURM_STEP_NODELIST is not set, and neither is MASTER_ADDR"
+        raise reader.error(message, "SLURM_STEP_NODELIST", None)
+    name, value = nodelist
+    try:
+        host, count = parse_hostlist(value)
+    except ValueError as error:
+        message = f"{name}={shown(value)} is not a list of hosts: {error}"
+        raise reader.error(message, name, value) from error
+    if nnodes is not None and count != nnodes.value:
+        message = f"{name}={shown(value)} names {count} hosts, but {nnodes}"
+        raise reader.error(message, name, value)
+    return host
+
+
+# SLURM_STEP_TASKS_PER_NODE is "2(x3),1": three nodes with two tasks each, then one with one
+_RUN = re.compile(r"(?P<tasks>[0-9]{1,9})(?:\(x(?P<nodes>[0-9]{1,9})\))?")
+
+
+def _count_tasks_here(
+    reader: Reader, world_size: Number, node_rank: Number, nnodes: Number | None
+) -> Number | None:
+    """Count the tasks on this node; nodes may hold different numbers of them."""
+    variable = reader.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    if variable is None:
+        return None
+    name, value = variable
+    here, nodes, tasks = None, 0, 0
+    for run in value.split(","):
+        match = _RUN.fullmatch(run)
+        if match is None:
+            message = f"{name}={shown(value)} is not of the form '2(x3),1'"
+            raise reader.error(message, name, value)
+        each, times = int(match["tasks"]), int(match["nodes"] or 1)
+        if nodes <= node_rank.value < nodes + times:
+            here = each
+        nodes, tasks = nodes + times, tasks + each * times
+    agrees = tasks == world_size.value and (nnodes is None or nodes == nnodes.value)
+    if here is None or not agrees:
+        others = f"{world_size}, {node_rank}" + (f", {nnodes}" if nnodes else "")
+        message = f"{name}={shown(value)}, {tasks} tasks on {nodes} nodes, contradicts {others}"
+        raise reader.error(message, name, value)
+    return Number(name, here)
+
+
+def _example(text: str) -> tuple[Mapping[str, str]]:
+    return (dict(pair.split("=", 1) for pair in text.split("; ")),)
+
+
+def _mpi(
+    name: str,
+    remedy: str,
+    *,
+    rank: Names,
+    world_size: Names,
+    local_rank: Names,
+    local_world_size: Names = (),
+    node_rank: Names = (),
+    nnodes: Names = (),
+    job: Names = (),
+    marks: Names = (),
+    owners: Names = (),
+) -> Launcher:
+    """Build a row; where a variable of `owners` is set, the rank is another launcher's."""
+    numbers = (rank, world_size, local_rank, local_world_size, node_rank, nnodes)
+
+    def read(reader: Reader) -> RankInfo | None:
+        if reader.has(*owners) or not reader.has(*(marks or (*rank, *world_size))):
+            return None
+        return _with_rendezvous(reader, _by_variables(reader, *numbers), reader.value(*job))
+
+    values = zip((*numbers, job), ("1", "2", "1", "2", "0", "1", "7"), strict=True)
+    return Launcher(name, remedy, read, ({names[0]: value for names, value in values if names},))
+
+
+def _lsf(reader: Reader) -> RankInfo | None:
+    if not reader.has("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"):
+        return None
+    info = _by_variables(
+        reader,
+        rank=("JSM_NAMESPACE_RANK",),
+        world_size=("JSM_NAMESPACE_SIZE",),
+        local_rank=("JSM_NAMESPACE_LOCAL_RANK",),
+        local_world_size=("JSM_NAMESPACE_LOCAL_SIZE",),
+    )
+    # "batch2 1 c01n03 42 c01n04 42": hosts and slots. jsrun runs on the first host, and begins with
+    # the second one to place tasks.
+    hosts = (reader.value("LSB_MCPU_HOSTS") or "").split()[:4:2]
+    host = reader.host("LSB_MCPU_HOSTS", hosts[-1]) if hosts else None
+    ids = (reader.value("LSB_JOBID"), reader.value("PMIX_NAMESPACE"))
+    return _with_rendezvous(reader, info, *ids, host=host)
+
+
+# In order of priority: torchrun first, since it runs inside the steps and jobs of all others.
+LAUNCHERS: tuple[Launcher, ...] = (
+    # torchrun, torch elastic, and all that set torch's own variables.
+    #
+    # RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, MASTER_ADDR and
+    # MASTER_PORT are documented in PyTorch's "torchrun (Elastic Launch)", "Environment Variables";
+    # TORCHELASTIC_USE_AGENT_STORE is read in `torch/distributed/rendezvous.py`, TORCHELASTIC_RUN_ID
+    # is torchrun's `--rdzv-id`. RANK and WORLD_SIZE make the environment; the others alone don't.
+    # The same names are set by Kubeflow's PyTorchJob (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
+    # alone, which count pods: right as ranks where each pod has one), by SageMaker's
+    # `torch_distributed`, which runs torchrun, by accelerate and by DeepSpeed.
+    Launcher(
+        "torchrun",
+        "start the program with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT "
+        "together, or unset them all",
+        _torchrun,
+        _example(
+            "RANK=2; WORLD_SIZE=4; LOCAL_RANK=1; LOCAL_WORLD_SIZE=3; GROUP_RANK=1; "
+            "GROUP_WORLD_SIZE=2; MASTER_ADDR=localhost; MASTER_PORT=42423; "
+            "TORCHELASTIC_USE_AGENT_STORE=True; TORCHELASTIC_RUN_ID=b5a7"
+        ),
+    ),
+    # Slurm: one task of a step that srun started.
+    #
+    # The variables are documented in `srun(1)`, "OUTPUT ENVIRONMENT VARIABLES"; what they hold was
+    # recorded from Slurm 22.05. Only those of the step count. A batch script and the shell of
+    # salloc carry SLURM_NTASKS=4 (the script even SLURM_PROCID=0), but aren't tasks: they lack
+    # SLURM_STEP_ID, or it is one of the ids above 0xfffffff0 that Slurm keeps for itself, such as
+    # 0xfffffffa for the shell of `salloc` with `LaunchParameters=use_interactive_step`.
+    Launcher(
+        "slurm",
+        "start the program with srun, which sets them all, or unset the SLURM_ variables",
+        _slurm,
+        _example(
+            "SLURM_STEP_ID=0; SLURM_JOB_ID=2; SLURM_STEP_NUM_TASKS=4; SLURM_NODEID=0; "
+            "SLURM_STEP_NUM_NODES=2; SLURM_PROCID=2; SLURM_LOCALID=2; "
+            "SLURM_STEP_TASKS_PER_NODE=3,1; SLURM_STEP_NODELIST=n[1-2]"
+        ),
+    ),
+    # Open MPI's mpirun, and what is built on it.
+    #
+    # The variables are documented at docs.open-mpi.org/en/main/tuning-apps/environment-var.html.
+    # OMPI_COMM_WORLD_NODE_RANK is not read: it is the rank of the process on its node over all
+    # jobs, not the rank of the node, which no variable says. PMIX_NAMESPACE (PMIx standard,
+    # `pmix.nspace`) is the id of the job, a new one for each mpirun: a number from Open MPI 4,
+    # `prterun-HOST-PID@1` from Open MPI 5; OMPI_MCA_ess_base_jobid is the same number before PMIx.
+    # The address of a job of several nodes isn't in its variables (the URIs among them lead to
+    # mpirun, which may be on another host than rank 0): set MASTER_ADDR, as in
+    # `mpirun -x MASTER_ADDR`. LSF's jsrun sets these variables too.
+    _mpi(
+        "openmpi",
+        "start the program with Open MPI's mpirun, or unset the OMPI_COMM_WORLD variables",
+        rank=("OMPI_COMM_WORLD_RANK",),
+        world_size=("OMPI_COMM_WORLD_SIZE",),
+        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
+        local_world_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+        owners=("JSM_NAMESPACE_RANK",),
+    ),
+    # Flux: the tasks of `flux run` and `flux submit`.
+    #
+    # These variables are set by the job shell in each task: `flux-environment(7)`. The number of
+    # tasks on a node isn't among them, and neither are the hosts: in a job,
+    # `flux run --env=MASTER_ADDR=$(flux hostlist --nth=0)` names the first. Flux's own PMI sets
+    # PMI_RANK and PMI_SIZE beside them.
+    _mpi(
+        "flux",
+        "start the program with flux run, or unset FLUX_TASK_RANK and FLUX_JOB_SIZE",
+        rank=("FLUX_TASK_RANK",),
+        world_size=("FLUX_JOB_SIZE",),
+        local_rank=("FLUX_TASK_LOCAL_ID",),
+        nnodes=("FLUX_JOB_NNODES",),
+        job=("FLUX_JOB_ID",),
+        owners=("OMPI_COMM_WORLD_RANK",),
+    ),
+    # MPICH's Hydra, Intel MPI, and other launchers that speak PMI.
+    #
+    # PMI_RANK and PMI_SIZE are documented in Microsoft's "Environment Variables for the mpiexec
+    # Command" and (the first) in MPICH's "PMI-2 Wire Protocol". MPI_LOCALRANKID and MPI_LOCALNRANKS
+    # have no page of their own: hydra_pmi_proxy of MPICH and of Intel MPI sets them, as recorded
+    # from MPICH 5.0 and Intel MPI 2021. HPE's PMI says PMI_LOCAL_RANK and PMI_LOCAL_SIZE instead
+    # (`pals.h`). I_MPI_HYDRA_UUID, a new one for each mpiexec of Intel's, is the id of the job.
+    # MPICH has none, so there address and port have to be set:
+    # `mpiexec -genv MASTER_ADDR host -genv MASTER_PORT port`.
+    _mpi(
+        "mpich",
+        "start the program with mpiexec of MPICH or Intel MPI, or unset the PMI_ variables",
+        rank=("PMI_RANK",),
+        world_size=("PMI_SIZE",),
+        local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+        local_world_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+        job=("I_MPI_HYDRA_UUID",),
+        owners=("MV2_COMM_WORLD_RANK", "PALS_RANKID", "ALPS_APP_PE", "FLUX_TASK_RANK"),
+    ),
+    # MVAPICH2's mpirun_rsh and its Hydra.
+    #
+    # `mpispawn` sets these for each process (`src/pm/mpirun/mpispawn.c` of MVAPICH2); the MVAPICH2
+    # User Guide tells users to read them. MVAPICH 3 and later is started by MPICH's Hydra and found
+    # by MPICH's row. No variable is an id of the job, so address and port have to be set:
+    # `mpirun_rsh -np 4 MASTER_ADDR=host MASTER_PORT=port ./program`.
+    _mpi(
+        "mvapich",
+        "start the program with MVAPICH2's mpirun_rsh, or unset the MV2_COMM_WORLD variables",
+        rank=("MV2_COMM_WORLD_RANK",),
+        world_size=("MV2_COMM_WORLD_SIZE",),
+        local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
+        local_world_size=("MV2_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    # PALS, the launcher of HPE Cray EX systems: mpiexec and aprun under PBS.
+    #
+    # The variables are named in HPE's header `pals.h` and in its `mpiexec(1)`; PALS_APID is a new
+    # one for each mpiexec. There is no PALS variable for the number of processes: with `--pmi=cray`
+    # PMI_SIZE says it, with `--pmi=pmix` nothing does (it is in the binary file that PALS_APINFO
+    # names, which is not read here). Where it is missing, PALS_SIZE, PMI_SIZE or WORLD_SIZE may be
+    # given by hand. The hosts of a job of several nodes are in a file (PBS_NODEFILE): MASTER_ADDR
+    # has to be set. Slurm's `srun --mpi=cray_shasta` sets some of these variables too.
+    _mpi(
+        "pals",
+        "start the program with PALS's mpiexec --pmi=cray, or give the number of processes by hand "
+        "as in mpiexec --env PMI_SIZE=8, or unset the PALS_ variables",
+        rank=("PALS_RANKID",),
+        world_size=("PALS_SIZE", "PMI_SIZE", "WORLD_SIZE"),
+        local_rank=("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
+        local_world_size=("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
+        node_rank=("PALS_NODEID",),
+        job=("PALS_APID",),
+        marks=("PALS_RANKID",),
+        owners=("SLURM_STEP_ID", "SLURM_STEPID"),
+    ),
+    # LSF's jsrun (the Job Step Manager of IBM's clusters).
+    #
+    # The JSM_ variables are set by jsrun in each task (Lightning documents them under
+    # `LSFEnvironment`); LSB_JOBID and LSB_MCPU_HOSTS are documented in IBM Spectrum LSF's
+    # "Environment variables set for job execution". LSB_DJOB_RANKFILE is not read: it is the name
+    # of a file with the hosts that LSB_MCPU_HOSTS lists. Of several jsrun at a time in one job each
+    # needs a MASTER_ADDR of its own. mpirun within an LSF job is found by the row of that MPI.
+    Launcher(
+        "lsf",
+        "start the program with jsrun, or unset the JSM_NAMESPACE variables",
+        _lsf,
+        _example(
+            "LSB_MCPU_HOSTS=batch2 1 c01n03 42 c01n04 42; JSM_NAMESPACE_RANK=6; "
+            "JSM_NAMESPACE_SIZE=12; JSM_NAMESPACE_LOCAL_SIZE=6; LSB_JOBID=1201234; "
+            "PMIX_NAMESPACE=3; JSM_NAMESPACE_LOCAL_RANK=0"
+        ),
+    ),
+    # Cray's ALPS: aprun on XE, XK and XC systems; Cray EX has PALS or Slurm.
+    #
+    # ALPS_APP_PE is the rank and ALPS_APP_ID the id of the application: `aprun(1)`, and the aprun
+    # of PALS, which lists them as the older names of PALS_RANKID and PALS_APID (APRUN_ENV_ALIAS).
+    # aprun says neither the number of processes nor anything about the node: PMI_SIZE or WORLD_SIZE
+    # has to be given by hand; PMI_LOCAL_RANK and PMI_LOCAL_SIZE, HPE's names for the facts of the
+    # node, count where a wrapper exports them. PALS's aprun sets these variables too.
+    _mpi(
+        "cray",
+        "give the number of processes by hand, as in aprun -n 8 -e PMI_SIZE=8, or unset the ALPS_ "
+        "variables",
+        rank=("ALPS_APP_PE",),
+        world_size=("PMI_SIZE", "WORLD_SIZE"),
+        local_rank=("PMI_LOCAL_RANK",),
+        local_world_size=("PMI_LOCAL_SIZE",),
+        job=("ALPS_APP_ID",),
+        marks=("ALPS_APP_PE",),
+        owners=("PALS_RANKID",),
+    ),
+)
