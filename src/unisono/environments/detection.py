@@ -75,22 +75,9 @@ class Finding(Generic[Info]):
 
 
 def detect(env: Mapping[str, str], extra: Iterable[Environment] = ()) -> RankInfo | None:
-    """Return which rank this process is, by the first environment that is there.
-
-    In the order of `ENVIRONMENTS`, then `extra`, those of plug-ins. An environment whose variables
-    are half set gives way to a later one that it doesn't contradict: a job script that exports
-    WORLD_SIZE for its own use doesn't spoil what srun says.
-
-    Raises:
-        EnvironmentDetectionError: the variables of the environment are partial, malformed or
-            contradict each other.
-
-    Example:
-        >>> detect({"RANK": "0", "WORLD_SIZE": "1"}).source
-        'torchrun'
-        >>> detect({"HOME": "/home/ada"}) is None
-        True
-    """
+    """Return which rank this is, by the first of `ENVIRONMENTS` and `extra` that is there."""
+    # One whose variables are half set gives way to a later one that it doesn't contradict: a job
+    # script that exports WORLD_SIZE for its own use doesn't spoil what srun says.
     winner = _choose((*ENVIRONMENTS, *extra), env)
     return None if winner is None else winner.info
 
@@ -101,13 +88,7 @@ def read(env: Mapping[str, str]) -> RankInfo | None:
 
 
 def explain(env: Mapping[str, str], extra: Iterable[Environment] = ()) -> list[Finding[RankInfo]]:
-    """Return what each environment found, in order of priority; raise nothing.
-
-    Example:
-        >>> finding = explain({"RANK": "0", "WORLD_SIZE": "1"})[0]
-        >>> finding.source, finding.verdict, finding.variables
-        ('torchrun', 'won', (('RANK', '0'), ('WORLD_SIZE', '1')))
-    """
+    """Return the findings of all environments, in order of priority; raise nothing."""
     candidates = (*ENVIRONMENTS, *extra)
     try:
         winner = _choose(candidates, env)
@@ -136,8 +117,8 @@ def judge(
         verdict = "won"
     else:
         verdict = "agrees" if is_same(finding.info, winner.info) else "disagrees"
-    read = {name: value for name, value in view.read.items() if value is not None}
-    return replace(finding, variables=tuple(read.items()), verdict=verdict)
+    variables = tuple((name, value) for name, value in view.read.items() if value is not None)
+    return replace(finding, variables=variables, verdict=verdict)
 
 
 def _ask(environment: Environment, env: Mapping[str, str]) -> Finding[RankInfo]:
@@ -163,19 +144,19 @@ def _ask(environment: Environment, env: Mapping[str, str]) -> Finding[RankInfo]:
 
 def _choose(candidates: Iterable[Environment], env: Mapping[str, str]) -> Finding[RankInfo] | None:
     """Return the first finding with facts; raise where it can't be used."""
-    partial: tuple[Environment, EnvironmentDetectionError] | None = None
+    incomplete: tuple[Environment, EnvironmentDetectionError] | None = None
     for environment in candidates:
         finding = _ask(environment, env)
         if finding.error is not None:
             if finding.error.value is not None:
                 raise finding.error
-            partial = partial or (environment, finding.error)
+            incomplete = incomplete or (environment, finding.error)
         elif finding.info is not None:
-            if partial is not None and not _gives_way(*partial, finding.info, env):
+            if incomplete is not None and not _gives_way(*incomplete, finding.info, env):
                 break
             return finding
-    if partial is not None:
-        raise partial[1]
+    if incomplete is not None:
+        raise incomplete[1]
     return None
 
 

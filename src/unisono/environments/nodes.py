@@ -1,11 +1,8 @@
 """Which node is this? The first platform that is there decides, where this isn't a rank already.
 
 RANK and WORLD_SIZE count ranks for torch and nodes for several platforms: where nothing decides,
-the answer is ambiguous, and the caller has to refuse it or to be sure that both meanings are the
-same.
-
-Slurm and MPI may also start one task on each host, which then starts the ranks: where a platform
-has the task's own place, or the user says that it counts nodes, the task is a node.
+the answer is ambiguous. Slurm and MPI may also start one task on each host, which then starts the
+ranks: where a platform gives it the same place, or the user calls it a node, the task is a node.
 """
 
 from __future__ import annotations
@@ -21,10 +18,8 @@ from unisono.errors import EnvironmentDetectionError
 from unisono.topology import NodeInfo, RankInfo
 
 _OF_AGENT = ("GROUP_RANK", "TORCHELASTIC_RUN_ID")
-_BARE = "torch"
-"""The source of a node that only RANK and WORLD_SIZE speak of."""
-_STATED = "stated"
-"""The platform that is the user's own word."""
+_BARE = "torch"  # the source of a node that only RANK and WORLD_SIZE speak of
+_STATED = "stated"  # the platform that is the user's own word
 _ONE_TASK = (
     f"start one task on each host, or unset {RANK_COUNTS}, or say --nnodes 1 (nnodes=1 to "
     "Parallel) for a job of this node alone"
@@ -122,7 +117,7 @@ def _ambiguous_node(reader: Reader, rank: RankInfo | None) -> NodeInfo | None:
     """Return the node that RANK and WORLD_SIZE could mean, where they may also mean a rank."""
     if rank is None or rank.source != "torchrun" or rank.world_size == 1:
         return None
-    if reader.has("LOCAL_RANK", "LOCAL_WORLD_SIZE", *_OF_AGENT) or reader.has(RANK_COUNTS):
+    if reader.has("LOCAL_RANK", "LOCAL_WORLD_SIZE", *_OF_AGENT, RANK_COUNTS):
         return None
     size, port = rank.world_size, rank.master_port or PORT
     return NodeInfo(rank.rank, size, size, rank.master_addr, port, None, _BARE, is_ambiguous=True)
@@ -190,7 +185,7 @@ def alone(info: NodeInfo) -> str:
 def meaning(
     env: Mapping[str, str], machine: Machine, extra: Sequence[Environment] = ()
 ) -> str | None:
-    """Return what RANK and WORLD_SIZE count, and what decides that; raise nothing."""
+    """Describe whether RANK and WORLD_SIZE count nodes or ranks, and why; raise nothing."""
     reader = Reader(env, _BARE, "")
     if reader.has("LOCAL_RANK") or not (reader.has("RANK") and reader.has("WORLD_SIZE")):
         return None
@@ -216,7 +211,7 @@ def meaning(
 def explain_nodes(
     env: Mapping[str, str], machine: Machine, extra: Sequence[Environment] = ()
 ) -> list[Finding[NodeInfo]]:
-    """Return what each platform found, in order of priority; raise nothing."""
+    """Return the findings of all platforms, in order of priority; raise nothing."""
     decided: Finding[NodeInfo]
     try:
         info = detect_node(env, machine, extra)
@@ -231,8 +226,8 @@ def explain_nodes(
 
     findings = [judge(partial(ask, each), env, decided, _is_same) for each in PLATFORMS]
     return [
-        replace(each, verdict="unused") if each.error and each.error != decided.error else each
-        for each in findings
+        replace(each, verdict="unused") if each.error not in (None, decided.error) else each
+        for each in findings  # an error that nobody has raised refuses nothing
     ]
 
 

@@ -1,7 +1,6 @@
-"""Which rank is this? One function for each launcher, which reads the variables of its ranks.
+"""Which rank is this? One row for each launcher, with the variables that it sets in its ranks.
 
-A function reads nothing but the variables that it is given. It returns None where the launcher's
-variables are not there, and raises where they are partial, malformed or contradict each other.
+Each says above it where the variables are documented, and what they do not tell.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Names: TypeAlias = "tuple[str, ...]"
 
 
 @dataclass(frozen=True, slots=True)
-class Launcher:
+class LauncherEnvironment:
     """One launcher: what reads the variables of its ranks, and the variables of some rank."""
 
     NAME: str
@@ -285,30 +284,28 @@ def _example(text: str) -> tuple[Mapping[str, str]]:
     return (dict(pair.split("=", 1) for pair in text.split("; ")),)
 
 
+_FACTS = "rank=1; world_size=2; local_rank=1; local_world_size=2; node_rank=0; nnodes=1"
+
+
 def _mpi(
     name: str,
     remedy: str,
-    *,
-    rank: Names,
-    world_size: Names,
-    local_rank: Names,
-    local_world_size: Names = (),
-    node_rank: Names = (),
-    nnodes: Names = (),
     job: Names = (),
     marks: Names = (),
     owners: Names = (),
-) -> Launcher:
+    **numbers: Names,
+) -> LauncherEnvironment:
     """Build a row; where a variable of `owners` is set, the rank is another launcher's."""
-    numbers = (rank, world_size, local_rank, local_world_size, node_rank, nnodes)
+    marks = marks or (*numbers["rank"], *numbers["world_size"])
 
     def read(reader: Reader) -> RankInfo | None:
-        if reader.has(*owners) or not reader.has(*(marks or (*rank, *world_size))):
+        if reader.has(*owners) or not reader.has(*marks):
             return None
-        return _with_rendezvous(reader, _by_variables(reader, *numbers), reader.value(*job))
+        return _with_rendezvous(reader, _by_variables(reader, **numbers), reader.value(*job))
 
-    values = zip((*numbers, job), ("1", "2", "1", "2", "0", "1", "7"), strict=True)
-    return Launcher(name, remedy, read, ({names[0]: value for names, value in values if names},))
+    (facts,) = _example(_FACTS)
+    example = {names[0]: facts[fact] for fact, names in numbers.items()}
+    return LauncherEnvironment(name, remedy, read, (example,))
 
 
 def _lsf(reader: Reader) -> RankInfo | None:
@@ -330,7 +327,7 @@ def _lsf(reader: Reader) -> RankInfo | None:
 
 
 # In order of priority: torchrun first, since it runs inside the steps and jobs of all others.
-LAUNCHERS: tuple[Launcher, ...] = (
+LAUNCHERS: tuple[LauncherEnvironment, ...] = (
     # torchrun, torch elastic, and all that set torch's own variables.
     #
     # RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, MASTER_ADDR and
@@ -340,7 +337,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
     # The same names are set by Kubeflow's PyTorchJob (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
     # alone, which count pods: right as ranks where each pod has one), by SageMaker's
     # `torch_distributed`, which runs torchrun, by accelerate and by DeepSpeed.
-    Launcher(
+    LauncherEnvironment(
         "torchrun",
         "start the program with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT "
         "together, or unset them all",
@@ -358,7 +355,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
     # salloc carry SLURM_NTASKS=4 (the script even SLURM_PROCID=0), but aren't tasks: they lack
     # SLURM_STEP_ID, or it is one of the ids above 0xfffffff0 that Slurm keeps for itself, such as
     # 0xfffffffa for the shell of `salloc` with `LaunchParameters=use_interactive_step`.
-    Launcher(
+    LauncherEnvironment(
         "slurm",
         "start the program with srun, which sets them all, or unset the SLURM_ variables",
         _slurm,
@@ -465,7 +462,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
     # "Environment variables set for job execution". LSB_DJOB_RANKFILE is not read: it is the name
     # of a file with the hosts that LSB_MCPU_HOSTS lists. Of several jsrun at a time in one job each
     # needs a MASTER_ADDR of its own. mpirun within an LSF job is found by the row of that MPI.
-    Launcher(
+    LauncherEnvironment(
         "lsf",
         "start the program with jsrun, or unset the JSM_NAMESPACE variables",
         _lsf,
