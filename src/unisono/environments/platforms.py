@@ -102,7 +102,7 @@ def _parse_json(text: str) -> list[str]:
 
 
 def _parse_file(text: str) -> list[str]:
-    """Return the hosts of lines of a host and its slots, 1 where there are none."""
+    """Parse lines of a host and its slots, 1 by default; return each host once for each slot."""
     hosts = []
     for line in filter(str.strip, text.splitlines()):
         host, slots = [*line.split(), "1"][:2]
@@ -135,6 +135,7 @@ def _count_nodes(platform: Platform, reader: Reader, hosts: _Hosts | None) -> tu
 def _find_place(platform: Platform, reader: Reader, machine: Machine, hosts: _Hosts) -> int:
     if len(hosts.names) == 1:
         return 0  # under whatever name
+    # its own name, where a variable beside the list has it; else the host's
     variables = [name for name in platform.marks if name not in platform.hosts]
     own = reader.text(*variables)
     if variables and own is None:

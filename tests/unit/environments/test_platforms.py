@@ -130,11 +130,12 @@ WRONG = {
     "pytorchjob.node1": "WORLD_SIZE=1",
     "kubernetes.node1": "JOB_COMPLETION_INDEX=-1",
     "skypilot.node1": "SKYPILOT_NODE_IPS=10.0.0.1",
+    "aws-batch.node0": "AWS_BATCH_JOB_MAIN_NODE_INDEX=2",
     "aws-batch.node1": (
         "AWS_BATCH_JOB_NODE_INDEX=7; AWS_BATCH_JOB_MAIN_NODE_INDEX=7; AWS_BATCH_JOB_NUM_NODES=1"
     ),
     "sagemaker.node1": "SM_CURRENT_HOST=algo-3; SM_HOSTS=algo-1,algo-2; SM_HOSTS=[1, 2]",
-    "azureml.node1": "NODE_RANK=2; AZUREML_NODE_COUNT=two",
+    "azureml.node1": "NODE_RANK=2; AZUREML_NODE_COUNT=two; AZUREML_NODE_COUNT=1:4",
     "pbs.node1": "PBS_NODEFILE=/not/there",
     "sge.node1": "PE_HOSTFILE=/not/there",
     "tpu.node1": "TPU_WORKER_ID=2",
@@ -221,6 +222,8 @@ FOUND = {
     "tpu.node1 MEGASCALE_NUM_SLICES=2 PET_NODE_RANK=3 PET_NNODES=4 PET_MASTER_ADDR=tpu-0": (
         "3 of 4:4 at tpu-0:29500"
     ),
+    # Hosts stand between commas or blanks.
+    "skypilot.node1 SKYPILOT_NODE_IPS=10.0.0.1,10.0.0.2": "1 of 2:2 at 10.0.0.1:29500",
     # A master is told a loopback address; Azure's only rank of a node may start more.
     "pytorchjob-operator.node0 MASTER_ADDR=127.0.0.1": "0 of 2:2 at digits-master-0:23456",
     "azureml.node1 LOCAL_RANK=": "1 of 2:2 at 10.0.0.1:6105",
@@ -480,6 +483,7 @@ def test_what_is_missing_is_known_from_what_contradicts(words: str) -> None:
         ("PBS_NODEFILE", "c01|c01|c02|", None),
         ("PE_HOSTFILE", "c01+3+a|c02+2+a|c02+1+b|", "3"),
         ("PE_HOSTFILE", "c01+3|c02+2|", None),
+        ("PE_HOSTFILE", "c01|c02|", "1"),
     ],
 )
 def test_slots_are_the_ranks_of_a_host_where_all_have_as_many(
