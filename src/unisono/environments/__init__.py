@@ -1,1 +1,1 @@
-"""Who am I? What launchers' variables say."""
+"""Which rank is this, and which node? Read from the variables of launchers and platforms."""

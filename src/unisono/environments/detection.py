@@ -19,7 +19,7 @@ from unisono.topology import NodeInfo, RankInfo
 
 
 class Environment(Protocol):
-    """What a plug-in of the group ``unisono.environments`` gives: a module or an object."""
+    """A plug-in of the group ``unisono.environments``: a module or an object."""
 
     @property
     def NAME(self) -> str:
@@ -65,7 +65,7 @@ Info = TypeVar("Info", RankInfo, NodeInfo)
 
 @dataclass(frozen=True, slots=True)
 class Finding(Generic[Info]):
-    """The facts or the error of one environment or platform, and what becomes of them."""
+    """The facts or the error of one environment or platform, and the verdict on them."""
 
     source: str
     info: Info | None = None
@@ -122,7 +122,7 @@ def judge(
 
 
 def _ask(environment: Environment, env: Mapping[str, str]) -> Finding[RankInfo]:
-    """Ask one environment; a plug-in's other errors and results become an error of ours."""
+    """Return one environment's facts or error; any other exception or result is an error, too."""
     name = str(environment.NAME)
     try:
         info = environment.detect(env)

@@ -172,7 +172,7 @@ def is_gap(error: EnvironmentDetectionError, *, may_be_several: bool) -> bool:
 
 
 def alone(info: NodeInfo) -> str:
-    """Return the warning of a process that its platform has started on the first host alone."""
+    """Return the warning for a process whose platform starts only the first host."""
     return (
         f"this process goes on alone: {info.source} gives the job {info.nnodes} hosts "
         f"({', '.join(info.hosts[:8])}{', ...' * (len(info.hosts) > 8)}), and starts its script on "

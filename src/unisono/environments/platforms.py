@@ -161,7 +161,7 @@ def _find_leader(
     hosts: _Hosts | None,
     find: Callable[[Reader, Machine], str] | None,
 ) -> str:
-    """Return node 0's host: a variable's, else the first of the list, else what `find` returns."""
+    """Return node 0's host: a variable's, else the first of the list, else the result of `find`."""
     variable = reader.text(*platform.leader)
     if variable is None and hosts is not None:
         variable = hosts.variable, hosts.names[0]

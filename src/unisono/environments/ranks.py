@@ -1,6 +1,6 @@
 """Which rank is this? One row for each launcher, with the variables that it sets in its ranks.
 
-Each says above it where the variables are documented, and what they do not tell.
+The comment above it names the documentation of the variables, and the facts that they lack.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Names: TypeAlias = "tuple[str, ...]"
 
 @dataclass(frozen=True, slots=True)
 class LauncherEnvironment:
-    """One launcher: what reads the variables of its ranks, and the variables of some rank."""
+    """One launcher: the reader of its ranks' variables, and the variables of some rank."""
 
     NAME: str
     remedy: str
