@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from unisono.payload.tensors import is_dense
 from unisono.topology import Group
 
 OVERLAPS = -1
-"""What stands for a tensor that shares a part of its memory with another, or with itself."""
+"""The owner of a tensor that overlaps another in part, or itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,14 @@ class _Extent:
     start: int
     end: int
 
-    @property
-    def is_dense(self) -> bool:
-        return self.end - self.start == self.tensor.nbytes
+    def owns(self, other: _Extent) -> bool:
+        """Return whether each element of a tensor is surely one of this one."""
+        is_dense = self.end - self.start == self.tensor.nbytes
+        return is_dense and other.end <= self.end and other.tensor.dtype is self.tensor.dtype
 
 
 def aliases(names: Sequence[object], tensors: Sequence[Tensor | None]) -> list[int]:
-    """Tell for each tensor which one of the list its memory belongs to."""
+    """Return for each tensor the index of the one that owns its memory, or `OVERLAPS`."""
     first_with: dict[int, int] = {}
     owners = [first_with.setdefault(id(name), index) for index, name in enumerate(names)]
     extents = []
@@ -47,13 +48,18 @@ def aliases(names: Sequence[object], tensors: Sequence[Tensor | None]) -> list[i
                 owners[index] = OVERLAPS
             elif extent.start:  # what has no address is known by its identity alone
                 extents.append(extent)
-    for cluster in _clusters(extents):
-        _share(cluster, owners)
+    extents.sort(key=lambda each: (each.device, each.start, -each.end, each.index))
+    first = None
+    for each in extents:
+        if first is None or each.device != first.device or each.start >= first.end:
+            first = each
+        else:
+            owners[each.index] = first.index if first.owns(each) else OVERLAPS
     return [owner if owner == OVERLAPS else owners[owner] for owner in owners]
 
 
 def _extent(index: int, tensor: Tensor) -> _Extent | None:
-    """Give where a tensor lies, None if one of its elements is there more than once."""
+    """Return the place of a tensor, None if two of its elements have the same memory."""
     steps = list(zip(tensor.shape, tensor.stride(), strict=True))
     if any(stride == 0 and size > 1 for size, stride in steps):
         return None
@@ -63,60 +69,6 @@ def _extent(index: int, tensor: Tensor) -> _Extent | None:
     if end - start < tensor.nbytes:
         return None
     return _Extent(index, tensor, str(tensor.device), start, end)
-
-
-def _clusters(extents: list[_Extent]) -> Iterator[list[_Extent]]:
-    """Yield the extents that reach into each other, where these are several."""
-    extents.sort(key=lambda each: (each.device, each.start, -each.end, each.index))
-    cluster: list[_Extent] = []
-    end = 0
-    for each in extents:
-        if cluster and (each.device != cluster[0].device or each.start >= end):
-            if len(cluster) > 1:
-                yield cluster
-            cluster = []
-        end = max(end, each.end) if cluster else each.end
-        cluster.append(each)
-    if len(cluster) > 1:
-        yield cluster
-
-
-def _share(cluster: list[_Extent], owners: list[int]) -> None:
-    """Note which of the extents of a cluster belong to which."""
-    first = cluster[0]
-    is_covered = all(each.end <= first.end for each in cluster)
-    if is_covered and first.is_dense and len({each.tensor.dtype for each in cluster}) == 1:
-        for each in cluster[1:]:
-            owners[each.index] = first.index
-        return
-    _share_by_elements(cluster, owners)
-
-
-def _share_by_elements(cluster: list[_Extent], owners: list[int]) -> None:
-    """Do as `_share` where only the elements tell: columns of a matrix, diagonals."""
-    unit = min(each.tensor.itemsize for each in cluster)
-    start = cluster[0].start
-    marks = torch.full(((max(each.end for each in cluster) - start) // unit,), -1, device="cpu")
-    for each in sorted(cluster, key=lambda each: (-each.tensor.nbytes, each.index)):
-        width = each.tensor.itemsize // unit
-        mine = marks.as_strided(
-            (*each.tensor.shape, width),
-            (*(stride * width for stride in each.tensor.stride()), 1),
-            (each.start - start) // unit,
-        )
-        owners_there = torch.unique(mine).tolist()
-        if owners_there == [-1]:
-            mine.fill_(each.index)
-        elif len(owners_there) == 1 and _is_part(each, cluster, owners_there[0]):
-            owners[each.index] = owners_there[0]
-        else:
-            owners[each.index] = OVERLAPS
-
-
-def _is_part(extent: _Extent, cluster: list[_Extent], owner: int) -> bool:
-    larger = next(each for each in cluster if each.index == owner)
-    is_aligned = (extent.start - larger.start) % extent.tensor.itemsize == 0
-    return is_aligned and extent.tensor.dtype is larger.tensor.dtype
 
 
 _NONE = b"n"
@@ -130,8 +82,8 @@ _REFUSED = {
     ),
     _FOREIGN: ("has no memory of its own", "give a plain tensor"),
     _OVERLAPPING: (
-        "shares a part of its memory with another one of the list, or with itself",
-        "leave one of them out, or give a clone()",
+        "overlaps another one of the list in memory, or itself",
+        "leave one of them out, or give a clone(), or the tensor that both are views of",
     ),
 }
 _LAYOUTS = (

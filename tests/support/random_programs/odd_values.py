@@ -109,8 +109,8 @@ OVERLAPS: dict[str, Callable[[Tensor], list[Tensor]]] = {
     "evens and odds": lambda base: [base[::2], base[1::2]],
 }
 """Lists of tensors over one piece of memory [even]."""
-APART = ("two halves", "evens and odds")
-"""Those in which no element comes twice."""
+APART = ("two halves",)
+"""Those that don't overlap."""
 
 
 def overlapping(
