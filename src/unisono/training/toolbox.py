@@ -48,8 +48,6 @@ __all__ = (
 
 Meant = TypeVar("Meant", Tensor, float, complex, float | Tensor)
 _GIB = 2**30
-_HALF_BITS = 32
-_HALF = 2**_HALF_BITS - 1
 
 
 @overload
@@ -73,8 +71,8 @@ def reduce_sum(value: Any) -> Any:
         or an int64 tensor.
 
     Raises:
-        PayloadError: it can't be reduced, or a sum of integers doesn't fit into their type (on
-            every rank).
+        PayloadError: it can't be reduced, or a sum of integers of fewer than 64 bits doesn't fit
+            into their type (on every rank).
         CollectiveError: a peer failed or didn't come in time.
 
     Example:
@@ -152,8 +150,8 @@ def reduce_dict(values: Mapping[str, Any], op: OpLike = "mean") -> dict[str, Any
 
     Raises:
         CollectiveMismatchError: the keys differ between ranks (on every rank).
-        PayloadError: a value can't be reduced, or a sum of integers doesn't fit into their type (on
-            every rank).
+        PayloadError: a value can't be reduced, or a sum of integers of fewer than 64 bits doesn't
+            fit into their type (on every rank).
         CollectiveError: a peer failed or didn't come in time.
 
     Example:
@@ -202,7 +200,7 @@ def _is_half(value: Any) -> bool:
 
 
 def _widened(value: Any, op: ReduceOp) -> Any:
-    """Return what is sent instead of a value: integers as halves of 32 bits, so that none wraps."""
+    """Return a value in the type that its sum is made in."""
     if type(value) is bool:
         return int(value)
     if _is_half(value):
@@ -211,11 +209,7 @@ def _widened(value: Any, op: ReduceOp) -> Any:
         return value
     if op is ReduceOp.AVERAGE:
         return value.cpu().to(torch.float64)  # some accelerators have no float64
-    bits = value.view(torch.int64) if value.dtype is torch.uint64 else value.to(torch.int64)
-    high = bits >> _HALF_BITS
-    if value.dtype is torch.uint64:
-        high = high & _HALF
-    return torch.stack([high, bits & _HALF])
+    return value if value.dtype is torch.uint64 else value.to(torch.int64)
 
 
 def _narrowed(total: Any, like: Any, op: ReduceOp) -> Any:
@@ -226,21 +220,15 @@ def _narrowed(total: Any, like: Any, op: ReduceOp) -> Any:
         return total
     if op is ReduceOp.AVERAGE:
         return total.to(torch.float32).to(like.device)
-    dtype = torch.int64 if like.dtype is torch.bool else like.dtype
-    high, low = total
-    high = high + (low >> _HALF_BITS)
-    least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
-    # Wrapped totals have another high half than the number that they stand for.
-    small = (high << _HALF_BITS) | (low & _HALF)
-    is_wrapped = (high < least >> _HALF_BITS) | (high > most >> _HALF_BITS)
-    if dtype is not torch.uint64:
-        is_wrapped |= (small < least) | (small > most)
-    if bool(is_wrapped.any()):
+    if like.dtype in (torch.bool, torch.int64, torch.uint64):
+        return total
+    limits = torch.iinfo(like.dtype)
+    if bool(((total < limits.min) | (total > limits.max)).any()):
         raise PayloadError(
-            f"a sum of {like.dtype}{list(like.shape)} over all ranks doesn't fit into {dtype}: "
-            "convert it to a wider type, or to a float"
+            f"a sum of {like.dtype}{list(like.shape)} over all ranks doesn't fit into it: convert "
+            "it to a wider type, or to a float"
         )
-    return small.view(dtype) if dtype is torch.uint64 else small.to(dtype)
+    return total.to(like.dtype)
 
 
 def get_current_memory_gb() -> float:
