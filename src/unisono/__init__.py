@@ -147,6 +147,7 @@ if TYPE_CHECKING:
         preemptible as preemptible,
         preemption_point as preemption_point,
     )
+    from unisono.training.progress import progress as progress
     from unisono.training.randomness import (
         get_rng_state as get_rng_state,
         rank_generator as rank_generator,
@@ -162,7 +163,6 @@ if TYPE_CHECKING:
         get_current_memory_gb as get_current_memory_gb,
         get_device_memory_gb as get_device_memory_gb,
         print as print,
-        progress as progress,
         reduce_dict as reduce_dict,
         reduce_mean as reduce_mean,
         reduce_sum as reduce_sum,

@@ -187,6 +187,25 @@ def test_a_job_prints_logs_and_shows_once() -> None:
     assert ("20/20" in bar.getvalue()) == (rank == 0)
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_a_bar_and_a_log_has_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    terminal, log = Terminal(), io.StringIO()
+    for item in idist.progress(range(7), label="epoch [2]", file=terminal):
+        print(item, file=log)
+    assert "epoch [2]" in terminal.getvalue()
+    assert "7/7" in terminal.getvalue()
+    assert log.getvalue().split() == list("0123456")
+    for items, lines in ((range(3), ["x: 1/3", "x: 2/3", "x: 3/3"]), (iter("ab"), ["x: 2"])):
+        log = io.StringIO()
+        assert list(idist.progress(items, label="x", file=log))
+        assert [line.partition(",")[0] for line in log.getvalue().splitlines()] == lines
+
+
 def test_alone_nothing_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
     idist.print("x", 1)
     assert capsys.readouterr().out == "x 1\n"

@@ -1,4 +1,4 @@
-"""Rank-aware print, logging and progress; sums, means and memory."""
+"""Rank-aware print and logging; sums, means and memory."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import io
 import logging
 import os
 import sys
-import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
+from collections.abc import Collection, Mapping
 from typing import Any, TextIO, TypeVar, overload
 
 import torch
@@ -40,7 +39,6 @@ __all__ = (
     "get_current_memory_gb",
     "get_device_memory_gb",
     "print",
-    "progress",
     "reduce_dict",
     "reduce_mean",
     "reduce_sum",
@@ -276,11 +274,6 @@ def get_device_memory_gb(peak: bool = False) -> float:
     return float(ask(device) / _GIB)
 
 
-T = TypeVar("T")
-_BAR = 30
-_EVERY_S = 0.1
-
-
 class _PrintOptions(TypedDict, total=False):
     sep: str | None
     end: str | None
@@ -364,78 +357,3 @@ class RankFormatter(logging.Formatter):
         record.rank, record.world_size = topology.rank, topology.world_size
         record.local_rank = topology.local_rank
         return super().format(record)
-
-
-def progress(
-    iterable: Iterable[T], total: int | None = None, label: str = "", file: TextIO | None = None
-) -> Iterator[T]:
-    """Iterate, and show one progress bar for the job, on rank 0.
-
-    Args:
-        iterable: anything.
-        total: number of its items; None asks its length.
-        label: text before the bar.
-        file: the output, stderr by default: a bar on a terminal, else a line for each tenth.
-
-    Yields:
-        The items.
-
-    Example:
-        >>> import io, unisono as idist
-        >>> sum(idist.progress([1, 2, 3], file=io.StringIO()))
-        6
-    """
-    if current_model().topology.rank != 0:
-        yield from iterable
-        return
-    if total is None:
-        total = len(iterable) if isinstance(iterable, Sized) else None
-    bar = _Bar(total, label, sys.stderr if file is None else file)
-    for item in iterable:
-        yield item
-        bar.advance()
-    bar.end()
-
-
-class _Bar:
-    """What is shown of a loop."""
-
-    def __init__(self, total: int | None, label: str, file: TextIO) -> None:
-        self._total = total
-        self._label = f"{label}: " if label else ""
-        self._file = file
-        self._is_terminal = file.isatty()
-        self._count = 0
-        self._begin = time.monotonic()
-        self._shown = 0.0
-        self._tenth = 0
-
-    def advance(self) -> None:
-        """Count an item."""
-        self._count += 1
-        if self._is_terminal:
-            now = time.monotonic()
-            if now - self._shown >= _EVERY_S:
-                self._shown = now
-                self._file.write("\r" + self._line())
-                self._file.flush()
-        elif self._total and self._count * 10 // self._total > self._tenth:
-            self._tenth = self._count * 10 // self._total
-            self._file.write(self._line() + "\n")
-
-    def end(self) -> None:
-        """Show the last state."""
-        if self._is_terminal:
-            self._file.write("\r" + self._line() + "\n")
-        elif not self._total:
-            self._file.write(self._line() + "\n")
-        self._file.flush()
-
-    def _line(self) -> str:
-        spent = max(time.monotonic() - self._begin, 1e-9)
-        rate = f"{self._count / spent:.1f}/s"
-        if not self._total:
-            return f"{self._label}{self._count} {rate}"
-        filled = min(_BAR, _BAR * self._count // self._total)
-        bar = "#" * filled + "-" * (_BAR - filled)
-        return f"{self._label}[{bar}] {self._count}/{self._total} {rate}"

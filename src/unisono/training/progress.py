@@ -1,0 +1,75 @@
+"""One progress bar for the job."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sized
+from typing import TextIO, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from unisono.context import current_model
+
+__all__ = ("progress",)
+
+T = TypeVar("T")
+
+
+def progress(
+    iterable: Iterable[T], total: int | None = None, label: str = "", file: TextIO | None = None
+) -> Iterator[T]:
+    """Iterate, and show one progress bar for the job, on rank 0.
+
+    Args:
+        iterable: anything.
+        total: number of its items; None asks its length.
+        label: text before the bar.
+        file: the output, stderr by default: a bar on a terminal, else a line for each tenth.
+
+    Yields:
+        The items.
+
+    Example:
+        >>> import io, unisono as idist
+        >>> sum(idist.progress([1, 2, 3], file=io.StringIO()))
+        6
+    """
+    if current_model().topology.rank != 0:
+        yield from iterable
+        return
+    if total is None:
+        total = len(iterable) if isinstance(iterable, Sized) else None
+    out = sys.stderr if file is None else file
+    if not out.isatty():
+        yield from _logged(iterable, total, f"{label}: " if label else "", out)
+        return
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+    )
+    # Redirected, what the loop prints would leave stdout for the console's file.
+    bar = Progress(
+        *columns, console=Console(file=out), redirect_stdout=False, redirect_stderr=False
+    )
+    with bar:
+        yield from bar.track(iterable, total, description=label)
+
+
+def _logged(iterable: Iterable[T], total: int | None, label: str, out: TextIO) -> Iterator[T]:
+    """Write a line for each tenth; one at the end where the length is unknown."""
+    begin, count = time.monotonic(), 0
+    for count, item in enumerate(iterable, 1):
+        yield item
+        if total and count * 10 // total > (count - 1) * 10 // total:
+            _write(out, f"{label}{count}/{total}", count, begin)
+    if not total:
+        _write(out, f"{label}{count}", count, begin)
+
+
+def _write(out: TextIO, text: str, count: int, begin: float) -> None:
+    out.write(f"{text}, {count / max(time.monotonic() - begin, 1e-9):.1f}/s\n")
+    out.flush()
