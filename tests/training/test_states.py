@@ -557,3 +557,59 @@ def test_wrappers_within_others_leave_no_trace(tmp_path: Path) -> None:
     idist.load_checkpoint(path, into={"parts": into})
     assert _numbers(into["g"]) == _numbers(plain_net(1.0))
     assert _numbers(idist.unwrap_model(into["d"])) == _numbers(plain_net(2.0))
+
+
+def test_checkpoints_of_the_first_version_are_read(tmp_path: Path) -> None:
+    """A file, shards of whole tensors, and shards of FSDP, which two ranks wrote with torch 2.6."""
+    run_all("gloo", 2, *((reads_old, name) for name in ("file.pt", "shards", "fsdp")))
+    net, optimizer = small_net()
+    into = {"model": net, "optimizer": optimizer}
+    for name in ("file.pt", "shards", "fsdp"):
+        idist.load_checkpoint(OLD / name, into=into)
+        assert_is_old(net, optimizer)
+
+
+OLD = Path(__file__).parents[1] / "data" / "checkpoints"
+
+
+def small_net() -> tuple[nn.Module, torch.optim.Optimizer]:
+    net = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
+    return net, torch.optim.AdamW(net.parameters(), lr=0.5)
+
+
+def reads_old(local_rank: int, name: str) -> None:
+    net, _ = small_net()
+    model = idist.auto_model(net, wrapper="fsdp") if name == "fsdp" else idist.auto_model(net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    ranks: list[dict[str, int]] = []
+    rows = torch.zeros(2)
+    into = {
+        "model": model,
+        "optimizer": optimizer,
+        "list": [rows, "", 0],
+        "epoch": 0,
+        "rank": idist.ByRank(dict, ranks.append),
+    }
+    idist.load_checkpoint(OLD / name, into=into)
+    assert into["list"] == [rows, "é", 2**70]
+    assert (rows.tolist(), into["epoch"], ranks) == ([1.0, 1.0], 3, [{"rank": local_rank}])
+    assert_is_old(model, optimizer)
+
+
+def assert_is_old(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Train a new model as the old one was, for one step, and compare."""
+    torch.manual_seed(0)
+    net, _ = small_net()
+    adam = torch.optim.AdamW(net.parameters(), lr=0.1)
+    net(torch.arange(8.0).reshape(4, 2)).square().sum().backward()
+    adam.step()
+    found = [_whole(item) for item in (*model.parameters(), *model.buffers())]
+    torch.testing.assert_close(found, [*net.parameters(), *net.buffers()])
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    for mine, state in zip(optimizer.state.values(), adam.state.values(), strict=True):
+        torch.testing.assert_close({key: _whole(mine[key]) for key in state}, state)
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found
