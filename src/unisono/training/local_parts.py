@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,31 +20,17 @@ def local_part(like: object, saved: Any, where: str) -> Any:
     target: Any = like
     if target.shape != saved.shape:
         return saved  # which is refused where it is loaded
-    part = saved.detach()
-    where_in_mesh = target.device_mesh.get_coordinate()
-    for index, placement in enumerate(target.placements):
-        name = type(placement).__name__
-        if name == "Shard" and where_in_mesh is not None:
-            part = _chunk(part, target.device_mesh.size(index), where_in_mesh[index], placement.dim)
-        elif name != "Replicate":
-            raise _unknown(where, target)
-    if part.shape != target.to_local().shape:
+    spread: Any = importlib.import_module("torch.distributed.tensor")
+    if any(type(each) not in (spread.Shard, spread.Replicate) for each in target.placements):
         raise _unknown(where, target)
-    kind: Any = type(target.detach())
-    return kind.from_local(
-        part.clone(),
-        target.device_mesh,
-        target.placements,
-        run_check=False,
-        shape=target.shape,
-        stride=target.stride(),
+    everywhere = [spread.Replicate()] * target.device_mesh.ndim
+    whole = spread.DTensor.from_local(
+        saved.detach(), target.device_mesh, everywhere, run_check=False
     )
-
-
-def _chunk(tensor: Tensor, count: int, index: int, dim: int) -> Tensor:
-    """Return one of the parts that torch cuts a dimension into; the last ones may be empty."""
-    chunks = torch.chunk(tensor, count, dim)
-    return chunks[index] if index < len(chunks) else tensor.narrow(dim, 0, 0)
+    part = whole.redistribute(placements=target.placements)
+    if part.to_local().shape != target.to_local().shape:
+        raise _unknown(where, target)
+    return part
 
 
 def _unknown(where: str, target: Any) -> PayloadError:
