@@ -108,7 +108,7 @@ def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | Non
         (3, ['weight', 'bias'])
     """
     target, context = Path(path), communicator()
-    (states, is_sharded), told = _agreed(context, lambda: _look(obj, sharded))
+    (states, is_sharded), told = _agreed(lambda: _look(obj, sharded))
     _settle(context, obj, states, told)
     if is_sharded:
         _save_shards(obj, states, target)
@@ -170,30 +170,54 @@ def _settle(context: ContextState, obj: Any, states: dict[int, Any], told: list[
         states[id(named[name])] = by_rank([split[name] for split in splits])
 
 
-def _agreed(context: ContextState, call: Callable[[], tuple[T, Any]]) -> tuple[T, list[Any]]:
-    """Call something on every rank, and fail on every rank where it fails on one."""
+class _Agreement:
+    """Rounds of an exchange in which the problem of one rank ends a call on all."""
+
+    def __init__(self, call: str, rounds: int = 1) -> None:
+        self.refusal: BaseException | None = None
+        self._call = call
+        self._rounds = rounds
+
+    def __call__(self, told: Any = None, problem: UnisonoError | None = None) -> list[Any]:
+        """Return what all ranks tell; raise the first problem of others, if this has none."""
+        # Collective over all ranks, as long as there are rounds.
+        if not self._rounds:
+            return []
+        self._rounds -= 1
+        text = None if problem is None else (isinstance(problem, PeerFailedError), str(problem))
+        try:
+            frames = swap(communicator(), self._call, encode((text, told)), None)
+            replies = [decode(each, torch.device("cpu")) for each in frames]
+            problems = [(rank, each) for rank, (each, _) in enumerate(replies) if each is not None]
+            if problem is None and problems:
+                rank, (is_failure, text) = problems[0]
+                raise _peer_failed(rank, text) if is_failure else PayloadError(text)
+        except BaseException as error:
+            self.refusal = error
+            raise
+        return [each for _, each in replies]
+
+
+def _peer_failed(rank: int, text: str) -> PeerFailedError:
+    failed = PeerFailedError(text, rank=rank)
+    failed.is_in_step = True
+    return failed
+
+
+def _agreed(call: Callable[[], tuple[T, Any]]) -> tuple[T, list[Any]]:
+    """Call a function on every rank, and fail on all where it fails on one."""
     # Collective over all ranks.
-    error: Exception | None = None
-    value: Any = None
-    frame = b""
+    agree, rank = _Agreement("save_checkpoint"), current_model().topology.rank
     try:
         value, told = call()
-        frame = encode((None, told))
-    except Exception as raised:  # what the classes of the user raise
-        error = raised
-        is_refused = isinstance(raised, PayloadError)
-        frame = encode(((is_refused, str(raised) if is_refused else summary(raised)), None))
-    replies = _told(context, "save_checkpoint", frame)
-    for rank, (problem, _) in enumerate(replies):
-        if problem is not None:
-            is_refused, text = problem
-            if is_refused:
-                raise PayloadError(f"rank {rank} can't save its checkpoint: {text}") from error
-            failed = PeerFailedError(f"rank {rank} raised {text} in save_checkpoint", rank=rank)
-            failed.is_in_step = True
-            raise failed from error
-    kept: T = value
-    return kept, [told for _, told in replies]
+        encode(told)
+    except Exception as error:  # what the classes of the user raise
+        problem: UnisonoError = PayloadError(f"rank {rank} can't save its checkpoint: {error}")
+        if not isinstance(error, PayloadError):
+            problem = _peer_failed(rank, f"rank {rank} raised {summary(error)} in save_checkpoint")
+        agree(problem=problem)
+        raise problem from error
+    return value, agree(told)
 
 
 def _save_file(obj: Any, states: dict[int, Any], target: Path, rank: int) -> None:
@@ -218,7 +242,7 @@ def _write(obj: Any, target: Path, kept: list[Exception]) -> str | None:
 
 def _save_shards(obj: Any, states: dict[int, Any], target: Path) -> None:
     library = _shard_library()
-    state = _agreed(communicator(), lambda: (_state_of_shards(obj, states), None))[0]
+    state = _agreed(lambda: (_state_of_shards(obj, states), None))[0]
     name = broadcast(f"{_SHARDS}{uuid.uuid4().hex[:12]}")
     folder = target / name
     run_on_rank(partial(folder.mkdir, parents=True))
@@ -240,11 +264,6 @@ def _state_of_shards(obj: Any, states: dict[int, Any]) -> Any:
     state = plain(obj, states)
     refuse_lost_shards(obj, state)
     return state
-
-
-def _told(context: ContextState, call: str, frame: bytes) -> list[Any]:
-    """Tell every rank what each has to say. Collective over all ranks."""
-    return [decode(each, torch.device("cpu")) for each in swap(context, call, frame, None)]
 
 
 def _let_count(target: Path, name: str) -> None:
@@ -332,47 +351,23 @@ def load_checkpoint(
         check_rank(current(), None, src, "src")
     sent = None if src is None else run_on_rank(partial(_sent, target), src)
     is_folder = target.is_dir() if src is None else sent is True
-    agreement = _Agreement(1 + is_folder) if is_folder or src is not None else None
+    agree = _Agreement("load_checkpoint", 2 if is_folder else int(src is not None))
     try:
         if is_folder:
-            assert agreement is not None
-            return _load_shards(target, into, weights_only, strict, agreement)
+            return _load_shards(target, into, weights_only, strict, agree)
         file = _opened(target) if src is None else _received(sent, target, src)
-        state = _read(file, weights_only, map_location)
-        return restore(into, state, strict, agreement)
+        return restore(into, _read(file, weights_only, map_location), strict, agree)
     except BaseException as error:
-        if agreement is not None and agreement.refusal is not None:
-            raise agreement.refusal from None  # torch wraps what is raised while it reads
+        if agree.refusal is not None:
+            raise agree.refusal from None  # torch wraps what is raised while it reads
         failed = _failed(
             error, f"{target} can't be read (rank {topology.rank} of {topology.world_size})"
         )
-        if agreement is not None and failed is not None:
-            agreement(str(failed))
+        if failed is not None:
+            agree(problem=failed)
         if failed is None or failed is error:
             raise
         raise failed from error
-
-
-class _Agreement:
-    """Tells all ranks, in so many rounds, whether this one can go on."""
-
-    def __init__(self, rounds: int) -> None:
-        self.refusal: BaseException | None = None
-        self._context = communicator()
-        self._rounds = rounds
-
-    def __call__(self, problem: str | None = None) -> None:
-        """Raise what another rank has told, if this one has no problem."""
-        if not self._rounds:
-            return
-        self._rounds -= 1
-        try:
-            problems = _told(self._context, "load_checkpoint", encode(problem))
-            if problem is None and any(problems):
-                raise PayloadError(next(text for text in problems if text))
-        except BaseException as error:
-            self.refusal = error
-            raise
 
 
 def _opened(target: Path) -> IO[bytes]:
@@ -449,7 +444,7 @@ def _failed(error: BaseException, text: str) -> UnisonoError | None:
 
 
 def _load_shards(
-    target: Path, into: Any, weights_only: bool, is_strict: bool, agree: Callable[[], None]
+    target: Path, into: Any, weights_only: bool, is_strict: bool, agree: Callable[[], object]
 ) -> Any:
     """Fill what is to be loaded. Collective, as `agree` and modules' state dicts are."""
     library = _shard_library()

@@ -33,9 +33,7 @@ _MISSING = object()
 Step = Callable[[], object]
 
 
-def restore(
-    into: Any, saved: Any, is_strict: bool = True, agree: Callable[[], None] | None = None
-) -> Any:
+def restore(into: Any, saved: Any, is_strict: bool, agree: Callable[[], object]) -> Any:
     """Load a saved state into existing objects, or raise and leave them as they were."""
     # Local, but for what `agree` does.
     plan = _Plan(is_strict)
@@ -45,8 +43,7 @@ def restore(
         for load, take_back in plan.trials:
             tried.append(take_back)
             load()
-        if agree is not None:
-            agree()
+        agree()
     except BaseException:  # Ctrl-C too: no half of a state is left
         for take_back in reversed(tried):
             with suppress(Exception):  # what the user's classes raise

@@ -87,7 +87,7 @@ def load(
     folder: Path,
     shards: metadata.Metadata,
     weights_only: bool,
-    agree: Callable[[], None],
+    agree: Callable[[], object],
 ) -> None:
     """Fill a state dict with this rank's part of it, once all ranks can."""
     # Local, but for what `agree` does.
@@ -137,7 +137,9 @@ def _layout(name: str) -> torch.layout:
 class _CheckingReader(FileSystemReader):
     """Reads shards whose checksums are right, as metadata that were read already say."""
 
-    def __init__(self, folder: Path, shards: metadata.Metadata, agree: Callable[[], None]) -> None:
+    def __init__(
+        self, folder: Path, shards: metadata.Metadata, agree: Callable[[], object]
+    ) -> None:
         super().__init__(folder)
         self._metadata = shards
         self._agree = agree
