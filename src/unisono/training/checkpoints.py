@@ -20,6 +20,7 @@ import torch
 from unisono.collectives.broadcasts import broadcast
 from unisono.collectives.call import swap
 from unisono.collectives.membership import check_rank
+from unisono.collectives.outcomes import Report, failure, report
 from unisono.context import ContextState, communicator, current, current_model
 from unisono.errors import (
     ArgumentError,
@@ -31,7 +32,6 @@ from unisono.errors import (
 )
 from unisono.payload.codec import decode, encode, refuse_pickle
 from unisono.sections import run_on_rank
-from unisono.tracebacks import summary
 from unisono.training.atomic_files import check_archive, write_whole
 from unisono.training.equality import differing, digest
 from unisono.training.loader import moved
@@ -178,30 +178,28 @@ class _Agreement:
         self._call = call
         self._rounds = rounds
 
-    def __call__(self, told: Any = None, problem: UnisonoError | None = None) -> list[Any]:
+    def __call__(self, told: Any = None, problem: str | Report | None = None) -> list[Any]:
         """Return what all ranks tell; raise the first problem of others, if this has none."""
         # Collective over all ranks, as long as there are rounds.
         if not self._rounds:
             return []
         self._rounds -= 1
-        text = None if problem is None else (isinstance(problem, PeerFailedError), str(problem))
         try:
-            frames = swap(communicator(), self._call, encode((text, told)), None)
+            frames = swap(communicator(), self._call, encode((problem, told)), None)
             replies = [decode(each, torch.device("cpu")) for each in frames]
-            problems = [(rank, each) for rank, (each, _) in enumerate(replies) if each is not None]
-            if problem is None and problems:
-                rank, (is_failure, text) = problems[0]
-                raise _peer_failed(rank, text) if is_failure else PayloadError(text)
+            for rank, (first, _) in enumerate(replies):
+                if problem is None and first is not None:
+                    raise self.error_of(rank, first)
         except BaseException as error:
             self.refusal = error
             raise
         return [each for _, each in replies]
 
-
-def _peer_failed(rank: int, text: str) -> PeerFailedError:
-    failed = PeerFailedError(text, rank=rank)
-    failed.is_in_step = True
-    return failed
+    def error_of(self, rank: int, problem: str | Report) -> UnisonoError:
+        """Return what the ranks raise for a refusal, or for an exception of the user's code."""
+        if isinstance(problem, str):
+            return PayloadError(problem)
+        return failure(rank, self._call, problem)
 
 
 def _agreed(call: Callable[[], tuple[T, Any]]) -> tuple[T, list[Any]]:
@@ -212,11 +210,11 @@ def _agreed(call: Callable[[], tuple[T, Any]]) -> tuple[T, list[Any]]:
         value, told = call()
         encode(told)
     except Exception as error:  # what the classes of the user raise
-        problem: UnisonoError = PayloadError(f"rank {rank} can't save its checkpoint: {error}")
+        problem: str | Report = f"rank {rank} can't save its checkpoint: {error}"
         if not isinstance(error, PayloadError):
-            problem = _peer_failed(rank, f"rank {rank} raised {summary(error)} in save_checkpoint")
+            problem = report(error)
         agree(problem=problem)
-        raise problem from error
+        raise agree.error_of(rank, problem) from error
     return value, agree(told)
 
 
@@ -364,7 +362,7 @@ def load_checkpoint(
             error, f"{target} can't be read (rank {topology.rank} of {topology.world_size})"
         )
         if failed is not None:
-            agree(problem=failed)
+            agree(problem=str(failed))
         if failed is None or failed is error:
             raise
         raise failed from error
