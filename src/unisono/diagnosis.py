@@ -55,22 +55,18 @@ def _memory(ranks: int) -> dict[str, Any]:
     facts: dict[str, Any] = {"ranks": ranks, "bytes": 0, "most_bytes": None, "limited_by": None}
     reason = memory.why_not()
     try:
-        set_bytes = number_in("UNISONO_SHARED_BYTES", math.inf)
+        limit = number_in("UNISONO_SHARED_BYTES", math.inf)
     except EnvironmentDetectionError as error:
         return {**facts, "reason": str(error)}
     made = None if reason else memory.make(1)
     if made is None:
         return {**facts, "reason": reason or "the system refuses memory without a name here"}
     os.close(made[0])
-    room = arena.room_bytes()
-    limits = {"UNISONO_SHARED_BYTES": set_bytes, "container": math.inf if room is None else room}
-    by = min(limits, key=lambda name: limits[name])
-    most = None if limits[by] == math.inf else int(limits[by])
-    plan, free = (arena.layout(ranks, usable_cores(), limit) for limit in (most, None))
-    assert free is not None
-    if plan is None or plan.size_bytes < free.size_bytes:
-        facts |= {"most_bytes": most, "limited_by": by}
-    reason = None if plan else f"{most} bytes are too few, which is all that {by} leaves"
+    most = None if limit == math.inf else int(limit)
+    plan, free = (arena.layout(ranks, usable_cores(), each) for each in (most, None))
+    if plan != free:
+        facts |= {"most_bytes": most, "limited_by": "UNISONO_SHARED_BYTES"}
+    reason = None if plan else f"UNISONO_SHARED_BYTES={most} is too little"
     return {**facts, "bytes": 0 if plan is None else plan.size_bytes, "reason": reason}
 
 

@@ -102,8 +102,6 @@ def _memory(memory: Mapping[str, Any]) -> str:
     if memory["reason"] is not None:
         return f"none, so the backend carries them: {memory['reason']}"
     line = f"up to {_mib(memory['bytes'])} for {memory['ranks']} ranks"
-    if memory["limited_by"] == "container":
-        return f"{line}, because this container has little left"
     if memory["limited_by"] is not None:
         return f"{line}, because of {memory['limited_by']}={memory['most_bytes']}"
     return line

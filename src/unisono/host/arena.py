@@ -35,7 +35,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from unisono.host import container, memory
+from unisono.host import memory
 
 _LINE_BYTES = 64
 _WORD_BYTES = 8
@@ -50,7 +50,6 @@ _NAP_NS = 20_000_000  # between two looks at who has died
 _MOST_VIEWS = 256
 _SYS_FUTEX = 202  # on x86-64
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1  # not the private ones: the memory is shared
-_PART_OF_FREE = 8  # the arena takes at most that part of what the container has left
 T = TypeVar("T")
 Check = Callable[[int], None]
 """Called with the position of a rank that hasn't come; raises what is to end the wait."""
@@ -94,16 +93,9 @@ def layout(size: int, cores: int, most_bytes: int | None = None) -> Layout | Non
     return Layout(size, block, whole, is_crowded)
 
 
-def room_bytes() -> int | None:
-    """Return the bytes that an arena may take in this container, None for no limit."""
-    free = container.free_bytes()
-    return None if free is None else free // _PART_OF_FREE
-
-
 def make(size: int, cores: int, most_bytes: int) -> tuple[int, Arena] | None:
     """Make an arena for `size` ranks, of which this is the first."""
-    room = room_bytes()
-    plan = layout(size, cores, most_bytes if room is None else min(room, most_bytes))
+    plan = layout(size, cores, most_bytes)
     made = None if plan is None else memory.make(plan.size_bytes)
     if plan is None or made is None:
         return None
