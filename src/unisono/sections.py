@@ -10,13 +10,11 @@ from typing import Any, TypeVar
 from typing_extensions import ParamSpec
 
 from unisono.collectives.broadcasts import broadcast
-from unisono.collectives.call import guarded, swap
 from unisono.collectives.groups import local_group
 from unisono.collectives.membership import check_rank
-from unisono.collectives.outcomes import Report, failure, report
+from unisono.collectives.outcomes import agreed
 from unisono.context import ContextState, communicator, current
 from unisono.errors import ArgumentError
-from unisono.payload.codec import decode, encode
 from unisono.topology import Group
 from unisono.tracebacks import hides
 
@@ -118,33 +116,15 @@ def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
 def _outcome_for_all(
     context: ContextState, group: Group | None, rank: int, name: str
 ) -> Iterator[None]:
-    """Run the body, then tell every rank how it ended on `rank`."""
+    """Run the body, and raise on every rank where it failed on `rank`."""
     error: BaseException | None = None
-    reported: Report | None = None
     try:
         yield
     except GeneratorExit:
         raise
     except BaseException as raised:  # whatever it is, the others must not wait forever
         error = raised
-        reported = report(raised)
-    with context.calls.call(name, group):
-        frames = _tell(context, f"{name} of rank {rank}", encode(reported), group)
-    if error is not None and not isinstance(error, Exception):
-        raise error
-    first_report = decode(
-        frames[context.model.topology.position(group, rank)], context.model.device
-    )
-    if first_report is not None:
-        raise failure(rank, name, first_report) from error
-    if error is not None:
-        raise error
-
-
-@guarded
-def _tell(context: ContextState, call: str, frame: bytes, group: Group | None) -> list[bytes]:
-    context.settle(group)
-    return swap(context, call, frame, group)
+    agreed(context, name, error, group=group, call=f"{name} of rank {rank}")
 
 
 def master_only(fn: Callable[P, T]) -> Callable[P, T | None]:

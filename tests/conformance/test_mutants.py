@@ -20,6 +20,7 @@ from unisono.collectives import (
     broadcasts,
     call,
     gathers,
+    outcomes,
     p2p,
 )
 from unisono.errors import NotInitializedError, PayloadError
@@ -31,7 +32,7 @@ from unisono.payload import codec, pickling, tensors
 from unisono.payload.tensors import TensorHeader
 from unisono.registry import register_model
 from unisono.testing import Outcome, check
-from unisono.training import batch_size, equality, evaluation, loader, preemption
+from unisono.training import equality, evaluation, loader, preemption
 
 
 class _Caught(Exception):
@@ -231,13 +232,13 @@ _header_read = TensorHeader.unpack
 # Above the models: what breaks the law, wherever its name is used.
 BREAKS: dict[str, list[tuple[Any, str, Any]]] = {
     "a_rank_out_of_memory_halves_the_batch_on_all": [
-        (batch_size, "CollectiveMismatchError", KeyboardInterrupt)
+        (outcomes, "CollectiveMismatchError", KeyboardInterrupt)
     ],
     "each_sample_is_evaluated_once_and_results_are_in_order": [
         (evaluation, "gather_results", _gathers_by_rank)
     ],
     "what_a_rank_raises_in_evaluate_is_told_while_others_wait_in_it": [
-        (evaluation, "CollectiveMismatchError", KeyboardInterrupt)
+        (outcomes, "CollectiveMismatchError", KeyboardInterrupt)
     ],
     "gradients_are_clipped_by_the_norm_of_their_mean": [
         (torch.nn.utils, "clip_grad_norm_", _clips_half)

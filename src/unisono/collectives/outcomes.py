@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from unisono.errors import PeerFailedError
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from unisono.collectives.call import guarded, ranks_of, swap
+from unisono.context import ContextState
+from unisono.errors import CollectiveMismatchError, PayloadError, PeerFailedError
+from unisono.payload.codec import decode, encode
+from unisono.topology import Group
 from unisono.tracebacks import fold, hides, summary
 
 __tracebackhide__ = hides
 
 Report = tuple[str, str]
 """An exception as a line, and its traceback."""
+_CPU = torch.device("cpu")
 
 
 def report(error: BaseException) -> Report:
@@ -24,3 +34,55 @@ def failure(rank: int, name: str, reported: Report) -> PeerFailedError:
     )
     failed.is_in_step = True
     return failed
+
+
+def agreed(
+    context: ContextState,
+    name: str,
+    error: BaseException | None = None,
+    fact: Any = None,
+    group: Group | None = None,
+    *,
+    call: str = "",
+    refusal: str = "",
+    misses: int = 0,
+) -> list[Any]:
+    """Return every rank's fact; raise on every rank where one has an error."""
+    # Collective over `group`. With a `refusal`, which goes before its text, a PayloadError of one
+    # rank is a PayloadError on every rank.
+    how = None if error is None else report(error)
+    if refusal and isinstance(error, PayloadError):
+        how = (f"{refusal}{error}", "")
+    is_in_turn = isinstance(error, CollectiveMismatchError)
+    with context.calls.call(name, group):
+        try:
+            replies = exchange(context, call or name, (how, is_in_turn, fact), group, misses)
+        except CollectiveMismatchError as mismatch:
+            raise mismatch from error
+    if error is not None and not isinstance(error, Exception):
+        raise error
+    # A rank that fails leaves others in collectives, which fail in turn: it is the one to name.
+    failed = [
+        (in_turn, rank, how)
+        for rank, (how, in_turn, _) in zip(ranks_of(context, group), replies, strict=True)
+        if how is not None
+    ]
+    if failed:
+        _, rank, how = min(failed)
+        raise (failure(rank, name, how) if how[1] else PayloadError(how[0])) from error
+    return [each for *_, each in replies]
+
+
+@guarded
+def exchange(
+    context: ContextState, call: str, mine: Any, group: Group | None = None, misses: float = 0
+) -> list[Any]:
+    """Return every rank's value; other ranks may still be in up to `misses` earlier calls."""
+    context.settle(group)
+    frame = encode(mine)
+    while True:
+        # A mismatch is one for those others as well, and brings them here.
+        missed = (CollectiveMismatchError,) if misses > 0 else ()
+        misses -= 1
+        with suppress(*missed):
+            return [decode(each, _CPU) for each in swap(context, call, frame, group)]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unisono.collectives.call import guarded, refuse_compared, swap
 from unisono.collectives.membership import GroupLike, team
-from unisono.collectives.outcomes import failure, report
+from unisono.collectives.outcomes import agreed, exchange
 from unisono.context import ContextState, communicator
 from unisono.control.rendezvous import host_of_this_process
 from unisono.errors import ArgumentError
@@ -22,7 +22,7 @@ from unisono.host import memory
 from unisono.host.collectives import HostCollectives
 from unisono.host.shared import room_bytes
 from unisono.payload import trees
-from unisono.payload.codec import decode, encode, refuse_pickle
+from unisono.payload.codec import refuse_pickle
 from unisono.topology import Group
 from unisono.tracebacks import hides
 
@@ -176,7 +176,7 @@ def shared(build: Callable[[], T]) -> T:
     context = communicator()
     name = f"{getattr(build, '__qualname__', type(build).__qualname__)} (shared)"
     rank = context.model.topology.rank
-    hosts = [bytes(host) for host in _tell(context, "shared", host_of_this_process().encode())]
+    hosts = exchange(context, "shared", host_of_this_process())
     builder = hosts.index(hosts[rank])
     with ExitStack() as stack:
         error, result, address = None, None, b""
@@ -186,13 +186,13 @@ def shared(build: Callable[[], T]) -> T:
                 result, address = _built(context, build, stack)
         except BaseException as raised:  # whatever it is, the others must not wait forever
             error = raised
-        address = _outcomes(context, name, error, address)[builder]
+        address = agreed(context, name, error, address)[builder]
         try:
             if rank != builder:
                 result = _opened(context, build, address)
         except BaseException as raised:
             error = raised
-        _outcomes(context, name, error, b"")
+        agreed(context, name, error)
     return cast("T", result)
 
 
@@ -217,24 +217,3 @@ def _opened(context: ContextState, build: Callable[[], Any], address: bytes) -> 
         return trees.load(memory.path_of(fd), context.model.device)
     finally:
         os.close(fd)
-
-
-def _outcomes(
-    context: ContextState, name: str, error: BaseException | None, fact: bytes
-) -> list[bytes]:
-    """Return every rank's fact; raise on every rank where one has an error."""
-    own = (None if error is None else report(error), fact)
-    with context.calls.call("shared"):
-        frames = _tell(context, name, encode(own))
-    if error is not None and not isinstance(error, Exception):
-        raise error
-    outcomes = [decode(frame, context.model.device) for frame in frames]
-    for rank, (failed, _) in enumerate(outcomes):
-        if failed is not None:
-            raise failure(rank, name, failed) from error
-    return [other for _, other in outcomes]
-
-
-@guarded
-def _tell(context: ContextState, call: str, blob: bytes) -> list[bytes]:
-    return swap(context, call, blob, None)

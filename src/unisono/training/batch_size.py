@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, Concatenate, Literal, TypeVar
 
 import torch
@@ -14,11 +14,9 @@ from typing_extensions import ParamSpec
 
 from unisono.accelerators import accelerator
 from unisono.arguments import check_count
-from unisono.collectives.call import guarded, swap
-from unisono.collectives.outcomes import Report, failure, report
-from unisono.context import ContextState, communicator
+from unisono.collectives.outcomes import Report, exchange, failure, report
+from unisono.context import communicator
 from unisono.errors import CollectiveMismatchError, UnisonoError
-from unisono.payload.codec import decode, encode
 
 __all__ = ("find_executable_batch_size",)
 
@@ -78,7 +76,9 @@ def find_executable_batch_size(
         @functools.wraps(fn)
         def search(*args: P.args, **kwargs: P.kwargs) -> T:
             size = begin
-            _compare(size)
+            context = communicator()
+            with context.calls.call(_NAME):
+                exchange(context, f"{_NAME} from {size}", None)
             while size:
                 ending, value = _try(lambda: fn(size, *args, **kwargs), size)  # noqa: B023
                 if ending == "done":
@@ -92,16 +92,8 @@ def find_executable_batch_size(
     return decorate
 
 
-@guarded
-def _compare(size: int) -> None:
-    """Compare the first batch size. Collective over all ranks."""
-    context = communicator()
-    with context.calls.call(_NAME, None):
-        swap(context, f"{_NAME} from {size}", b"", None)
-
-
 def _try(call: Callable[[], T], size: int) -> tuple[Ending, T]:
-    """Call something, and hear how it ended on all ranks. Collective over all ranks."""
+    """Call something, and learn how it ended on all ranks. Collective over all ranks."""
     ending: Ending = "done"
     value: Any = None
     error: Exception | None = None
@@ -113,9 +105,8 @@ def _try(call: Callable[[], T], size: int) -> tuple[Ending, T]:
         if ending != "out of memory":  # then nothing may keep what the function's frames hold
             error, reported = raised, report(raised)
     context = communicator()
-    with context.calls.call(_NAME, None):
-        frames = _told(context, f"{_NAME}: {size}", encode((ending, reported)))
-    replies = [decode(frame, context.model.device) for frame in frames]
+    with context.calls.call(_NAME):
+        replies = exchange(context, f"{_NAME}: {size}", (ending, reported), misses=math.inf)
     endings = [reply[0] for reply in replies]
     if "out of memory" in endings:
         if error is not None:  # the thread that raised it may hold it still, and so its frames
@@ -141,14 +132,6 @@ def _ending(error: Exception) -> Ending:
         return "out of memory"
     is_told = isinstance(cause, RuntimeError) and any(text in str(cause) for text in _TEXTS)
     return "out of memory" if is_told else "failed"
-
-
-@guarded
-def _told(context: ContextState, call: str, frame: bytes) -> list[bytes]:
-    """Tell every rank how it ended here; others may still be in collectives of the function."""
-    while True:
-        with suppress(CollectiveMismatchError):  # it is theirs as well, and brings them here
-            return swap(context, call, frame, None)
 
 
 def _free() -> None:

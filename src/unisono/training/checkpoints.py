@@ -18,9 +18,8 @@ from typing import IO, Any, TypeVar
 import torch
 
 from unisono.collectives.broadcasts import broadcast
-from unisono.collectives.call import swap
 from unisono.collectives.membership import check_rank
-from unisono.collectives.outcomes import Report, failure, report
+from unisono.collectives.outcomes import agreed, exchange
 from unisono.context import ContextState, communicator, current, current_model
 from unisono.errors import (
     ArgumentError,
@@ -30,7 +29,7 @@ from unisono.errors import (
     UnisonoError,
     UnsupportedOperation,
 )
-from unisono.payload.codec import decode, encode, refuse_pickle
+from unisono.payload.codec import encode, refuse_pickle
 from unisono.sections import run_on_rank
 from unisono.training.atomic_files import check_archive, write_whole
 from unisono.training.equality import differing, digest
@@ -108,7 +107,7 @@ def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | Non
         (3, ['weight', 'bias'])
     """
     target, context = Path(path), communicator()
-    (states, is_sharded), told = _agreed(lambda: _look(obj, sharded))
+    (states, is_sharded), told = _tried(lambda: _look(obj, sharded))
     _settle(context, obj, states, told)
     if is_sharded:
         _save_shards(obj, states, target)
@@ -171,51 +170,41 @@ def _settle(context: ContextState, obj: Any, states: dict[int, Any], told: list[
 
 
 class _Agreement:
-    """Rounds of an exchange in which the problem of one rank ends a call on all."""
+    """Rounds of an exchange in which the problem of one rank ends a load on all."""
 
-    def __init__(self, call: str, rounds: int = 1) -> None:
+    def __init__(self, rounds: int) -> None:
         self.refusal: BaseException | None = None
-        self._call = call
         self._rounds = rounds
 
-    def __call__(self, told: Any = None, problem: str | Report | None = None) -> list[Any]:
-        """Return what all ranks tell; raise the first problem of others, if this has none."""
+    def __call__(self, problem: str | None = None) -> None:
+        """Raise the first problem of others, if this rank has none."""
         # Collective over all ranks, as long as there are rounds.
         if not self._rounds:
-            return []
+            return
         self._rounds -= 1
         try:
-            frames = swap(communicator(), self._call, encode((problem, told)), None)
-            replies = [decode(each, torch.device("cpu")) for each in frames]
-            for rank, (first, _) in enumerate(replies):
-                if problem is None and first is not None:
-                    raise self.error_of(rank, first)
+            problems = exchange(communicator(), "load_checkpoint", problem)
+            first = next(filter(None, problems), None)
+            if problem is None and first is not None:
+                raise PayloadError(first)
         except BaseException as error:
             self.refusal = error
             raise
-        return [each for _, each in replies]
-
-    def error_of(self, rank: int, problem: str | Report) -> UnisonoError:
-        """Return what the ranks raise for a refusal, or for an exception of the user's code."""
-        if isinstance(problem, str):
-            return PayloadError(problem)
-        return failure(rank, self._call, problem)
 
 
-def _agreed(call: Callable[[], tuple[T, Any]]) -> tuple[T, list[Any]]:
-    """Call a function on every rank, and fail on all where it fails on one."""
+def _tried(call: Callable[[], tuple[T, Any]]) -> tuple[T, list[Any]]:
+    """Return the value of a function, and every rank's fact; fail on all where it fails on one."""
     # Collective over all ranks.
-    agree, rank = _Agreement("save_checkpoint"), current_model().topology.rank
+    context, error = communicator(), None
+    value: Any = None
+    fact: Any = None
     try:
-        value, told = call()
-        encode(told)
-    except Exception as error:  # what the classes of the user raise
-        problem: str | Report = f"rank {rank} can't save its checkpoint: {error}"
-        if not isinstance(error, PayloadError):
-            problem = report(error)
-        agree(problem=problem)
-        raise agree.error_of(rank, problem) from error
-    return value, agree(told)
+        value, fact = call()
+        encode(fact)
+    except Exception as raised:  # what the classes of the user raise
+        error, fact = raised, None
+    refusal = f"rank {context.model.topology.rank} can't save its checkpoint: "
+    return value, agreed(context, "save_checkpoint", error, fact, refusal=refusal)
 
 
 def _save_file(obj: Any, states: dict[int, Any], target: Path, rank: int) -> None:
@@ -240,7 +229,7 @@ def _write(obj: Any, target: Path, kept: list[Exception]) -> str | None:
 
 def _save_shards(obj: Any, states: dict[int, Any], target: Path) -> None:
     library = _shard_library()
-    state = _agreed(lambda: (_state_of_shards(obj, states), None))[0]
+    state = _tried(lambda: (_state_of_shards(obj, states), None))[0]
     name = broadcast(f"{_SHARDS}{uuid.uuid4().hex[:12]}")
     folder = target / name
     run_on_rank(partial(folder.mkdir, parents=True))
@@ -349,7 +338,7 @@ def load_checkpoint(
         check_rank(current(), None, src, "src")
     sent = None if src is None else run_on_rank(partial(_sent, target), src)
     is_folder = target.is_dir() if src is None else sent is True
-    agree = _Agreement("load_checkpoint", 2 if is_folder else int(src is not None))
+    agree = _Agreement(2 if is_folder else int(src is not None))
     try:
         if is_folder:
             return _load_shards(target, into, weights_only, strict, agree)
@@ -362,7 +351,7 @@ def load_checkpoint(
             error, f"{target} can't be read (rank {topology.rank} of {topology.world_size})"
         )
         if failed is not None:
-            agree(problem=str(failed))
+            agree(str(failed))
         if failed is None or failed is error:
             raise
         raise failed from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, overload
 
 import torch
@@ -19,14 +19,12 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from unisono.arguments import check_count
-from unisono.collectives.call import guarded, swap
 from unisono.collectives.gathers import all_gather, gather
 from unisono.collectives.membership import check_rank
-from unisono.collectives.outcomes import Report, failure, report
+from unisono.collectives.outcomes import agreed
 from unisono.collectives.value_types import T
 from unisono.context import ContextState, communicator, current, current_model
 from unisono.errors import ArgumentError, CollectiveMismatchError
-from unisono.payload.codec import decode, encode
 from unisono.training.loading import DistributedProxySampler, auto_dataloader
 
 __all__ = ("EvaluationSampler", "evaluate", "gather_results")
@@ -220,13 +218,31 @@ def evaluate(fn: Callable[[Any], Any], data: Any, dst: int | None = None, **kwar
     context = communicator()
     check_rank(context, None, 0 if dst is None else dst, "dst")
     loader = auto_dataloader(data, shuffle=False, drop_last=False, **kwargs)
-    columns = _agreed(context, lambda: _joined(_results(fn, loader)))
+    columns = _tried(context, lambda: _joined(_results(fn, loader)))
     made: Columns = dict.fromkeys(columns)
     for name in sorted(columns, key=str):  # ranks may have made them in another order
         made[name] = gather_results(columns[name], len(dataset), dst)
     if dst not in (None, context.model.topology.rank):
         return None
     return made.get(None, made) if made else []
+
+
+def _tried(context: ContextState, call: Callable[[], Columns]) -> Columns:
+    """Return the results of this rank, or fail on all. Collective over all ranks."""
+    error: Exception | None = None
+    columns: Columns = {}
+    try:
+        columns = call()
+    except Exception as raised:  # what the function of the user raises
+        error = raised
+    kinds = {name: _kind(part) for name, part in columns.items()}
+    # One miss: who isn't here then has left evaluate, such as to tell of a batch too large.
+    all_kinds = agreed(context, "evaluate", error, kinds, misses=1)
+    if any(other != kinds for other in all_kinds):
+        raise CollectiveMismatchError(
+            f"evaluate: results differ in kind between ranks: {all_kinds}"
+        )
+    return columns
 
 
 def _check_sampler(loader: DataLoader[Any], size: int) -> None:
@@ -249,44 +265,6 @@ def _check_sampler(loader: DataLoader[Any], size: int) -> None:
             f"evaluate takes each of the {size} samples once, and the loader's sampler, a "
             f"{type(sampler).__qualname__}, draws {drawn}: give it a torch.utils.data.Subset"
         )
-
-
-def _agreed(context: ContextState, call: Callable[[], Columns]) -> Columns:
-    """Return the results of this rank, or fail on all. Collective over all ranks."""
-    error: Exception | None = None
-    columns: Columns = {}
-    reported: Report | None = None
-    try:
-        columns = call()
-    except Exception as raised:  # what the function of the user raises
-        error, reported = raised, report(raised)
-    kinds = {name: _kind(part) for name, part in columns.items()}
-    is_out_of_step = isinstance(error, CollectiveMismatchError)
-    with context.calls.call("evaluate", None):
-        try:
-            frames = _told(context, encode((reported, is_out_of_step, kinds)))
-        except CollectiveMismatchError as mismatch:
-            raise mismatch from error
-    replies = [decode(frame, context.model.device) for frame in frames]
-    # A rank that fails leaves others in collectives, which fail in turn: it is the one to name.
-    for is_in_turn in (False, True):
-        for rank, (how, is_out, _) in enumerate(replies):
-            if how is not None and is_out == is_in_turn:
-                raise failure(rank, "evaluate", how) from error
-    if any(other != kinds for *_, other in replies):
-        raise CollectiveMismatchError(
-            f"evaluate: results differ in kind between ranks: {[other for *_, other in replies]}"
-        )
-    return columns
-
-
-@guarded
-def _told(context: ContextState, frame: bytes) -> list[bytes]:
-    """Tell every rank how it went here; others may still be in a collective of the function."""
-    with suppress(CollectiveMismatchError):  # it is theirs as well, and brings them here
-        return swap(context, "evaluate", frame, None)
-    # Once: who isn't here now has left evaluate, such as to tell of a batch that is too large.
-    return swap(context, "evaluate", frame, None)
 
 
 def _results(fn: Callable[[Any], Any], loader: Any) -> list[Columns]:
