@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -89,12 +90,29 @@ def _build(node: Tree, source: Iterator[Any]) -> Tree:
 
 def _rebuild(node: Tree, children: list[tuple[str, Tree]], built: Iterator[Tree]) -> Tree:
     if isinstance(node, dict):
-        new = copy(node)  # its own copy() may make a plain dict
-        for key in node:
-            new[key] = next(built)
-        return new
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return type(node)(*built)
+        return like(node, dict(zip(node, built, strict=True)))
     if isinstance(node, (list, tuple)):
-        return type(node)(built)
+        return like(node, built)
     return replace(node, **{name[1:]: next(built) for name, _ in children})
+
+
+def like(node: Tree, made: Any) -> Tree:
+    """Return a dict, list or tuple of the type of another, with other items."""
+    if isinstance(node, tuple):
+        make: Any = getattr(node, "_make", type(node))  # of a namedtuple
+        return make(made)
+    new: Any = copy(node)  # its own copy() may make a plain dict
+    if isinstance(node, dict):
+        new.update(made)
+    else:
+        new[:] = made
+    return new
+
+
+def mapped(node: Tree, change: Callable[[Any], Any]) -> Tree:
+    """Return a dict, list or tuple with changed items; the same one if no item has changed."""
+    if isinstance(node, dict):
+        made = {key: change(item) for key, item in node.items()}
+        return like(node, made) if any(made[key] is not node[key] for key in made) else node
+    items = [change(item) for item in node]
+    return node if all(map(operator.is_, items, node)) else like(node, items)

@@ -16,7 +16,7 @@ from unisono.context import ContextState
 from unisono.errors import CollectiveMismatchError, PayloadError
 from unisono.payload.codec import decode, encode, frame_or_reason, raise_failures
 from unisono.payload.pickling import dump
-from unisono.payload.pytree import survey
+from unisono.payload.pytree import mapped, survey
 from unisono.payload.tensors import is_dense, plain as plain_tensor, view_bytes
 from unisono.topology import Group
 from unisono.training.agreement import is_sharded
@@ -144,16 +144,7 @@ def _opened(node: Any) -> Any:
     if is_dataclass(node) and not isinstance(node, type):
         names = [item.name for item in fields(node) if hasattr(node, item.name)]
         return {f".{name}": _opened(getattr(node, name)) for name in names}
-    if isinstance(node, dict):
-        made = {key: _opened(item) for key, item in node.items()}
-        return made if any(made[key] is not node[key] for key in node) else node
-    if not isinstance(node, (list, tuple)):
-        return node
-    items = [_opened(item) for item in node]
-    if all(new is old for new, old in zip(items, node, strict=True)):
-        return node
-    make: Any = getattr(node, "_make", list if isinstance(node, list) else tuple)
-    return make(items)
+    return mapped(node, _opened) if isinstance(node, (dict, list, tuple)) else node
 
 
 def _leaf(value: Any) -> Leaf:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import islice
 from typing import Any, NoReturn
@@ -23,6 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 from unisono.arguments import check_count
 from unisono.context import current_model
 from unisono.errors import ArgumentError, UnsupportedOperation
+from unisono.payload.pytree import mapped
 from unisono.training.randomness import seeded
 from unisono.training.streams import Shard
 
@@ -366,38 +367,17 @@ def moved(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
     if callable(getattr(batch, "to", None)) and not isinstance(batch, type):
         return batch.to(device)
 
-    if isinstance(batch, dict):
-        made = _changed(batch.items(), device, non_blocking)
-        return _copied_with(batch, made, lambda new: new.update(made))
-    if isinstance(batch, (list, tuple)):
-        made = _changed(enumerate(batch), device, non_blocking)
-        if not made:
-            return batch
-        items = [made.get(index, item) for index, item in enumerate(batch)]
-        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
-    if is_dataclass(batch) and not isinstance(batch, type):
-        names = [field.name for field in fields(batch) if hasattr(batch, field.name)]
-        made = _changed([(name, getattr(batch, name)) for name in names], device, non_blocking)
-        return _copied_with(batch, made, lambda new: _set_fields(new, made))
-    return batch
-
-
-def _changed(
-    items: Iterable[tuple[Any, Any]], device: torch.device, non_blocking: bool
-) -> dict[Any, Any]:
-    """Move what is named, and give those that are other objects then."""
-    pairs = ((key, item, moved(item, device, non_blocking)) for key, item in items)
-    return {key: made for key, item, made in pairs if made is not item}
-
-
-def _copied_with(batch: Any, made: dict[Any, Any], change: Callable[[Any], None]) -> Any:
-    if not made:
+    if isinstance(batch, (dict, list, tuple)):
+        return mapped(batch, lambda item: moved(item, device, non_blocking))
+    if not is_dataclass(batch) or isinstance(batch, type):
+        return batch
+    own = {
+        item.name: getattr(batch, item.name) for item in fields(batch) if hasattr(batch, item.name)
+    }
+    made = {name: moved(value, device, non_blocking) for name, value in own.items()}
+    if all(made[name] is own[name] for name in own):
         return batch
     new = copy.copy(batch)
-    change(new)
+    for name, value in made.items():
+        object.__setattr__(new, name, value)  # it may be frozen
     return new
-
-
-def _set_fields(new: Any, made: dict[str, Any]) -> None:
-    for name, item in made.items():
-        object.__setattr__(new, name, item)  # it may be frozen

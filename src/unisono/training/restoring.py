@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from unisono.context import current_model
 from unisono.errors import PayloadError
+from unisono.payload.pytree import like
 from unisono.training.local_parts import local_part, optimizer_parts
 from unisono.training.states import (
     BY_RANK,
@@ -24,7 +25,6 @@ from unisono.training.states import (
     hidden_module,
     is_kept,
     leaves,
-    like,
     with_own_keys,
 )
 

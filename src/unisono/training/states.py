@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.errors import ArgumentError, PayloadError
+from unisono.payload.pytree import mapped
 from unisono.training.data_parallel import Replicated
 
 __all__ = (
@@ -25,7 +25,6 @@ __all__ = (
     "hidden_module",
     "is_kept",
     "leaves",
-    "like",
     "own_states",
     "plain",
     "refuse_lost_shards",
@@ -259,27 +258,8 @@ def plain(obj: Any, states: Mapping[int, Any]) -> Any:
         return states[id(obj)]
     if has_state(obj):
         return obj.state_dict()
-    if isinstance(obj, dict):
-        made = {key: plain(value, states) for key, value in obj.items()}
-        return like(obj, made) if any(made[key] is not obj[key] for key in made) else obj
-    if isinstance(obj, (list, tuple)):
-        items = [plain(item, states) for item in obj]
-        is_same = all(new is old for new, old in zip(items, obj, strict=True))
-        return obj if is_same else like(obj, items)
-    return obj
-
-
-def like(obj: Any, made: Any) -> Any:
-    """Return a container of the type of another, with other values."""
-    if isinstance(obj, tuple):
-        make: Any = getattr(obj, "_make", type(obj))  # of a namedtuple
-        return make(made)
-    copied = copy.copy(obj)
-    if isinstance(obj, dict):
-        copied.update(made)
-    else:
-        copied[:] = made
-    return copied
+    is_container = isinstance(obj, (dict, list, tuple))
+    return mapped(obj, lambda item: plain(item, states)) if is_container else obj
 
 
 def refuse_lost_shards(obj: Any, state: Any) -> None:
