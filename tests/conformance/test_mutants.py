@@ -247,7 +247,7 @@ BREAKS: dict[str, list[tuple[Any, str, Any]]] = {
         (equality, "_leaf", lambda value: (type(value).__name__, b""))
     ],
     "a_position_is_followed_by_what_was_not_seen": [
-        (loader._Rest, "__iter__", lambda rest: iter(rest._whole))
+        (loader._Rest, "__iter__", lambda rest: iter(rest.whole))
     ],
     "a_signal_to_one_rank_is_told_to_all_at_the_same_point": [
         (preemption, "_is_main", lambda: True)

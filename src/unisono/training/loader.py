@@ -232,16 +232,13 @@ class ReplicaLoader(DataLoader[Any]):
 
 def _checked(state: dict[str, Any]) -> list[Any]:
     """Return the values of a position in the order of its keys."""
-    is_dealt_in_turn = state["is_dealt_in_turn"]
-    if not isinstance(is_dealt_in_turn, bool):
-        raise ArgumentError(f"is_dealt_in_turn={is_dealt_in_turn!r} should be a bool")
-    least = {"batch_size": 1, "world_size": 1}
-    none = {key for key in ("batch_size", "samples") if state[key] is None}
-    checked = {
-        key: check_count(key, state[key], least.get(key, 0))
-        for key in state.keys() - none - {"is_dealt_in_turn"}
-    }
-    return [checked.get(key, state[key]) for key in _KEYS]
+    for key, value in state.items():
+        if key == "is_dealt_in_turn":
+            if not isinstance(value, bool):
+                raise ArgumentError(f"{key}={value!r} should be a bool")
+        elif value is not None or key not in ("batch_size", "samples"):
+            check_count(key, value, 1 if key in ("batch_size", "world_size") else 0)
+    return [state[key] for key in _KEYS]
 
 
 def _with_epochs(dataset: Any) -> list[Any]:
@@ -282,38 +279,33 @@ class _Position:
         self.turn += 1
 
 
+@dataclass(eq=False)
 class _Batches:
     """The batches of an epoch, on the device. As torch's iterator, it goes on after an error."""
 
-    def __init__(
-        self,
-        inner: Any,
-        position: _Position,
-        left_out: int,
-        target: torch.device | None,
-        non_blocking: bool,
-    ) -> None:
-        self._inner = inner
-        self._position = position
-        self._turn = position.turn
-        self._left_out = left_out
-        self._target = target
-        self._non_blocking = non_blocking
+    inner: Any
+    position: _Position
+    left_out: int
+    target: torch.device | None
+    non_blocking: bool
+
+    def __post_init__(self) -> None:
+        self._turn = self.position.turn
 
     def __iter__(self) -> _Batches:
         return self
 
     def __len__(self) -> int:
-        return len(self._inner)
+        return len(self.inner)
 
     def __next__(self) -> Any:
-        position, is_new = self._position, False
+        position, is_new = self.position, False
         try:
-            while self._left_out:
-                self._left_out -= 1
-                next(self._inner)
+            while self.left_out:
+                self.left_out -= 1
+                next(self.inner)
             is_new = True
-            batch = next(self._inner)
+            batch = next(self.inner)
         except StopIteration:
             if self._turn == position.turn:
                 position.begin(position.order + 1, 0)
@@ -323,41 +315,41 @@ class _Batches:
             self._count(is_new)
             raise
         self._count(is_new)
-        return batch if self._target is None else moved(batch, self._target, self._non_blocking)
+        return batch if self.target is None else moved(batch, self.target, self.non_blocking)
 
     def _count(self, is_new: bool) -> None:
-        self._position.batches += is_new and self._turn == self._position.turn
+        self.position.batches += is_new and self._turn == self.position.turn
 
 
+@dataclass(eq=False)
 class _Fetcher:
     """Fetches batches in this process, where data sets draw other numbers on each rank."""
 
-    def __init__(self, inner: Any, rank: int) -> None:
-        self._inner = inner
-        self._rank = rank
+    inner: Any
+    rank: int
 
     def fetch(self, indices: Any) -> Any:
         """Do what torch's does."""
-        with seeded(_drawn() + self._rank):
-            return self._inner.fetch(indices)
+        with seeded(_drawn() + self.rank):
+            return self.inner.fetch(indices)
 
 
 def _drawn(generator: torch.Generator | None = None) -> int:
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
 
 
+@dataclass(eq=False)
 class _Rest:
     """The batches of indices that come, without those that were left out."""
 
-    def __init__(self, position: _Position, whole: Any) -> None:
-        self._position = position
-        self._whole = whole
+    position: _Position
+    whole: Any
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self._whole), self._position.start, None)
+        return islice(iter(self.whole), self.position.start, None)
 
     def __len__(self) -> int:
-        return len(self._whole)
+        return len(self.whole)
 
 
 def moved(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
