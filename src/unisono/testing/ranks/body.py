@@ -26,7 +26,6 @@ from unisono.launchers.job.pickling import load_from_parent
 from unisono.launchers.job.worker import describe
 from unisono.testing.ranks.debugger import examine
 from unisono.testing.ranks.delays import Delays
-from unisono.testing.ranks.leaks import LeakCheck, left_text
 from unisono.testing.ranks.plugin import IN_RANK, OF_A_PROCESS
 
 # Plug-ins that talk to the terminal, keep the time, or watch the whole session: the parent's do.
@@ -64,8 +63,7 @@ class Reports:
     reports: list[dict[str, Any]]
     failed_at: float = 0.0
     is_secondary: bool = False
-    is_left_in_disorder: bool = False
-    has_lasting_fixtures: bool = False
+    has_lost_context: bool = False
     warnings: tuple[tuple[str, type[Warning], str, int], ...] = ()
 
 
@@ -129,10 +127,9 @@ class _RankSession:
         self._is_secondary = False
         self._tmp_path = Path()
         self._failure: pytest.ExceptionInfo[BaseException] | None = None
-        self._leaks: LeakCheck | None = None
-        self._has_lasting_fixtures = False
+        self._model = context.current_model()
         seed = setting.options.get("ranks_delay")
-        self._delays = None if seed is None else Delays(context.current_model(), seed, self._rank)
+        self._delays = None if seed is None else Delays(self._model, seed, self._rank)
         self._config = self._configured(setting)
         self._errors: dict[str, str] = {}
         self._session = pytest.Session.from_config(self._config)
@@ -180,44 +177,19 @@ class _RankSession:
         self._tmp_path, self._failure = Path(tmp_path), None
         self._session._setupstate.teardown_exact(item)
         around: Any = item.parent  # its fixtures stay
-        self._leaks, self._has_lasting_fixtures = LeakCheck(of_process=self.is_process), False
         if self._delays is not None:
             self._delays.begin(nodeid)
         item.ihook.pytest_runtest_protocol(item=item, nextitem=around)
-        left = self._leaks.left()
-        if left:
-            self._tell_left(item, left)
         result = Reports(
             self._reports,
             self._failed_at,
             self._is_secondary,
-            bool(left),
-            self._has_lasting_fixtures,
+            context.current_model() is not self._model,
             tuple(self._warnings),
         )
         if any(report["outcome"] != "passed" for report in self._reports):
             raise TestFailed(result)
         return result
-
-    def _tell_left(self, item: pytest.Item, left: Sequence[str]) -> None:
-        """Report as a failure what a test left behind."""
-        self._failed_at = self._failed_at or time.monotonic()
-        text = left_text(left)
-        self.pytest_runtest_logreport(
-            pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call")
-        )
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_fixture_setup(
-        self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
-    ) -> Generator[None, Any, Any]:
-        """Allow what fixtures of modules, classes and the session make."""
-        del request
-        if fixturedef.scope == "function" or self._leaks is None:
-            return (yield)
-        self._has_lasting_fixtures = True
-        with self._leaks.allowing():
-            return (yield)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_teardown(self) -> Generator[None, Any, Any]:

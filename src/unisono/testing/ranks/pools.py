@@ -26,11 +26,9 @@ from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.lifecycle import check_job
 from unisono.pool.call import Call, once
 from unisono.pool.replicas import Replicas
-from unisono.registry import find_model
 from unisono.testing.ranks import body, reports
 from unisono.testing.ranks.answers import Answers
 from unisono.testing.ranks.debugger import own_stdin
-from unisono.testing.ranks.leaks import LeakCheck
 from unisono.testing.ranks.output import of_threads
 from unisono.testing.ranks.plugin import Place, place_of
 from unisono.tracebacks import hides
@@ -219,8 +217,6 @@ class Pools:
         limit_s = None if is_debugged else place.timeout_s
         is_kept = item.config.getoption("capture", "fd") != "no"
         try:
-            are_threads = find_model(place.backend).replicas_are_threads
-            leaks = LeakCheck(of_rank=False) if are_threads else None
             with of_threads(is_kept) as printed:
                 answers = pool.run(body.run_test, item.nodeid, tmp_path, timeout_s=limit_s)
         except (UnknownBackendError, ArgumentError) as error:
@@ -229,10 +225,7 @@ class Pools:
             raise pytest.skip.Exception(str(error), _use_item_location=True) from None
         self._failed = []
         merged = reports.merge(answers, place, item, printed)
-        if leaks is not None and not merged.has_lasting_fixtures and (left := leaks.left()):
-            merged.blame(item, place, left)
-            leaks.restore()
-        if merged.is_left_in_disorder and not is_debugged:
+        if merged.has_lost_context and not is_debugged:
             pool.drop()
         seed = item.config.getoption("ranks_delay")
         if seed is not None and merged.outcome == "failed":

@@ -24,7 +24,6 @@ from unisono.errors import CollectiveTimeoutError, WorkerFailedError
 from unisono.launchers.job.failure import Failure
 from unisono.testing.ranks.answers import Answers
 from unisono.testing.ranks.body import Reports, TestFailed
-from unisono.testing.ranks.leaks import left_text
 from unisono.testing.ranks.output import Printed
 from unisono.testing.ranks.plugin import Place
 from unisono.testing.ranks.world import ranks_text
@@ -51,18 +50,7 @@ class Merged:
     sections: list[tuple[str, str]] = field(default_factory=list)
     properties: list[tuple[str, object]] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
-    is_left_in_disorder: bool = False
-    has_lasting_fixtures: bool = False
-
-    def blame(self, item: pytest.Item, place: Place, left: Sequence[str]) -> None:
-        """Fail for what ranks left behind that are threads; else say it, too."""
-        self.is_left_in_disorder = True
-        text = left_text(left)
-        if self.outcome != "passed":
-            self.sections.append(("Left behind", text))
-            return
-        self.outcome, self.wasxfail = "failed", None
-        self.longrepr = _headed(text, f"{_of(range(place.size), place)}, one process:", item)
+    has_lost_context: bool = False
 
     def give(self) -> None:
         """Raise what isn't a success."""
@@ -112,8 +100,7 @@ def merge(answers: Answers, place: Place, item: pytest.Item, printed: Printed) -
         facts = {"warning_message": message, "when": "runtest", "nodeid": item.nodeid}
         item.ihook.pytest_warning_recorded.call_historic(kwargs={**facts, "location": None})
     merged = _merged(answers, place, item, told)
-    merged.is_left_in_disorder = any(each.is_left_in_disorder for each in by_rank.values())
-    merged.has_lasting_fixtures = any(each.has_lasting_fixtures for each in by_rank.values())
+    merged.has_lost_context = any(each.has_lost_context for each in by_rank.values())
     merged.sections = [*_sections(told, printed, place.size)]
     for one in told:
         for report in one.reports[-1:]:
