@@ -6,14 +6,11 @@ import re
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from tests.support.processes import MARK, marked, python, run_python
 from tests.support.sessions import Sessions
-from unisono.testing.ranks.delays import _COLLECTIVES, Delays
 
 LEFT_S = 20.0  # for what is left of a session to end
 
@@ -428,65 +425,6 @@ def test_a_session_names_what_went_wrong_and_goes_on(
             "*time.sleep(1000)",
             "rank 1 of 2 was ended by SIGSEGV*",
         ]
-    )
-
-
-SLOW = """
-import time
-
-import pytest
-import unisono as idist
-
-@pytest.mark.ranks(2)
-def test_takes_its_time(world, request):
-    begin = time.perf_counter()
-    for _ in range(20):
-        idist.all_gather("x")
-    print("seconds", request.node.name, time.perf_counter() - begin)
-
-
-@pytest.mark.ranks(2, on="threads")
-def test_fails(world):
-    assert world.rank < 0
-"""
-
-
-def test_delays_come_before_collectives_and_the_seed_is_printed(
-    sessions: Sessions, tmp_path: Path
-) -> None:
-    result = sessions.run(tmp_path, "slow_tests.py", "--ranks-delay=7", "-rP", slow_tests=SLOW)
-    result.assert_outcomes(passed=2, failed=1)
-    result.stdout.fnmatch_lines(["ranks: collectives are delayed by --ranks-delay=7"])
-    result.stdout.fnmatch_lines(["*- Random delays -*", "--ranks-delay=7 repeats them"])
-    spent = [line.split()[1:] for line in result.outlines if line.startswith("seconds ")]
-    for on in ("threads", "gloo"):
-        name = f"test_takes_its_time[2-{on}]"
-        spent_s = [float(seconds) for of, seconds in spent if of == name]
-        delays = drawn(7, f"slow_tests.py::{name}", 0)
-        assert len(spent_s) == 2
-        assert min(spent_s) >= sum(delays[:20]) > 0
-
-
-def drawn(seed: int, test: str, rank: int) -> list[float]:
-    model: Any = SimpleNamespace(**dict.fromkeys(_COLLECTIVES, len))
-    delays = Delays(model, seed, rank)
-    delays.begin(test)
-    return [delays.seconds() for _ in range(100)]
-
-
-def test_delays_are_the_same_for_the_same_seed_test_and_rank() -> None:
-    first = drawn(1, "test", 0)
-    assert first == drawn(1, "test", 0)
-    assert first not in (drawn(2, "test", 0), drawn(1, "other", 0), drawn(1, "test", 1))
-    assert 0 in first
-    assert 0 < max(first) < 0.1
-
-
-def test_a_seed_that_is_none_is_refused(sessions: Sessions, tmp_path: Path) -> None:
-    result = sessions.run(tmp_path, "--ranks-delay=soon")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(
-        ["*--ranks-delay: SEED should be a whole number, or random: 'soon'"]
     )
 
 

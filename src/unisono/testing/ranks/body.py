@@ -25,7 +25,6 @@ from unisono.errors import UnisonoError
 from unisono.launchers.job.pickling import load_from_parent
 from unisono.launchers.job.worker import describe
 from unisono.testing.ranks.debugger import examine
-from unisono.testing.ranks.delays import Delays
 from unisono.testing.ranks.plugin import IN_RANK, OF_A_PROCESS
 
 # Plug-ins that talk to the terminal, keep the time, or watch the whole session: the parent's do.
@@ -128,8 +127,6 @@ class _RankSession:
         self._tmp_path = Path()
         self._failure: pytest.ExceptionInfo[BaseException] | None = None
         self._model = context.current_model()
-        seed = setting.options.get("ranks_delay")
-        self._delays = None if seed is None else Delays(self._model, seed, self._rank)
         self._config = self._configured(setting)
         self._errors: dict[str, str] = {}
         self._session = pytest.Session.from_config(self._config)
@@ -177,8 +174,6 @@ class _RankSession:
         self._tmp_path, self._failure = Path(tmp_path), None
         self._session._setupstate.teardown_exact(item)
         around: Any = item.parent  # its fixtures stay
-        if self._delays is not None:
-            self._delays.begin(nodeid)
         item.ihook.pytest_runtest_protocol(item=item, nextitem=around)
         result = Reports(
             self._reports,

@@ -6,9 +6,7 @@ until the first test that is marked, or asks for ``ranks``.
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -79,31 +77,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="the rank in which --pdb starts the debugger (default: 0, else the first that failed)",
     )
-    group.addoption(
-        "--ranks-delay",
-        type=_seed,
-        metavar="SEED",
-        help="delay collectives of tests marked ranks at random, to find races; SEED is a number, "
-        "or random",
-    )
     parser.addini("ranks_on", "backends of tests marked ranks", type="args", default=[])
     parser.addini("ranks_timeout", "seconds that a test marked ranks may take", default="30")
-
-
-def _seed(text: str) -> int:
-    if text == "random":
-        return random.randrange(10**6)
-    try:
-        return int(text)
-    except ValueError:
-        why = f"SEED should be a whole number, or random: {text!r}"
-        raise argparse.ArgumentTypeError(why) from None
-
-
-def pytest_report_header(config: pytest.Config) -> str | None:
-    """Print the seed of random delays."""
-    seed = config.getoption("ranks_delay")
-    return None if seed is None else f"ranks: collectives are delayed by --ranks-delay={seed}"
 
 
 @pytest.hookimpl(trylast=True)  # after pytest's own debugger

@@ -227,9 +227,6 @@ class Pools:
         merged = reports.merge(answers, place, item, printed)
         if merged.has_lost_context and not is_debugged:
             pool.drop()
-        seed = item.config.getoption("ranks_delay")
-        if seed is not None and merged.outcome == "failed":
-            merged.sections.append(("Random delays", f"--ranks-delay={seed} repeats them\n"))
         self._merged[item.nodeid], self._failed = merged, merged.failed
         merged.give()
 
