@@ -6,6 +6,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from unisono.context import current_model
@@ -13,7 +14,6 @@ from unisono.errors import LaunchError, WorkerFailedError
 from unisono.lifecycle import spawn
 from unisono.model.contract import ComputationModel
 from unisono.registry import find_model
-from unisono.testing._derived import note_derived
 from unisono.testing._watchdog import Board, Watch
 from unisono.testing.cases import LAWS, Law
 
@@ -21,6 +21,9 @@ __all__ = ("Kept", "LawBrokenError", "Outcome", "Status", "check", "keep_laws", 
 
 Status = Literal["passed", "derived", "unsupported", "failed"]
 
+_DERIVED = (
+    *("exchange", "all_reduce", "broadcast", "reduce", "scatter", "reduce_scatter", "all_to_all"),
+)
 _GRACE = 1.5  # the model's own deadline over the law's, which comes first and shows all stacks
 
 
@@ -100,7 +103,7 @@ def keep_laws(local_rank: int, names: Sequence[str], folder: str = "") -> list[K
         LawBrokenError: the first law that doesn't hold here.
     """
     model = current_model()
-    used, board = note_derived(model), Board(folder, model.topology.rank)
+    used, board = _note_derived(model), Board(folder, model.topology.rank)
     kept = []
     for name in names:
         start = time.perf_counter()
@@ -113,6 +116,25 @@ def keep_laws(local_rank: int, names: Sequence[str], folder: str = "") -> list[K
         kept.append(Kept(time.perf_counter() - start, tuple(sorted(used))))
     board.enter("")
     return kept
+
+
+def _note_derived(model: ComputationModel) -> set[str]:
+    """Record each derived member that is called on a model."""
+    # It gets a class of its own below its class, so that no other replica is touched.
+    used: set[str] = set()
+    cls: Any = type(model)
+
+    def noting(name: str, derived: Callable[..., Any]) -> Callable[..., Any]:
+        def member(*args: Any, **kwargs: Any) -> Any:
+            used.add(name)
+            return derived(*args, **kwargs)
+
+        return member
+
+    base = {name: getattr(ComputationModel, name) for name in _DERIVED}
+    own = {name: noting(name, of) for name, of in base.items() if getattr(cls, name) is of}
+    model.__class__ = type(cls)(cls.__name__, (cls,), {**own, "__module__": cls.__module__})
+    return used
 
 
 def _text_of(error: Exception) -> str:
@@ -168,12 +190,7 @@ def check(
     done: list[Outcome] = []
     while waiting:
         names = [law.name for law in waiting if law.needs <= model.capabilities]
-
-        def start(folder: str, names: Sequence[str] = names) -> list[list[Kept]]:
-            arguments = {"args": (names, folder), "nproc_per_node": nproc, **options}
-            rows: list[list[Kept]] = launch(backend, keep_laws, **arguments)
-            return rows
-
+        start = partial(launch, backend, keep_laws, nproc_per_node=nproc, **options)
         batch = _run(start, names, timeout_s) if names else _Batch()
         while waiting:
             law = waiting.pop(0)
@@ -184,14 +201,12 @@ def check(
     return done
 
 
-def _run(
-    start: Callable[[str], list[list[Kept]]], names: Sequence[str], timeout_s: float
-) -> _Batch:
+def _run(start: Callable[..., Any], names: Sequence[str], timeout_s: float) -> _Batch:
     """Run laws in new replicas until one is broken, and say which and how."""
     batch = _Batch()
     with Watch(timeout_s) as watch:
         try:
-            rows = start(watch.folder)
+            rows: list[list[Kept]] = start(args=(names, watch.folder))
             batch.kept = {name: _joined(row) for name, *row in zip(names, *rows, strict=True)}
         except LaunchError as error:
             batch.broken, batch.reason = _broken_law(error, names, watch)
