@@ -142,7 +142,6 @@ WRITES_ENVIRON = {
     "launchers.job.wrapper": "a rank's share of cores; programs that it starts know of no link",
     "models.horovod.context": "hvd.init leaves a variable behind",
     "models.native.rendezvous": "gloo is told its address by a variable alone, which goes again",
-    "testing.environments": "a law gives an environment certain variables, and takes them back",
 }
 MODELS_READING_ENVIRON = {
     "models.horovod.context": "Horovod is told by variables",

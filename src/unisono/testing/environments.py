@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 from unisono.environments.detection import ENVIRONMENTS, Environment
 from unisono.environments.reader import Recorder
 from unisono.errors import EnvironmentDetectionError
 from unisono.registry import find_environment
-from unisono.testing.launchers import check_info
-from unisono.testing.runner import Outcome, Status
+from unisono.testing._trials import UntestableError, check_info, outcome_of
+from unisono.testing.runner import Outcome
 from unisono.topology import RankInfo
 
 __all__ = ("ENVIRONMENT_LAWS", "EnvironmentTrial", "check_environment")
@@ -35,10 +35,6 @@ _FOREIGN = {
     "EMPTY": "",
     "ODD": "a=b=c\n\u2028é",
 }
-
-
-class _UntestableError(Exception):
-    """Raised where a law can't be checked; says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +86,7 @@ class EnvironmentTrial:
     def needs_examples(self) -> None:
         """Skip the law where nothing is known of the launcher's variables."""
         if not self.examples:
-            raise _UntestableError("it has no EXAMPLES: variables of a rank, as its launcher sets")
+            raise UntestableError("it has no EXAMPLES: variables of a rank, as its launcher sets")
 
 
 Law = Callable[[EnvironmentTrial], None]
@@ -102,17 +98,9 @@ def _law(check: Law) -> Law:
     return check
 
 
-@contextlib.contextmanager
-def _process_has(env: Mapping[str, str]) -> Iterator[None]:
-    """Let this process have these variables alone, while it lasts."""
-    before = dict(os.environ)
-    os.environ.clear()
-    try:
-        os.environ.update(env)
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+def _process_has(env: Mapping[str, str]) -> Any:
+    """Let this process have these variables alone within a block."""
+    return mock.patch.dict(os.environ, env, clear=True)
 
 
 def _identity(info: RankInfo | None) -> tuple[int, int] | None:
@@ -249,17 +237,14 @@ def it_is_loaded_without_torch(trial: EnvironmentTrial) -> None:
         module = getattr(trial.environment, "__name__", type(trial.environment).__module__)
     code = f"import sys, {module}; sys.exit({_IMPORTS_TORCH} * ('torch' in sys.modules))"
     path = os.pathsep.join(filter(None, sys.path))
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            timeout=_LOAD_S,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise AssertionError(f"importing {module} wasn't done after {_LOAD_S:g} s") from error
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=_LOAD_S,
+    )
     assert done.returncode != _IMPORTS_TORCH, f"module {module} imports torch"
     alone = f"module {module} can't be imported alone: {done.stderr.strip()}"
     assert done.returncode == 0, alone
@@ -294,21 +279,7 @@ def check_environment(
     module = find_environment(environment)
     own_examples: Any = getattr(module, "EXAMPLES", ()) if examples is None else examples
     trial = EnvironmentTrial(environment, module, tuple(own_examples))
-    done = []
-    for name in ENVIRONMENT_LAWS if laws is None else laws:
-        begin = time.perf_counter()
-        status, reason = _check(ENVIRONMENT_LAWS[name], trial)
-        done.append(Outcome(name, 0, status, reason, time.perf_counter() - begin))
-    return done
-
-
-def _check(law: Law, trial: EnvironmentTrial) -> tuple[Status, str]:
-    try:
-        law(trial)
-    except _UntestableError as error:
-        return "unsupported", str(error)
-    except Exception as error:
-        return "failed", (
-            str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
-        )
-    return "passed", ""
+    return [
+        outcome_of(name, 0, partial(ENVIRONMENT_LAWS[name], trial))
+        for name in (ENVIRONMENT_LAWS if laws is None else laws)
+    ]

@@ -481,9 +481,9 @@ FORKS = """
 import os
 import signal
 
-from unisono.testing._last_words import Witness
+from unisono.testing.launchers import _witness
 
-with Witness("mine"):
+with _witness("mine", "a_law", "/nowhere"):
     child = os.fork()
     if not child:
         signal.alarm(60)  # and no longer, where the test fails
