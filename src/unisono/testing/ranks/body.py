@@ -9,23 +9,24 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from warnings import WarningMessage
 
 import pytest
 from _pytest.config import Config, create_terminal_writer
+from _pytest.debugging import post_mortem
 
 from unisono import context, facts
 from unisono.errors import UnisonoError
 from unisono.launchers.job.pickling import load_from_parent
 from unisono.launchers.job.worker import describe
-from unisono.testing.ranks.debugger import examine
-from unisono.testing.ranks.plugin import IN_RANK, OF_A_PROCESS
+from unisono.testing.ranks.place import IN_RANK, OF_A_PROCESS
 
 # Plug-ins that talk to the terminal, keep the time, or watch the whole session: the parent's do.
 _PARENTS = (
@@ -55,15 +56,15 @@ class Setting:
     process: int
 
 
-@dataclass(frozen=True)
-class Reports:
-    """What one rank tells of one test."""
+@dataclass
+class Told:
+    """What one rank tells of one test: pytest's reports as data, and what they don't have."""
 
-    reports: list[dict[str, Any]]
+    reports: list[dict[str, Any]] = field(default_factory=list)
     failed_at: float = 0.0
     is_secondary: bool = False
     has_lost_context: bool = False
-    warnings: tuple[tuple[str, type[Warning], str, int], ...] = ()
+    warnings: list[tuple[str, type[Warning], str, int]] = field(default_factory=list)
 
 
 class TestFailed(Exception):
@@ -71,64 +72,34 @@ class TestFailed(Exception):
 
     __test__ = False  # for pytest, which looks at names
 
-    def __init__(self, reports: Reports) -> None:
-        super().__init__(reports)
-        self.reports = reports
+    def __init__(self, told: Told) -> None:
+        super().__init__(told)
+        self.told = told
 
 
 def begin(local_rank: int, setting: Setting) -> None:
     """Make the session of this rank."""
-    del local_rank
     with _lock:  # threads import the same modules
-        _here.session = _RankSession(setting)
+        _here.session = RankSession(setting)
 
 
-def run_test(local_rank: int, nodeid: str, tmp_path: str) -> Reports:
-    """Run a test with its fixtures."""
-    # Local, but for what the test does.
-    del local_rank
-    session: _RankSession = _here.session
-    return session.run(nodeid, tmp_path)
+def in_session(local_rank: int, method: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a method of this rank's session."""
+    return method(_here.session, *arguments)
 
 
-def call(local_rank: int, pickled: bytes) -> Any:
-    """Run a function of the parent's."""
-    del local_rank
-    session: _RankSession = _here.session
-    function, args, kwargs = load_from_parent(pickled, defines=session.is_process)
-    return function(*args, **kwargs)
-
-
-def debug(local_rank: int, rank: int, stdin: str) -> None:
-    """Let the user look at the last failure of one rank."""
-    session: _RankSession = _here.session
-    if local_rank == rank:
-        session.debug(stdin)
-
-
-def leave(local_rank: int, stay: Sequence[str]) -> None:
-    """End the fixtures of all modules and classes but those named."""
-    # Local, but for what the fixtures do.
-    del local_rank
-    session: _RankSession = _here.session
-    session.leave(frozenset(stay))
-
-
-class _RankSession:
-    """A session of pytest without terminal or main loop."""
+class RankSession:
+    """A session of pytest without terminal or main loop, which runs one test at a time."""
 
     def __init__(self, setting: Setting) -> None:
-        self.is_process = os.getpid() != setting.process
+        self.is_process: bool = os.getpid() != setting.process
         self._rank = facts.get_rank()
-        self._reports: list[dict[str, Any]] = []
-        self._warnings: list[tuple[str, type[Warning], str, int]] = []
-        self._failed_at = 0.0
-        self._is_secondary = False
+        self._model = context.current_model()
+        self._told = Told()
         self._tmp_path = Path()
         self._failure: pytest.ExceptionInfo[BaseException] | None = None
-        self._model = context.current_model()
-        self._config = self._configured(setting)
         self._errors: dict[str, str] = {}
+        self._config = self._configured(setting)
         self._session = pytest.Session.from_config(self._config)
         self._config.hook.pytest_sessionstart(session=self._session)
         self._items = {
@@ -164,27 +135,24 @@ class _RankSession:
         config._do_configure()
         return config
 
-    def run(self, nodeid: str, tmp_path: str) -> Reports:
-        """Run one test."""
+    def run(self, nodeid: str, tmp_path: str) -> Told:
+        """Run one test with its fixtures."""
         item = self._items.get(nodeid)
         if item is None:
             raise UnisonoError(self._why_not_here(nodeid))
-        self._reports, self._failed_at, self._is_secondary = [], 0.0, False
-        self._warnings = []
-        self._tmp_path, self._failure = Path(tmp_path), None
+        self._told, self._failure, self._tmp_path = Told(), None, Path(tmp_path)
         self._session._setupstate.teardown_exact(item)
         around: Any = item.parent  # its fixtures stay
         item.ihook.pytest_runtest_protocol(item=item, nextitem=around)
-        result = Reports(
-            self._reports,
-            self._failed_at,
-            self._is_secondary,
-            context.current_model() is not self._model,
-            tuple(self._warnings),
-        )
-        if any(report["outcome"] != "passed" for report in self._reports):
-            raise TestFailed(result)
-        return result
+        self._told.has_lost_context = context.current_model() is not self._model
+        if any(report["outcome"] != "passed" for report in self._told.reports):
+            raise TestFailed(self._told)
+        return self._told
+
+    def call(self, pickled: bytes) -> Any:
+        """Run a function of the parent's."""
+        function, args, kwargs = load_from_parent(pickled, defines=self.is_process)
+        return function(*args, **kwargs)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_teardown(self) -> Generator[None, Any, Any]:
@@ -208,17 +176,30 @@ class _RankSession:
             "parameters are must be the same in every process"
         )
 
-    def leave(self, stay: frozenset[str]) -> None:
-        """End the fixtures of what isn't named."""
+    def leave(self, stay: Sequence[str]) -> None:
+        """End the fixtures of all modules and classes but those named."""
         state = self._session._setupstate
         chain = [node for node in state.stack if node.nodeid in stay]
         around: Any = _Chain(chain) if stay else None
         state.teardown_exact(around)
 
     def debug(self, stdin: str) -> None:
-        """Let the user look at the last failure."""
-        if self._failure is not None:
-            examine(self._config, self._failure, stdin if self.is_process else None)
+        """Let the user look at the last failure; what this prints is where the session prints."""
+        if self._failure is None:
+            return
+        at = self._failure.value if sys.version_info >= (3, 13) else self._failure.tb
+        if not self.is_process:
+            post_mortem(at)
+            return
+        capture: Any = self._config.pluginmanager.get_plugin("capturemanager")
+        if capture is not None:
+            capture.suspend(in_=True)
+        kept = os.dup(0)
+        _read_from(os.open(stdin, os.O_RDONLY))
+        try:
+            post_mortem(at)
+        finally:
+            _read_from(kept)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Keep why a file can't be collected."""
@@ -232,28 +213,35 @@ class _RankSession:
         """Take note of when and why this rank failed."""
         del item
         report = yield
-        if report.failed and call.excinfo is not None and not self._failed_at:
-            self._failed_at = time.monotonic()
-            self._is_secondary = describe(call.excinfo.value).is_secondary
+        if report.failed and call.excinfo is not None and not self._told.failed_at:
+            self._told.failed_at = time.monotonic()
+            self._told.is_secondary = describe(call.excinfo.value).is_secondary
             self._failure = call.excinfo
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep what the parent is told."""
         hook = self._config.hook
-        self._reports.append(hook.pytest_report_to_serializable(config=self._config, report=report))
+        data = hook.pytest_report_to_serializable(config=self._config, report=report)
+        self._told.reports.append(data)
 
     def pytest_warning_recorded(self, warning_message: WarningMessage) -> None:
         """Keep a warning for the parent's summary."""
         text, line = str(warning_message.message), warning_message.lineno
-        place = (text, warning_message.category, warning_message.filename, line)
-        self._warnings.append(place)
+        known = (text, warning_message.category, warning_message.filename, line)
+        self._told.warnings.append(known)
 
     @pytest.fixture
     def tmp_path(self) -> Path:
         """Return a directory that all ranks of the test have in common."""
         self._tmp_path.mkdir(parents=True, exist_ok=True)
         return self._tmp_path
+
+
+def _read_from(fd: int) -> None:
+    """Let stdin be a descriptor, which is closed."""
+    os.dup2(fd, 0)
+    os.close(fd)
 
 
 class _NoTerminal:

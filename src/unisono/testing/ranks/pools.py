@@ -7,7 +7,7 @@ import os
 import pickle
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,11 +26,11 @@ from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.lifecycle import check_job
 from unisono.pool.call import Call, once
 from unisono.pool.replicas import Replicas
-from unisono.testing.ranks import body, reports
-from unisono.testing.ranks.answers import Answers
-from unisono.testing.ranks.debugger import own_stdin
+from unisono.testing.ranks import reports
+from unisono.testing.ranks.body import RankSession, Setting, begin, in_session
 from unisono.testing.ranks.output import of_threads
-from unisono.testing.ranks.plugin import Place, place_of
+from unisono.testing.ranks.place import Place, place_of, timeout_of
+from unisono.testing.ranks.reports import Answers
 from unisono.tracebacks import hides
 
 __tracebackhide__ = hides
@@ -60,7 +60,7 @@ class Pool:
     """So many ranks on one backend; they are made when they are needed, and again after a loss."""
 
     def __init__(
-        self, backend: str, size: int, setting: Callable[[], body.Setting], keeps_failures: bool
+        self, backend: str, size: int, setting: Callable[[], Setting], keeps_failures: bool
     ) -> None:
         self.backend = backend
         self.size = size
@@ -79,19 +79,19 @@ class Pool:
         """Whether its ranks are there, as threads of this process."""
         return self._replicas is not None and set(self._replicas.pids) == {os.getpid()}
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float | None) -> Answers:
-        """Run ``function(local_rank, *args)`` in every rank."""
+    def run(self, method: Callable[..., Any], *args: Any, timeout_s: float | None) -> Answers:
+        """Call a method of every rank's session."""
         if self._replicas is not None and (self._is_held or self._replicas.has_ended()):
             self.drop()
         if self._replicas is None:
             self._start()
-        return self._run(function, args, timeout_s)
+        return self._run(in_session, (method, *args), timeout_s)
 
     def _start(self) -> None:
         check_job("a test in ranks", self.backend, self.size, {})
         limit = time.monotonic() + _START_S
         self._replicas = Replicas(self.size, self.backend, True, {}, limit)
-        begun = self._run(body.begin, (self._setting(),), _START_S)
+        begun = self._run(begin, (self._setting(),), _START_S)
         if len(begun.values) < self.size:
             self.drop()
             raise reports.error_of(begun, self.size, "starting the ranks", _START_S)
@@ -137,13 +137,17 @@ class Pool:
     def debug(self, rank: int) -> None:
         """Let the user look at the last failure of a rank."""
         replicas = self._replicas
-        if replicas is not None:
-            pickled = pickle_for_worker((body.debug, (rank, own_stdin()), {}, True))
-            replicas.send(rank, pickled, None)
-            answer = replicas.hear([rank], None)
-            fault = pickle.loads(answer[1][1]) if answer is not None else None
-            if isinstance(fault, Failure) and fault.cause is not None:
-                raise pickle.loads(fault.cause)
+        if replicas is None:
+            return
+        own = f"/proc/{os.getpid()}/fd/0"
+        stdin = own if Path(own).exists() else "/dev/tty"
+        replicas.send(
+            rank, pickle_for_worker((in_session, (RankSession.debug, stdin), {}, True)), None
+        )
+        answer = replicas.hear([rank], None)
+        fault = pickle.loads(answer[1][1]) if answer is not None else None
+        if isinstance(fault, Failure) and fault.cause is not None:
+            raise pickle.loads(fault.cause)
 
     def drop(self) -> None:
         """End the ranks, whatever they do."""
@@ -164,14 +168,17 @@ def _too_late(late: list[int]) -> NoReturn:
 
 
 class Pools:
-    """All warm ranks of a session."""
+    """All warm ranks of a session; a plug-in of it from the first test in ranks on."""
 
     def __init__(self, session: pytest.Session) -> None:
         self._session = session
         self._pools: dict[tuple[str, int], Pool] = {}
         self._numbers = itertools.count(1)
-        self._merged: dict[str, reports.Merged] = {}
-        self._failed: list[int] = []  # of the last test, the first cause first
+        self._merged: reports.Merged | None = None  # of the last test
+        manager = session.config.pluginmanager
+        self._debugger: Any = manager.get_plugin("pdbinvoke")  # which knows nothing of ranks
+        if self._debugger is not None:
+            manager.unregister(self._debugger)
 
     def _pool(self, backend: str, size: int) -> Pool:
         key = (backend, size)
@@ -184,7 +191,7 @@ class Pools:
         factory: Any = getattr(self._session.config, "_tmp_path_factory")  # noqa: B009 - private
         return Path(factory.getbasetemp())
 
-    def _setting(self) -> body.Setting:
+    def _setting(self) -> Setting:
         config = self._session.config
         marked = [item for item in self._session.items if place_of(item) is not None]
         files = dict.fromkeys(str(item.path) for item in marked)
@@ -192,7 +199,7 @@ class Pools:
         options.pop("file_or_dir", None)
         temporary = self._temporary() / "ranks"
         temporary.mkdir(exist_ok=True)
-        return body.Setting(
+        return Setting(
             {**options, **_OFF},
             str(config.rootpath),
             None if config.inipath is None else str(config.inipath),
@@ -204,9 +211,8 @@ class Pools:
     def ranks(self, size: int, *, on: str = "threads", timeout: float | None = None) -> Ranks:
         """Give ranks for functions of a test that stays in the parent."""
         config = self._session.config
-        given = timeout if timeout is not None else config.getoption("ranks_timeout")
-        timeout_s = float(config.getini("ranks_timeout") if given is None else given)
-        return Ranks(self._pool(on, size), timeout_s)
+        given = config.getoption("ranks_timeout") if timeout is None else timeout
+        return Ranks(self._pool(on, size), timeout_of(config, given))
 
     def run_test(self, item: pytest.Function, place: Place) -> None:
         """Run a marked test in its ranks, and raise unless it passes."""
@@ -216,30 +222,46 @@ class Pools:
         is_debugged = item.config.getoption("usepdb", False)
         limit_s = None if is_debugged else place.timeout_s
         is_kept = item.config.getoption("capture", "fd") != "no"
+        self._merged = None
         try:
             with of_threads(is_kept) as printed:
-                answers = pool.run(body.run_test, item.nodeid, tmp_path, timeout_s=limit_s)
+                answers = pool.run(RankSession.run, item.nodeid, tmp_path, timeout_s=limit_s)
         except (UnknownBackendError, ArgumentError) as error:
             raise pytest.fail.Exception(str(error), pytrace=False) from None
         except BackendUnavailableError as error:
             raise pytest.skip.Exception(str(error), _use_item_location=True) from None
-        self._failed = []
-        merged = reports.merge(answers, place, item, printed)
+        self._merged = merged = reports.merge(answers, place, item, printed)
         if merged.has_lost_context and not is_debugged:
             pool.drop()
-        self._merged[item.nodeid], self._failed = merged, merged.failed
         merged.give()
 
-    def fill(self, item: pytest.Item, report: pytest.TestReport) -> None:
-        """Put what the ranks told into the report of the session."""
-        merged = self._merged.pop(item.nodeid, None)
-        if merged is not None:
-            merged.fill(report)
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, Any, Any]:
+        """Report what the ranks did in place of what this process did for them."""
+        report = yield
+        if call.when == "call" and place_of(item) is not None and self._merged is not None:
+            self._merged.fill(report)
+        return report
 
-    def debug(self, item: pytest.Item, place: Place) -> None:
-        """Let the user look at the failure of a test, in the rank that was asked for."""
-        terminal: Any = item.config.pluginmanager.get_plugin("terminalreporter")
-        failed, wanted = self._failed, item.config.getoption("ranks_pdb")
+    def pytest_exception_interact(self, node: Any, call: pytest.CallInfo[Any], report: Any) -> None:
+        """Start the debugger of ``--pdb`` in the rank that was asked for, else pytest's own."""
+        place = place_of(node)
+        if self._debugger is None:
+            return
+        if place is None or call.when != "call":
+            self._debugger.pytest_exception_interact(node=node, call=call, report=report)
+            return
+        manager = node.config.pluginmanager
+        capture, terminal = map(manager.get_plugin, ("capturemanager", "terminalreporter"))
+        if capture is not None:
+            capture.suspend_global_capture(in_=True)
+        terminal.ensure_newline()
+        report.toterminal(terminal._tw)
+        report._pdbshown = True  # what pytest's own summary looks at
+        failed = [] if self._merged is None else self._merged.failed  # the first cause first
+        wanted = node.config.getoption("ranks_pdb")
         if not failed:
             terminal.write_line("no rank is there to look at: see the report")
             return
@@ -250,8 +272,14 @@ class Pools:
         terminal.flush()  # what the rank prints comes by another stream
         self._pool(place.backend, place.size).debug(rank)
 
-    def leave(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
-        """End fixtures whose module or class the session leaves."""
+    def pytest_internalerror(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Let the user look at an error of pytest's own."""
+        if self._debugger is not None:
+            self._debugger.pytest_internalerror(excinfo=excinfo)
+
+    @pytest.hookimpl(trylast=True)  # after what the session itself has set up
+    def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
+        """End fixtures in the ranks whose module or class the session leaves."""
         stay = [node.nodeid for node in nextitem.listchain()] if nextitem is not None else []
         parents = [node.nodeid for node in item.listchain()[:-1]]
         if stay and set(parents) <= set(stay):
@@ -276,7 +304,7 @@ class Pools:
 
 
 def _end_fixtures(pool: Pool, stay: list[str]) -> None:
-    answers = pool.run(body.leave, stay, timeout_s=_START_S)
+    answers = pool.run(RankSession.leave, stay, timeout_s=_START_S)
     if len(answers.values) < pool.size:
         error = reports.error_of(answers, pool.size, "ending fixtures", _START_S)
         pytest.fail(str(error), pytrace=False)
@@ -293,7 +321,7 @@ class Ranks:
         """Run ``function(*args, **kwargs)`` in every rank."""
         # Local; in the ranks collectives work.
         pickled = pickle_for_worker((function, args, kwargs), with_main=False)
-        answers = self._pool.run(body.call, pickled, timeout_s=self._timeout_s)
+        answers = self._pool.run(RankSession.call, pickled, timeout_s=self._timeout_s)
         size = self._pool.size
         if len(answers.values) < size:
             name = str(getattr(function, "__qualname__", function))

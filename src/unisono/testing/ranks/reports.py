@@ -20,12 +20,12 @@ from _pytest._code.code import (
 )
 
 from unisono.deadlines import format_s
-from unisono.errors import CollectiveTimeoutError, WorkerFailedError
-from unisono.launchers.job.failure import Failure
-from unisono.testing.ranks.answers import Answers
-from unisono.testing.ranks.body import Reports, TestFailed
+from unisono.errors import CollectiveTimeoutError, LaunchError, WorkerFailedError
+from unisono.launchers.job.failure import Failure, Fault
+from unisono.pool.replicas import Frame
+from unisono.testing.ranks.body import TestFailed, Told
 from unisono.testing.ranks.output import Printed
-from unisono.testing.ranks.plugin import Place
+from unisono.testing.ranks.place import Place
 from unisono.testing.ranks.world import ranks_text
 from unisono.tracebacks import fold_text
 
@@ -33,6 +33,17 @@ _ADDRESS = re.compile(r"\b0x[0-9a-f]+")
 _BODY = os.sep + os.path.join("_pytest", "python.py")  # calls a test's body
 _STRICT = "[XPASS(strict)]"
 _Outcome = Literal["passed", "failed", "skipped"]
+
+
+@dataclass
+class Answers:
+    """What ranks made of one call."""
+
+    values: dict[int, Any] = field(default_factory=dict)
+    failures: dict[int, Fault | LaunchError | None] = field(default_factory=dict)
+    stacks: dict[int, list[Frame]] = field(default_factory=dict)
+    late: list[int] = field(default_factory=list)
+    error: LaunchError | None = None
 
 
 class RanksFailed(Exception):
@@ -72,125 +83,106 @@ class Merged:
 
 
 @dataclass
-class _Told:
-    """What one rank told: pytest's reports, the one that decides, and when it failed."""
+class _Rank:
+    """What one rank told, with pytest's reports as objects."""
 
     rank: int
+    told: Told
     reports: list[pytest.TestReport]
-    failed_at: float = 0.0
-    is_secondary: bool = False
 
     @property
-    def decisive(self) -> pytest.TestReport | None:
-        """The report of the failure, else of the skip; None for a success."""
-        by_outcome = [
-            next((r for r in self.reports if r.outcome == outcome), None)
-            for outcome in ("failed", "skipped")
-        ]
-        return by_outcome[0] or by_outcome[1]
+    def decisive(self) -> pytest.TestReport:
+        """The report of the failure, else of the skip, else the last."""
+        by_outcome = {report.outcome: report for report in reversed(self.reports)}
+        return by_outcome.get("failed") or by_outcome.get("skipped") or self.reports[-1]
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether it failed as it passed, against a strict xfail."""
+        return str(self.decisive.longrepr).startswith(_STRICT)
 
 
 def merge(answers: Answers, place: Place, item: pytest.Item, printed: Printed) -> Merged:
     """Make one report of what ranks told."""
-    by_rank = _reports(answers, item)
-    told = [_told(rank, reports, item) for rank, reports in by_rank.items()]
-    warned = [warning for each in by_rank.values() for warning in each.warnings]
+    ranks = [_loaded(rank, told, item) for rank, told in _told(answers, item)]
+    warned = [warning for each in ranks for warning in each.told.warnings]
     for text, category, file, line in dict.fromkeys(warned):
         message = WarningMessage(text, category, file, line)
         facts = {"warning_message": message, "when": "runtest", "nodeid": item.nodeid}
         item.ihook.pytest_warning_recorded.call_historic(kwargs={**facts, "location": None})
-    merged = _merged(answers, place, item, told)
-    merged.has_lost_context = any(each.has_lost_context for each in by_rank.values())
-    merged.sections = [*_sections(told, printed, place.size)]
-    for one in told:
-        for report in one.reports[-1:]:
-            merged.properties += [p for p in report.user_properties if p not in merged.properties]
+    merged = _merged(answers, place, item, ranks)
+    merged.has_lost_context = any(each.told.has_lost_context for each in ranks)
+    merged.sections = [*_sections(ranks, printed, place.size)]
+    for each in ranks:
+        own = each.reports[-1].user_properties
+        merged.properties += [p for p in own if p not in merged.properties]
     return merged
 
 
-def _merged(answers: Answers, place: Place, item: pytest.Item, told: list[_Told]) -> Merged:
-    failed = [one for one in told if one.decisive is not None and one.decisive.failed]
-    xfailed = [o for o in told if o.decisive is not None and hasattr(o.decisive, "wasxfail")]
-    skipped = [o for o in told if o.decisive is not None and o.decisive.skipped]
+def _merged(answers: Answers, place: Place, item: pytest.Item, ranks: list[_Rank]) -> Merged:
+    failed = [one for one in ranks if one.decisive.failed]
+    skips = [one.decisive for one in ranks if one.decisive.skipped]
     is_lost = answers.error is not None or bool(answers.late)
-    if any(not (one.is_secondary or _is_strict(one)) for one in failed) or is_lost:
+    if is_lost or any(not (one.told.is_secondary or one.is_strict) for one in failed):
         return _failure(answers, place, item, failed)
-    for one in (*[o for o in xfailed if o.decisive and o.decisive.skipped], *skipped):
-        assert one.decisive is not None
-        reason = getattr(one.decisive, "wasxfail", None)
-        return Merged("skipped", "call", one.decisive.longrepr, reason)
-    if failed or len(told) < place.size:
+    if skips:
+        first = min(skips, key=lambda report: not hasattr(report, "wasxfail"))
+        return Merged("skipped", "call", first.longrepr, getattr(first, "wasxfail", None))
+    if failed or len(ranks) < place.size:
         return _failure(answers, place, item, failed)
-    reasons = [report.wasxfail for o in told for report in o.reports if hasattr(report, "wasxfail")]
+    reasons = [r.wasxfail for one in ranks for r in one.reports if hasattr(r, "wasxfail")]
     return Merged(wasxfail=reasons[0] if reasons else None)
 
 
-def _is_strict(one: _Told) -> bool:
-    return one.decisive is not None and str(one.decisive.longrepr).startswith(_STRICT)
-
-
-def _reports(answers: Answers, item: pytest.Item) -> dict[int, Reports]:
+def _told(answers: Answers, item: pytest.Item) -> list[tuple[int, Told]]:
     """Return what each rank told, also one that failed outside of the test's phases."""
-    told: dict[int, Reports] = dict(answers.values)
+    told: dict[int, Told] = dict(answers.values)
     for rank, fault in answers.failures.items():
         cause = None
         if isinstance(fault, Failure) and fault.cause is not None:
             cause = pickle.loads(fault.cause)
         if isinstance(cause, TestFailed):
-            told[rank] = cause.reports
+            told[rank] = cause.told
         elif isinstance(cause, pytest.exit.Exception):
             raise cause
         else:
             text = fault.traceback if isinstance(fault, Failure) else str(fault)
             headline = fault.summary if isinstance(fault, Failure) else str(fault)
-            report = pytest.TestReport(
-                item.nodeid, item.location, {}, "failed", _text(item, headline, text), "call"
-            )
+            failure = _text(item, headline, text)
+            report = pytest.TestReport(item.nodeid, item.location, {}, "failed", failure, "call")
             data = item.config.hook.pytest_report_to_serializable(config=item.config, report=report)
-            told[rank] = Reports([data], time.monotonic())
-    return dict(sorted(told.items()))
+            told[rank] = Told([data], time.monotonic())
+    return sorted(told.items())
 
 
-def _told(rank: int, reports: Reports, item: pytest.Item) -> _Told:
-    hook = item.config.hook
-    loaded = [
-        hook.pytest_report_from_serializable(config=item.config, data=data)
-        for data in reports.reports
-    ]
-    return _Told(rank, loaded, reports.failed_at, reports.is_secondary)
+def _loaded(rank: int, told: Told, item: pytest.Item) -> _Rank:
+    load = item.config.hook.pytest_report_from_serializable
+    return _Rank(rank, told, [load(config=item.config, data=data) for data in told.reports])
 
 
-def _failure(answers: Answers, place: Place, item: pytest.Item, failed: Sequence[_Told]) -> Merged:
+def _failure(answers: Answers, place: Place, item: pytest.Item, failed: Sequence[_Rank]) -> Merged:
     """Write the failure: what is lost, else the first cause; then the others."""
-    groups = _groups(failed)
-    others = groups
+    groups = others = _groups(failed)
     longrepr: Any
     when: Any = "call"
     if answers.error is not None:
         text = str(answers.error)
         longrepr = _text(item, text.partition("\n")[0], text)
     elif answers.late:
-        late = ranks_text(answers.late)
         wasnt = "wasn't" if len(answers.late) == 1 else "weren't"
-        head = (
-            f"{late} of {place.size} {wasnt} done after {format_s(place.timeout_s)} "
-            f"({place.backend})"
-        )
+        limit = f"{format_s(place.timeout_s)} ({place.backend})"
+        head = f"{ranks_text(answers.late)} of {place.size} {wasnt} done after {limit}"
         longrepr = _text(item, head, _stacks(answers, place.size))
     else:
         first, *others = groups
-        decisive = first[0].decisive
-        assert decisive is not None
-        longrepr, when = decisive.longrepr, decisive.when
-        longrepr = _headed(longrepr, f"{_of([o.rank for o in first], place)}:", item)
+        when = first[0].decisive.when
+        longrepr = _headed(first[0].decisive.longrepr, f"{_of(first, place)}:", item)
     for group in others:
-        decisive = group[0].decisive
-        assert decisive is not None
-        name = _of([one.rank for one in group], place)
-        if group[0].is_secondary:
-            longrepr.addsection(f"{name}, because of it", _crash(decisive.longrepr))
+        own = group[0].decisive.longrepr
+        if group[0].told.is_secondary:
+            longrepr.addsection(f"{_of(group, place)}, because of it", _crash(own))
         else:
-            longrepr.addsection(name, str(decisive.longrepr))
+            longrepr.addsection(_of(group, place), str(own))
     if answers.stacks and not answers.late:
         waited = f"{ranks_text(answers.stacks)} of {place.size} still ran, and were ended"
         longrepr.addsection(waited, _stacks(answers, place.size))
@@ -198,18 +190,17 @@ def _failure(answers: Answers, place: Place, item: pytest.Item, failed: Sequence
     return Merged("failed", when, longrepr, failed=[] if answers.error else ranks)
 
 
-def _groups(failed: Iterable[_Told]) -> list[list[_Told]]:
+def _groups(failed: Iterable[_Rank]) -> list[list[_Rank]]:
     """Group ranks by equal failure: own causes before others', the earliest first."""
-    groups: dict[tuple[bool, str], list[_Told]] = {}
-    for one in sorted(failed, key=lambda one: (one.is_secondary, _is_strict(one), one.failed_at)):
-        assert one.decisive is not None
+    groups: dict[tuple[bool, str], list[_Rank]] = {}
+    for one in sorted(failed, key=lambda r: (r.told.is_secondary, r.is_strict, r.told.failed_at)):
         text = _ADDRESS.sub("0x", f"{one.decisive.when} {_crash(one.decisive.longrepr)}")
-        groups.setdefault((one.is_secondary, text), []).append(one)
+        groups.setdefault((one.told.is_secondary, text), []).append(one)
     return list(groups.values())
 
 
-def _of(ranks: Sequence[int], place: Place) -> str:
-    return f"{ranks_text(ranks)} of {place.size} ({place.backend})"
+def _of(group: Iterable[_Rank], place: Place) -> str:
+    return f"{ranks_text([one.rank for one in group])} of {place.size} ({place.backend})"
 
 
 def _text(item: pytest.Item, headline: str, text: str) -> ExceptionChainRepr:
@@ -258,17 +249,17 @@ def _stacks(answers: Answers, size: int) -> str:
     return "\n".join(parts)
 
 
-def _sections(told: Sequence[_Told], printed: Printed, size: int) -> Iterable[tuple[str, str]]:
+def _sections(ranks: Sequence[_Rank], printed: Printed, size: int) -> Iterable[tuple[str, str]]:
     """Name what ranks printed and logged by rank, what is equal once."""
     by_text: dict[tuple[str, str], list[int]] = {}
-    for one in told:
-        for name, text in one.reports[-1].sections if one.reports else ():
+    for one in ranks:
+        for name, text in one.reports[-1].sections:
             by_text.setdefault((name, text), []).append(one.rank)
     for (rank, stream), kept in sorted(printed.items()):
         by_text.setdefault((f"Captured {stream} call", kept.getvalue()), []).append(rank)
-    for (name, text), ranks in by_text.items():
+    for (name, text), those in by_text.items():
         if text:
-            yield f"{name} ({ranks_text(ranks)} of {size})", text
+            yield f"{name} ({ranks_text(those)} of {size})", text
 
 
 def error_of(answers: Answers, size: int, what: str, timeout_s: float) -> Exception:
