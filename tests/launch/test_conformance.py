@@ -200,20 +200,19 @@ def test_a_law_whose_ranks_never_come_is_not_counted_as_passed(
     assert "0 of 2 ranks" in outcome.reason
 
 
-def test_a_timer_that_ran_before_goes_on_after_a_law() -> None:
-    def given_up(*_: object) -> None:
-        raise AssertionError("a thousand seconds have passed")
-
-    handler = signal.signal(signal.SIGALRM, given_up)
+def test_a_law_that_hangs_fails_and_a_timer_that_ran_before_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launches(monkeypatch, lambda *_, **__: threading.Event().wait(60))
     before = signal.setitimer(signal.ITIMER_REAL, 1000.0)
     try:
-        with launcher_laws._limited(5.0):
-            assert signal.getitimer(signal.ITIMER_REAL)[0] <= 5.0
+        (outcome,) = check_launcher("mine", laws=["variables_are_handed_over"], timeout_s=0.5)
         assert 900.0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 1000.0
-        assert signal.getsignal(signal.SIGALRM) is given_up
     finally:
         signal.setitimer(signal.ITIMER_REAL, *before)
-        signal.signal(signal.SIGALRM, handler)
+    assert outcome.status == "failed"
+    assert "it wasn't done after 0.5 s" in outcome.reason
+    assert "variables_are_handed_over" in outcome.reason
 
 
 # Environments that are broken on purpose.

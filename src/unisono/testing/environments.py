@@ -83,10 +83,19 @@ class EnvironmentTrial:
         self.environment.detect(reads)
         return [name for name in reads.read if name in env]
 
-    def needs_examples(self) -> None:
-        """Skip the law where nothing is known of the launcher's variables."""
+    def known(self) -> Iterator[tuple[Mapping[str, str], RankInfo]]:
+        """Yield each example with its facts."""
         if not self.examples:
             raise UntestableError("it has no EXAMPLES: variables of a rank, as its launcher sets")
+        for example in self.examples:
+            yield example, self.facts(example)
+
+    def answer(self, env: Mapping[str, str]) -> tuple[int, int] | str | None:
+        """Return rank and size, None for no job, or the text of the refusal."""
+        try:
+            return _identity(self.detect(env))
+        except EnvironmentDetectionError as error:
+            return str(error)
 
 
 Law = Callable[[EnvironmentTrial], None]
@@ -132,24 +141,17 @@ def variables_of_others_are_no_job(trial: EnvironmentTrial) -> None:
     """It says nothing of variables that aren't its launcher's, and never raises for them."""
     assert trial.detect(_FOREIGN) is None, f"it takes {sorted(_FOREIGN)} for a job"
     for other in ENVIRONMENTS:
-        if other is trial.environment:
-            continue
-        for env in getattr(other, "EXAMPLES", ()):
-            try:
-                info = trial.detect(env)
-            except EnvironmentDetectionError as error:
-                raise AssertionError(f"it refuses what {other.NAME} sets: {error}") from error
-            same = _identity(info) in (None, _identity(other.detect(env)))
-            assert same, f"it takes what {other.NAME} sets for {info}"
+        for env in () if other is trial.environment else getattr(other, "EXAMPLES", ()):
+            found = trial.answer(env)
+            is_right = found in (None, _identity(other.detect(env)))
+            assert is_right, f"given what {other.NAME} sets, it finds {found}"
 
 
 @_law
 def a_whole_example_gives_every_fact_in_its_range(trial: EnvironmentTrial) -> None:
     """Rank and size, and what else is said, are of their type and range, and fit together."""
-    trial.needs_examples()
-    for example in trial.examples:
-        info = trial.facts(example)
-        name = trial.environment.NAME
+    name = trial.environment.NAME
+    for example, info in trial.known():
         assert info.source == name, f"source={info.source!r}, not {name!r}"
         assert trial.facts({**_FOREIGN, **example}) == info, "variables of others change the facts"
 
@@ -157,17 +159,14 @@ def a_whole_example_gives_every_fact_in_its_range(trial: EnvironmentTrial) -> No
 @_law
 def a_partial_example_is_refused_by_name(trial: EnvironmentTrial) -> None:
     """Without one it says the same, no job (for one alone), or which one is missing."""
-    trial.needs_examples()
-    for example in trial.examples:
-        facts, marks = _identity(trial.facts(example)), []
+    for example, info in trial.known():
+        whole, marks = _identity(info), []
         for name in trial.variables(example):
-            answers = [_asked_about(trial, env) for env in _without(example, name)]
-            identities = [identity for identity, is_refused in answers if not is_refused]
-            if None in identities:
-                marks.append(name)
-            for identity in identities:
-                fits = identity in (None, facts)
-                assert fits, f"without {name} it says rank, size {identity}, not {facts}"
+            left_out = {each: value for each, value in example.items() if each != name}
+            found = {trial.answer(env) for env in ({**example, name: ""}, left_out)}
+            wrong = [each for each in found - {None, whole} if not isinstance(each, str)]
+            assert not wrong, f"without {name} it says rank, size {wrong}, not {whole}"
+            marks += [name] if None in found else []
         assert len(marks) <= 1, (
             f"without any of {marks} there is no job, and nobody learns that one is missing: raise "
             "EnvironmentDetectionError where others are set"
@@ -177,34 +176,14 @@ def a_partial_example_is_refused_by_name(trial: EnvironmentTrial) -> None:
 @_law
 def a_malformed_variable_is_refused_by_name(trial: EnvironmentTrial) -> None:
     """Text that isn't a number, or none in its range, is refused, and never taken for a rank."""
-    trial.needs_examples()
-    for example in trial.examples:
-        facts = _identity(trial.facts(example))
+    for example, info in trial.known():
         for name in trial.variables(example):
-            is_mark = _asked_about(trial, {**example, name: ""}) == (None, False)
+            is_mark = trial.answer({**example, name: ""}) is None
             for value in _MALFORMED:
-                identity, is_refused = _asked_about(trial, {**example, name: value})
-                is_harmless = is_refused or identity == facts
-                assert is_harmless or identity is None, (
-                    f"{name}={value!r} is taken for rank, size {identity}"
-                )
-                assert is_harmless or is_mark, f"{name}={value!r} is taken for no job: refuse it"
-
-
-def _without(example: Mapping[str, str], name: str) -> tuple[Mapping[str, str], ...]:
-    """Return the example with a variable blank, and with it left out."""
-    left_out = {each: value for each, value in example.items() if each != name}
-    return {**example, name: ""}, left_out
-
-
-def _asked_about(
-    trial: EnvironmentTrial, env: Mapping[str, str]
-) -> tuple[tuple[int, int] | None, bool]:
-    """Give rank and size, and whether it was refused."""
-    try:
-        return _identity(trial.detect(env)), False
-    except EnvironmentDetectionError:
-        return None, True
+                found, what = trial.answer({**example, name: value}), f"{name}={value!r}"
+                is_right = isinstance(found, str) or found in (None, _identity(info))
+                assert is_right, f"{what} is taken for rank, size {found}"
+                assert is_mark or found is not None, f"{what} is taken for no job: refuse it"
 
 
 @_law

@@ -45,6 +45,7 @@ _COME_S = 60.0  # for all ranks to be there before they are interrupted
 _GRACE_S = 20.0  # for all ranks to end after it
 _GONE_S = 5.0
 _LOOK_S = 0.05
+_LATE = signal.SIGVTALRM  # ends a law; who calls this may have a timer of SIGALRM
 _EXIT_CODE = 7
 _OUTPUT = "output"
 _SHOWN_LINES = 15
@@ -584,21 +585,19 @@ def _output_in(file: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Let one law take so long, in the main thread; a timer that ran before goes on after it."""
+    """Let one law take so long, in the main thread, where a handler can end it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    begin = time.monotonic()
-    handler = signal.signal(signal.SIGALRM, _give_up)
-    before_s, interval_s = signal.setitimer(signal.ITIMER_REAL, seconds)
+    handler = signal.signal(_LATE, _give_up)
+    timer = threading.Timer(seconds, signal.pthread_kill, (threading.get_ident(), _LATE))
+    timer.daemon = True
+    timer.start()
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-        if before_s:
-            left_s = before_s - (time.monotonic() - begin)
-            signal.setitimer(signal.ITIMER_REAL, max(left_s, _LOOK_S), interval_s)
+        timer.cancel()
+        signal.signal(_LATE, handler)
 
 
 def _give_up(*_: object) -> NoReturn:
