@@ -57,10 +57,10 @@ class Setting:
 
 
 @dataclass
-class Told:
-    """What one rank tells of one test: pytest's reports as data, and what they don't have."""
+class RankReport:
+    """One rank's report of one test: those of pytest as data, and facts that they don't have."""
 
-    reports: list[dict[str, Any]] = field(default_factory=list)
+    phases: list[dict[str, Any]] = field(default_factory=list)
     failed_at: float = 0.0
     is_secondary: bool = False
     has_lost_context: bool = False
@@ -72,9 +72,9 @@ class TestFailed(Exception):
 
     __test__ = False  # for pytest, which looks at names
 
-    def __init__(self, told: Told) -> None:
-        super().__init__(told)
-        self.told = told
+    def __init__(self, report: RankReport) -> None:
+        super().__init__(report)
+        self.report = report
 
 
 def begin(local_rank: int, setting: Setting) -> None:
@@ -95,7 +95,7 @@ class RankSession:
         self.is_process: bool = os.getpid() != setting.process
         self._rank = facts.get_rank()
         self._model = context.current_model()
-        self._told = Told()
+        self._report = RankReport()
         self._tmp_path = Path()
         self._failure: pytest.ExceptionInfo[BaseException] | None = None
         self._errors: dict[str, str] = {}
@@ -135,19 +135,19 @@ class RankSession:
         config._do_configure()
         return config
 
-    def run(self, nodeid: str, tmp_path: str) -> Told:
+    def run(self, nodeid: str, tmp_path: str) -> RankReport:
         """Run one test with its fixtures."""
         item = self._items.get(nodeid)
         if item is None:
             raise UnisonoError(self._why_not_here(nodeid))
-        self._told, self._failure, self._tmp_path = Told(), None, Path(tmp_path)
+        self._report, self._failure, self._tmp_path = RankReport(), None, Path(tmp_path)
         self._session._setupstate.teardown_exact(item)
         around: Any = item.parent  # its fixtures stay
         item.ihook.pytest_runtest_protocol(item=item, nextitem=around)
-        self._told.has_lost_context = context.current_model() is not self._model
-        if any(report["outcome"] != "passed" for report in self._told.reports):
-            raise TestFailed(self._told)
-        return self._told
+        self._report.has_lost_context = context.current_model() is not self._model
+        if any(phase["outcome"] != "passed" for phase in self._report.phases):
+            raise TestFailed(self._report)
+        return self._report
 
     def call(self, pickled: bytes) -> Any:
         """Run a function of the parent's."""
@@ -213,23 +213,23 @@ class RankSession:
         """Take note of when and why this rank failed."""
         del item
         report = yield
-        if report.failed and call.excinfo is not None and not self._told.failed_at:
-            self._told.failed_at = time.monotonic()
-            self._told.is_secondary = describe(call.excinfo.value).is_secondary
+        if report.failed and call.excinfo is not None and not self._report.failed_at:
+            self._report.failed_at = time.monotonic()
+            self._report.is_secondary = describe(call.excinfo.value).is_secondary
             self._failure = call.excinfo
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep what the parent is told."""
+        """Keep a report for the parent."""
         hook = self._config.hook
         data = hook.pytest_report_to_serializable(config=self._config, report=report)
-        self._told.reports.append(data)
+        self._report.phases.append(data)
 
     def pytest_warning_recorded(self, warning_message: WarningMessage) -> None:
         """Keep a warning for the parent's summary."""
         text, line = str(warning_message.message), warning_message.lineno
         known = (text, warning_message.category, warning_message.filename, line)
-        self._told.warnings.append(known)
+        self._report.warnings.append(known)
 
     @pytest.fixture
     def tmp_path(self) -> Path:

@@ -23,7 +23,7 @@ from unisono.deadlines import format_s
 from unisono.errors import CollectiveTimeoutError, LaunchError, WorkerFailedError
 from unisono.launchers.job.failure import Failure, Fault
 from unisono.pool.replicas import Frame
-from unisono.testing.ranks.body import TestFailed, Told
+from unisono.testing.ranks.body import RankReport, TestFailed
 from unisono.testing.ranks.output import Printed
 from unisono.testing.ranks.place import Place
 from unisono.testing.ranks.world import ranks_text
@@ -52,7 +52,7 @@ class RanksFailed(Exception):
 
 @dataclass
 class Merged:
-    """What a test's ranks told, as one."""
+    """The report of a test, made of those of its ranks."""
 
     outcome: _Outcome = "passed"
     when: Literal["setup", "call", "teardown"] = "call"
@@ -84,17 +84,17 @@ class Merged:
 
 @dataclass
 class _Rank:
-    """What one rank told, with pytest's reports as objects."""
+    """One rank's report, with those of pytest as objects."""
 
     rank: int
-    told: Told
-    reports: list[pytest.TestReport]
+    report: RankReport
+    phases: list[pytest.TestReport]
 
     @property
     def decisive(self) -> pytest.TestReport:
         """The report of the failure, else of the skip, else the last."""
-        by_outcome = {report.outcome: report for report in reversed(self.reports)}
-        return by_outcome.get("failed") or by_outcome.get("skipped") or self.reports[-1]
+        by_outcome = {report.outcome: report for report in reversed(self.phases)}
+        return by_outcome.get("failed") or by_outcome.get("skipped") or self.phases[-1]
 
     @property
     def is_strict(self) -> bool:
@@ -103,18 +103,18 @@ class _Rank:
 
 
 def merge(answers: Answers, place: Place, item: pytest.Item, printed: Printed) -> Merged:
-    """Make one report of what ranks told."""
-    ranks = [_loaded(rank, told, item) for rank, told in _told(answers, item)]
-    warned = [warning for each in ranks for warning in each.told.warnings]
+    """Make one report of those of the ranks."""
+    ranks = [_loaded(rank, report, item) for rank, report in _by_rank(answers, item)]
+    warned = [warning for each in ranks for warning in each.report.warnings]
     for text, category, file, line in dict.fromkeys(warned):
         message = WarningMessage(text, category, file, line)
         facts = {"warning_message": message, "when": "runtest", "nodeid": item.nodeid}
         item.ihook.pytest_warning_recorded.call_historic(kwargs={**facts, "location": None})
     merged = _merged(answers, place, item, ranks)
-    merged.has_lost_context = any(each.told.has_lost_context for each in ranks)
+    merged.has_lost_context = any(each.report.has_lost_context for each in ranks)
     merged.sections = [*_sections(ranks, printed, place.size)]
     for each in ranks:
-        own = each.reports[-1].user_properties
+        own = each.phases[-1].user_properties
         merged.properties += [p for p in own if p not in merged.properties]
     return merged
 
@@ -123,26 +123,26 @@ def _merged(answers: Answers, place: Place, item: pytest.Item, ranks: list[_Rank
     failed = [one for one in ranks if one.decisive.failed]
     skips = [one.decisive for one in ranks if one.decisive.skipped]
     is_lost = answers.error is not None or bool(answers.late)
-    if is_lost or any(not (one.told.is_secondary or one.is_strict) for one in failed):
+    if is_lost or any(not (one.report.is_secondary or one.is_strict) for one in failed):
         return _failure(answers, place, item, failed)
     if skips:
         first = min(skips, key=lambda report: not hasattr(report, "wasxfail"))
         return Merged("skipped", "call", first.longrepr, getattr(first, "wasxfail", None))
     if failed or len(ranks) < place.size:
         return _failure(answers, place, item, failed)
-    reasons = [r.wasxfail for one in ranks for r in one.reports if hasattr(r, "wasxfail")]
+    reasons = [r.wasxfail for one in ranks for r in one.phases if hasattr(r, "wasxfail")]
     return Merged(wasxfail=reasons[0] if reasons else None)
 
 
-def _told(answers: Answers, item: pytest.Item) -> list[tuple[int, Told]]:
-    """Return what each rank told, also one that failed outside of the test's phases."""
-    told: dict[int, Told] = dict(answers.values)
+def _by_rank(answers: Answers, item: pytest.Item) -> list[tuple[int, RankReport]]:
+    """Return each rank's report, also of one that failed outside of the test's phases."""
+    by_rank: dict[int, RankReport] = dict(answers.values)
     for rank, fault in answers.failures.items():
         cause = None
         if isinstance(fault, Failure) and fault.cause is not None:
             cause = pickle.loads(fault.cause)
         if isinstance(cause, TestFailed):
-            told[rank] = cause.told
+            by_rank[rank] = cause.report
         elif isinstance(cause, pytest.exit.Exception):
             raise cause
         else:
@@ -151,13 +151,13 @@ def _told(answers: Answers, item: pytest.Item) -> list[tuple[int, Told]]:
             failure = _text(item, headline, text)
             report = pytest.TestReport(item.nodeid, item.location, {}, "failed", failure, "call")
             data = item.config.hook.pytest_report_to_serializable(config=item.config, report=report)
-            told[rank] = Told([data], time.monotonic())
-    return sorted(told.items())
+            by_rank[rank] = RankReport([data], time.monotonic())
+    return sorted(by_rank.items())
 
 
-def _loaded(rank: int, told: Told, item: pytest.Item) -> _Rank:
+def _loaded(rank: int, report: RankReport, item: pytest.Item) -> _Rank:
     load = item.config.hook.pytest_report_from_serializable
-    return _Rank(rank, told, [load(config=item.config, data=data) for data in told.reports])
+    return _Rank(rank, report, [load(config=item.config, data=data) for data in report.phases])
 
 
 def _failure(answers: Answers, place: Place, item: pytest.Item, failed: Sequence[_Rank]) -> Merged:
@@ -179,7 +179,7 @@ def _failure(answers: Answers, place: Place, item: pytest.Item, failed: Sequence
         longrepr = _headed(first[0].decisive.longrepr, f"{_of(first, place)}:", item)
     for group in others:
         own = group[0].decisive.longrepr
-        if group[0].told.is_secondary:
+        if group[0].report.is_secondary:
             longrepr.addsection(f"{_of(group, place)}, because of it", _crash(own))
         else:
             longrepr.addsection(_of(group, place), str(own))
@@ -193,9 +193,11 @@ def _failure(answers: Answers, place: Place, item: pytest.Item, failed: Sequence
 def _groups(failed: Iterable[_Rank]) -> list[list[_Rank]]:
     """Group ranks by equal failure: own causes before others', the earliest first."""
     groups: dict[tuple[bool, str], list[_Rank]] = {}
-    for one in sorted(failed, key=lambda r: (r.told.is_secondary, r.is_strict, r.told.failed_at)):
+    for one in sorted(
+        failed, key=lambda r: (r.report.is_secondary, r.is_strict, r.report.failed_at)
+    ):
         text = _ADDRESS.sub("0x", f"{one.decisive.when} {_crash(one.decisive.longrepr)}")
-        groups.setdefault((one.told.is_secondary, text), []).append(one)
+        groups.setdefault((one.report.is_secondary, text), []).append(one)
     return list(groups.values())
 
 
@@ -253,7 +255,7 @@ def _sections(ranks: Sequence[_Rank], printed: Printed, size: int) -> Iterable[t
     """Name what ranks printed and logged by rank, what is equal once."""
     by_text: dict[tuple[str, str], list[int]] = {}
     for one in ranks:
-        for name, text in one.reports[-1].sections:
+        for name, text in one.phases[-1].sections:
             by_text.setdefault((name, text), []).append(one.rank)
     for (rank, stream), kept in sorted(printed.items()):
         by_text.setdefault((f"Captured {stream} call", kept.getvalue()), []).append(rank)
