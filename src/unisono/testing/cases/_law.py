@@ -59,27 +59,31 @@ def needs_ranks(count: int) -> bool:
 
 def same(value: Any, expected: Any, what: object = "") -> None:
     """Demand the same value, type, dtype, shape and bits."""
-    assert _is_same(value, expected), f"{what}: {_difference(value, expected)}"
+    difference = _difference(value, expected)
+    assert not difference, f"{what}: {difference}"
 
 
 def _difference(value: Any, expected: Any, path: str = "") -> str:
-    """Say where two values differ first, in a line."""
+    """Write in a line where two values differ first; nothing where they don't."""
     at = f"at {path}: " if path else ""
+
+    def wrong(got: object, due: object) -> str:
+        return f"{at}got {got}, wanted {due}"
+
     if type(value) is not type(expected):
-        return f"{at}got {_short(value)}, wanted {_short(expected)}"
+        return wrong(_short(value), _short(expected))
     if isinstance(expected, Tensor):
-        return at + _difference_of_tensors(value, expected)
+        different = _difference_of_tensors(value, expected)
+        return different and at + different
     if isinstance(expected, dict) and list(value) != list(expected):
-        return f"{at}got the keys {_short(list(value))}, wanted {_short(list(expected))}"
+        return wrong(f"the keys {_short(list(value))}", _short(list(expected)))
     if isinstance(expected, (list, tuple)) and len(value) != len(expected):
-        return f"{at}got {len(value)} items, wanted {len(expected)}"
-    keys: Iterable[Any] = ()
+        return wrong(f"{len(value)} items", len(expected))
     if isinstance(expected, (dict, list, tuple)):
-        keys = expected if isinstance(expected, dict) else range(len(expected))
-    for key in keys:
-        if not _is_same(value[key], expected[key]):
-            return _difference(value[key], expected[key], f"{path}[{key!r}]")
-    return f"{at}got {_short(value)}, wanted {_short(expected)}"
+        keys: Iterable[Any] = expected if isinstance(expected, dict) else range(len(expected))
+        found = (_difference(value[key], expected[key], f"{path}[{key!r}]") for key in keys)
+        return next(filter(None, found), "")
+    return "" if _is_same(value, expected) else wrong(_short(value), _short(expected))
 
 
 def _difference_of_tensors(value: Tensor, expected: Tensor) -> str:
@@ -88,6 +92,8 @@ def _difference_of_tensors(value: Tensor, expected: Tensor) -> str:
         if got != due:
             shown = [tuple(each) if name == "shape" else each for each in (got, due)]
             return f"got a tensor of {name} {shown[0]}, wanted {shown[1]}"
+    if torch.equal(_bits(value), _bits(expected)):
+        return ""
     differs = (_bits(value) != _bits(expected)).reshape(max(expected.numel(), 1), -1).any(dim=1)
     count, first = int(differs.sum()), int(differs.nonzero()[0])
     index = [int(each) for each in torch.unravel_index(torch.tensor(first), expected.shape)]
@@ -103,28 +109,12 @@ def _short(value: Any) -> str:
 
 
 def _is_same(value: Any, expected: Any) -> bool:
-    if type(value) is not type(expected):
-        return False
-    if isinstance(expected, Tensor):
-        return (
-            value.dtype is expected.dtype
-            and value.shape == expected.shape
-            and value.device == expected.device
-            and torch.equal(_bits(value), _bits(expected))
-        )
-    if isinstance(expected, dict):
-        return list(value) == list(expected) and all(
-            _is_same(value[k], expected[k]) for k in expected
-        )
-    if isinstance(expected, (list, tuple)):
-        return len(value) == len(expected) and all(map(_is_same, value, expected))
     if isinstance(expected, complex):
         return _is_same(value.real, expected.real) and _is_same(value.imag, expected.imag)
     if isinstance(expected, float):
-        is_zero_alike = math.copysign(1, value) == math.copysign(1, expected)
-        return bool(
-            (value == expected and is_zero_alike) or (value != value and expected != expected)
-        )
+        is_sign_alike = math.copysign(1, value) == math.copysign(1, expected)
+        is_nan = value != value and expected != expected
+        return bool(is_nan or (value == expected and is_sign_alike))
     return bool(value == expected)
 
 
