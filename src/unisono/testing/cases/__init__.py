@@ -6,7 +6,7 @@ at one replica it demands at two.
 
 from __future__ import annotations
 
-from unisono.testing.cases import (
+from unisono.testing.cases import (  # noqa: F401 - they register themselves
     contract,
     devices,
     facts,
@@ -23,25 +23,4 @@ from unisono.testing.cases import (
     transfers,
     values,
 )
-from unisono.testing.cases._law import LAWS, Law, same
-
-__all__ = (
-    "LAWS",
-    "Law",
-    "contract",
-    "devices",
-    "facts",
-    "forks",
-    "gathers",
-    "groups",
-    "recording",
-    "reductions",
-    "refusals",
-    "same",
-    "sections",
-    "sharing",
-    "sums",
-    "training",
-    "transfers",
-    "values",
-)
+from unisono.testing.cases._law import LAWS as LAWS, Law as Law, same as same

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from unisono.context import current_model
 
-__all__ = ("LAWS", "Law", "law", "needs_ranks", "quietly", "raises", "same", "tensor_of", "worlds")
-
 T = TypeVar("T")
 LAWS: dict[str, Law] = {}
 

@@ -12,8 +12,6 @@ from unisono.model.contract import ComputationModel
 from unisono.model.reduction import ReduceOp, fold_tensors
 from unisono.testing.cases._law import law, same, tensor_of, worlds
 
-__all__ = ()
-
 _EXACT: list[ReduceOp] = [op for op in ReduceOp if op is not ReduceOp.AVERAGE]
 _OF_FLOATS: list[ReduceOp] = [
     ReduceOp.SUM,

@@ -13,8 +13,6 @@ from unisono.context import current_model
 from unisono.control.rendezvous import host_of_this_process
 from unisono.testing.cases._law import law, needs_ranks, same, tensor_of, worlds
 
-__all__ = ()
-
 
 class _Labelled(torch.Tensor):
     """A tensor that only pickle can carry."""

@@ -7,8 +7,6 @@ import torch
 import unisono as idist
 from unisono.testing.cases._law import law, same, worlds
 
-__all__ = ()
-
 
 @law()
 def ranks_are_numbered_from_0_without_gaps() -> None:

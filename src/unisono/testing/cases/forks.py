@@ -17,8 +17,6 @@ from unisono.context import current_model
 from unisono.errors import ContextError
 from unisono.testing.cases._law import law, quietly, same, worlds
 
-__all__ = ()
-
 _LIMIT_S = 20.0
 
 

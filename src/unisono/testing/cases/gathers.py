@@ -11,8 +11,6 @@ from unisono.errors import ArgumentError, CollectiveMismatchError
 from unisono.testing.cases._law import law, needs_ranks, raises, same, tensor_of, worlds
 from unisono.testing.cases.reductions import DTYPES
 
-__all__ = ()
-
 
 @law()
 def all_gather_joins_tensors_of_every_dtype() -> None:

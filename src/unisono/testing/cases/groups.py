@@ -14,8 +14,6 @@ from unisono.errors import ArgumentError, GroupMembershipError
 from unisono.testing.cases._law import law, needs_ranks, raises, same, tensor_of, worlds
 from unisono.topology import Group
 
-__all__ = ()
-
 
 @law("groups")
 def a_group_is_ordered_by_rank_and_knows_its_members() -> None:

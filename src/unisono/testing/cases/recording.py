@@ -12,8 +12,6 @@ from unisono.recording import CollectiveRecord
 from unisono.testing.cases._law import law, same, worlds
 from unisono.topology import EVERYBODY
 
-__all__ = ()
-
 _LATE_S = 0.15  # more than a busy machine's hiccup
 _LATE_CALLS = 4
 

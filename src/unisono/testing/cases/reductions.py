@@ -16,8 +16,6 @@ import unisono as idist
 from unisono.errors import CollectiveMismatchError, PayloadError
 from unisono.testing.cases._law import law, needs_ranks, raises, same, tensor_of, worlds
 
-__all__ = ("DTYPES", "expected")
-
 INTEGERS = (
     *(torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),

@@ -20,8 +20,6 @@ from unisono.errors import (
 )
 from unisono.testing.cases._law import law, quietly, raises, same, worlds
 
-__all__ = ()
-
 
 class Spread(torch.Tensor):
     """A tensor without memory that is spread over ranks, as DTensor is."""

@@ -6,8 +6,6 @@ import unisono as idist
 from unisono.errors import ArgumentError, PeerFailedError
 from unisono.testing.cases._law import law, raises, same, worlds
 
-__all__ = ()
-
 
 @law()
 def one_rank_only_runs_on_one_rank_and_gives_its_value_there() -> None:

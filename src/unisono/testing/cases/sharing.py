@@ -13,8 +13,6 @@ from unisono.control.rendezvous import host_of_this_process
 from unisono.errors import ArgumentError, CollectiveMismatchError, PeerFailedError
 from unisono.testing.cases._law import law, needs_ranks, raises, same, worlds
 
-__all__ = ()
-
 _LONG = 1 << 16  # where ranks share memory nothing is copied from 256 KiB on
 
 

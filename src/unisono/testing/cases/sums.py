@@ -17,8 +17,6 @@ import unisono as idist
 from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError
 from unisono.testing.cases._law import law, needs_ranks, raises, same, worlds
 
-__all__ = ("correctly_rounded", "rough")
-
 INF, NAN = math.inf, math.nan
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Fraction bits, and the exponent of the least number.

@@ -18,8 +18,6 @@ from unisono.errors import (
 )
 from unisono.testing.cases._law import law, needs_ranks, raises, same, worlds
 
-__all__ = ()
-
 
 @law()
 def a_position_is_followed_by_what_was_not_seen() -> None:

@@ -12,8 +12,6 @@ from unisono.errors import ArgumentError, PayloadError
 from unisono.testing.cases._law import law, raises, same, tensor_of, worlds
 from unisono.testing.cases.reductions import DTYPES
 
-__all__ = ()
-
 
 @law()
 def broadcast_takes_type_and_shape_from_the_source() -> None:

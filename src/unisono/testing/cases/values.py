@@ -15,8 +15,6 @@ import unisono as idist
 from unisono.errors import PayloadError
 from unisono.testing.cases._law import law, quietly, raises, same, worlds
 
-__all__ = ("PLAIN", "Mine")
-
 PLAIN: tuple[Any, ...] = (
     *(0, -1, 2**24 + 1, 2**53 + 1, 2**60, 2**63 - 1, -(2**63), True, False, None),
     *(0.1, -0.0, 1e300, float("inf"), float("nan"), 2.5 - 1j),
