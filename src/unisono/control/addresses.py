@@ -152,7 +152,7 @@ def listen_for_ranks(addr: str, port: int, *, is_one_host: bool) -> tuple[socket
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """Let the kernel ask for a peer of a connection over TCP that may be silent for hours."""
+    """Set keep-alive on a connection over TCP that may be silent for hours."""
     # So firewalls don't forget it, and a host that is gone is noticed.
     if sock.family != getattr(socket, "AF_UNIX", None):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -27,7 +27,12 @@ from unisono.errors import ArgumentError, LaunchError
 from unisono.launchers.job.job import Job
 from unisono.launchers.job.tail import Tail, show_error
 from unisono.launchers.job.wrapper import boot
-from unisono.launchers.script.remote_workers import Arrival, Manner, RemoteWorkers, run_function
+from unisono.launchers.script.remote_workers import (
+    ConnectedRank,
+    LauncherSpec,
+    RemoteWorkers,
+    run_function,
+)
 from unisono.launchers.script.script import Script
 from unisono.launchers.variables import OF_HOROVOD, OF_MPI, OF_TORCH, without
 from unisono.topology import LaunchPlan, RankInfo
@@ -37,7 +42,6 @@ _HOST = re.compile(r"([\w.-]+):([1-9][0-9]*)")
 _HOST_VARIABLE = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 _NAMES = tuple(f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 _RESOLVE_S = 5.0
-_START_S = 300.0
 _FROM_RANK = re.compile(rb"\[\d+\]<(stdout|stderr)>:")
 _LINE = re.compile(rb"(?<=[\r\n])")
 _SHELL_SAYS = frozenset({"Terminated", "Killed", "Aborted"})
@@ -59,19 +63,18 @@ def launch(
     slots = _slots(plan, hosts)
     _resolve(list(slots))
     is_local = set(slots) <= {"localhost", "127.0.0.1"}
-    manner = Manner(
+    spec = LauncherSpec(
         "horovodrun",
         sum(slots.values()),
         host="" if is_local else _HOST_VARIABLE,
         names=_NAMES,
-        start_s=_START_S,
         stop_limit_s=stop_limit_s,
         end_signal=signal.SIGKILL,  # its helpers end the ranks then
     )
     prepare = partial(_prepare, slots, bool(verbose))
     nodes = [node for node, count in enumerate(slots.values()) for _ in range(count)]
     ranks = partial(_Ranks, nodes, bool(verbose))
-    return run_function(entry, Script.of(plan), manner, prepare, environ or {}, ranks)
+    return run_function(entry, Script.of(plan), spec, prepare, environ or {}, ranks)
 
 
 class _Ranks(RemoteWorkers):
@@ -96,8 +99,8 @@ class _Ranks(RemoteWorkers):
             tail.has_ended(1.0)
         return "\n".join(self._notes)
 
-    def seat(self, job: Job[Any], arrival: Arrival) -> None:
-        """Let a rank be a worker, and tell it which node it is on, which horovodrun doesn't."""
+    def seat(self, job: Job[Any], arrival: ConnectedRank) -> None:
+        """Add a rank to the workers, with its node, which horovodrun doesn't pass on."""
         assert isinstance(arrival.who, RankInfo)
         node, nnodes = self._nodes[arrival.who.rank], self._nodes[-1] + 1
         super().seat(job, replace(arrival, who=replace(arrival.who, node_rank=node, nnodes=nnodes)))

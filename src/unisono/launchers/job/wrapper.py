@@ -27,7 +27,7 @@ from unisono.errors import UnisonoError
 from unisono.launchers.job import channel as messages
 from unisono.launchers.job.forkserver import attend, die_with, interpreter
 from unisono.launchers.job.process_state import search_path
-from unisono.launchers.variables import LINK
+from unisono.launchers.variables import LINK, share_of_cores
 from unisono.plugins import read_environment
 from unisono.topology import RankInfo
 
@@ -92,8 +92,8 @@ def join() -> tuple[int, int]:
     die_with(parent)
     link = Link.taken()
     who = _who_am_i(link.names)
-    if isinstance(who, RankInfo) and (who.local_world_size or 1) > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", str(who.core_share()))
+    if isinstance(who, RankInfo):
+        os.environ.update({**share_of_cores(who), **os.environ})
     try:
         channel, status = link.connect(b"c", who), link.connect(b"s", who)
     except OSError as error:

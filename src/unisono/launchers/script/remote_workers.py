@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import pickle
 import secrets
@@ -44,7 +43,7 @@ _STRANGERS = 256  # connections at a time that aren't ranks'
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
+class LauncherSpec:
     """How one launcher makes ranks."""
 
     name: str
@@ -61,8 +60,8 @@ class Manner:
     """Where they do; 0 for any that is free."""
     names: Sequence[str] = ()
     """Its variables of who a rank is, as `Link` has them."""
-    start_s: float = math.inf
-    """Seconds that it has until the first rank is there."""
+    start_s: float = 300.0
+    """Seconds that it has until the first rank is there, which includes importing torch."""
     limit_s: float | None = None
     """Seconds that the whole job has."""
     exit_s: float = 10.0
@@ -79,7 +78,7 @@ class Manner:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class ConnectedRank:
     """A rank that has connected twice."""
 
     who: RankInfo | str | None
@@ -91,65 +90,65 @@ class Arrival:
 
     @property
     def attempt(self) -> tuple[object, ...]:
-        """What is another one where torch's agent has started all ranks again."""
+        """What differs after torch's agent has started all ranks again."""
         who = self.who if isinstance(self.who, RankInfo) else RankInfo(0, 1)
         count = self.environ.get("TORCHELASTIC_RESTART_COUNT")
         return count, who.world_size, who.master_addr, who.master_port
 
 
-class _Door:
+class _RankListener:
     """Where ranks connect: each its channel, and its status socket."""
 
-    def __init__(self, manner: Manner, held: ExitStack) -> None:
+    def __init__(self, spec: LauncherSpec, held: ExitStack) -> None:
         try:
-            if manner.host:
-                self.listener = held.enter_context(listen("", manner.port))
-                port, token = self.listener.getsockname()[1], secrets.token_hex(16)
-                self.link: Link = Link(port, token, manner.host, manner.names)
+            if spec.host:
+                self.sock = held.enter_context(listen("", spec.port))
+                port, token = self.sock.getsockname()[1], secrets.token_hex(16)
+                self.link: Link = Link(port, token, spec.host, spec.names)
             else:  # the kernel says whose process connects
-                self.listener, where = listen_locally(held)
-                self.link = Link(where, names=manner.names)
+                self.sock, where = listen_locally(held)
+                self.link = Link(where, names=spec.names)
         except OSError as error:
             raise LaunchError(f"ranks can't connect to this process: {error}") from error
-        self.listener.setblocking(False)
-        self._pending = Pending(self._admit, _STRANGERS + manner.n_ranks)
+        self.sock.setblocking(False)
+        self._pending = Pending(self._admit, _STRANGERS + spec.n_ranks)
         self._halves: dict[tuple[int, int, str], dict[bytes, socket.socket]] = {}
         held.callback(self.close)
 
     def register(self, selector: BaseSelector) -> None:
         """Register what becomes readable as ranks come."""
-        if self.listener.fileno() >= 0:
-            selector.register(self.listener, EVENT_READ, self._accept)
+        if self.sock.fileno() >= 0:
+            selector.register(self.sock, EVENT_READ, self._accept)
         wake = self._pending.wake
         if wake.fileno() >= 0:
             selector.register(wake, EVENT_READ, partial(wake.recv, 4096))
 
     def _accept(self) -> None:
         try:
-            while self._pending.accept(self.listener):
+            while self._pending.accept(self.sock):
                 pass
         except OSError as error:
             raise LaunchError(f"ranks can't connect to this process: {error}") from error
 
     def _admit(self, sock: socket.socket) -> tuple[bytes, Any] | None:
-        """Let in who proves to be of this job; a rank's hello is the first pickle that is read."""
+        """Return the hello of a rank that proves itself, the first pickle that is read."""
         keep_alive(sock)
         kind = answer(sock, self.link.token.encode(), 1)
         message = None if kind is None else messages.receive(sock)
         return None if kind is None or message is None else (kind, pickle.loads(message[1]))
 
-    def arrivals(self) -> Iterator[Arrival]:
-        """Take the ranks that are there."""
+    def arrivals(self) -> Iterator[ConnectedRank]:
+        """Yield the ranks that have connected since the last call."""
         for sock, (kind, (who, environ, pid, thread)) in self._pending.served():
             half = self._halves.setdefault((pid, thread, str(who)), {})
             half[kind] = sock
             if len(half) == 2:
                 del self._halves[pid, thread, str(who)]
-                yield Arrival(who, environ, thread, half[b"c"], half[b"s"])
+                yield ConnectedRank(who, environ, thread, half[b"c"], half[b"s"])
 
     def close(self) -> None:
-        """Let nobody in any more; harmless the second time."""
-        self.listener.close()
+        """Close the socket and all connections; harmless the second time."""
+        self.sock.close()
         self._pending.close()
         for sock in [sock for half in self._halves.values() for sock in half.values()]:
             sock.close()
@@ -167,13 +166,13 @@ class RemoteWorkers(Workers):
     """Seconds for the end of what the launcher's processes print."""
 
     def __init__(
-        self, manner: Manner, entry: bytes, environ: Mapping[str, str], held: ExitStack
+        self, spec: LauncherSpec, entry: bytes, environ: Mapping[str, str], held: ExitStack
     ) -> None:
-        super().__init__(manner.world_size, held, manner.stop_limit_s)
+        super().__init__(spec.world_size, held, spec.stop_limit_s)
         self.process: subprocess.Popen[bytes] | None = None
         self.tails: list[Tail] = []
-        self._manner, self._entry, self._environ = manner, entry, environ
-        self._door = _Door(manner, held)
+        self._spec, self._entry, self._environ = spec, entry, environ
+        self._listener = _RankListener(spec, held)
         self._came_at = self._begin
         self._ended_at, self._is_told = 0.0, False
         self._attempt: tuple[object, ...] = ()
@@ -181,7 +180,7 @@ class RemoteWorkers(Workers):
     @property
     def link(self) -> Link:
         """What a rank needs to connect."""
-        return self._door.link
+        return self._listener.link
 
     def start(self, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
         """Start the launcher."""
@@ -210,7 +209,7 @@ class RemoteWorkers(Workers):
         return "\n".join(lines) or "(none)"
 
     def early_end(self, job: Job[Any]) -> LaunchError:
-        """Say how the launcher ended that left ranks without a word."""
+        """Return the error of a launcher that ended before its ranks were done."""
         assert self.process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_TERM_S)
@@ -220,12 +219,12 @@ class RemoteWorkers(Workers):
         missing = [rank for rank in job.late if rank not in seated]
         where = f"though ranks {missing} hadn't come" if missing else f"before {job.late} were done"
         return LaunchError(
-            f"{self._manner.name} {how}, {where}; its last words:\n{self.last_lines()}"
+            f"{self._spec.name} {how}, {where}; its last words:\n{self.last_lines()}"
         )
 
     def may_start_again(self, job: Job[Any]) -> bool:
         """Return whether the launcher may start all ranks again, which it does until it ends."""
-        return self._manner.may_start_again and not job.orders.came and not self._has_ended()
+        return self._spec.may_start_again and not job.orders.came and not self._has_ended()
 
     def poll(self, job: Job[Any], until: float) -> None:
         """Wait a little for news of any worker or of the launcher."""
@@ -241,24 +240,25 @@ class RemoteWorkers(Workers):
             job.stop(self.early_end(job))
 
     def see_out(self, job: Job[Any]) -> None:
-        """Tell all that everybody is done, and wait for their ends and the launcher's."""
-        self._door.close()
+        """Send all ranks that the job is done, and wait for them and the launcher to exit."""
+        self._listener.close()
         for worker in self.workers:
             with contextlib.suppress(OSError):  # it has ended
                 messages.send(worker.channel, messages.DONE)
         super().see_out(job)
-        until = time.monotonic() + (limit_of(self._manner.exit_s) or 0.0)
-        while time.monotonic() < until and not self._has_ended():
+        until = time.monotonic() + (limit_of(self._spec.exit_s) or 0.0)
+        while time.monotonic() < until and self.process is not None and not self._has_ended():
             # It would start again what has crashed after its result.
             if job.orders.came or any(worker.wait_status for worker in self.workers):
                 break
-            time.sleep(_POLL_S / 4)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(_POLL_S)
 
     def end(self, job: Job[Any]) -> None:
         """End all ranks and the launcher, within seconds."""
-        self._door.close()
+        self._listener.close()
         super().end(job)
-        self.end_launcher(bool(self.workers) and not self._manner.may_start_again)
+        self.end_launcher(bool(self.workers) and not self._spec.may_start_again)
 
     def end_launcher(self, is_by_itself: bool = False) -> None:
         """End the launcher's process and those of its group, and read what they still print."""
@@ -275,10 +275,10 @@ class RemoteWorkers(Workers):
             tail.has_ended(self.drain_s)
 
     def lost(self, job: Job[Any], rank: int) -> LaunchError:
-        """Say how a rank ended that left no word, unless another one that never came is why."""
+        """Return the error of a rank that ended without a report, or of one that never came."""
         error = super().lost(job, rank)
         status = next(worker.wait_status for worker in self.workers if worker.rank == rank)
-        is_whole = len(self.workers) >= self._manner.n_ranks
+        is_whole = len(self.workers) >= self._spec.n_ranks
         return error if is_whole and status is not None else self.early_end(job)
 
     def _has_ended(self) -> bool:
@@ -286,23 +286,23 @@ class RemoteWorkers(Workers):
 
     def _register(self, job: Job[Any], selector: BaseSelector) -> None:
         super()._register(job, selector)
-        self._door.register(selector)
+        self._listener.register(selector)
 
     def _look_after(self, job: Job[Any]) -> None:
-        for arrival in self._door.arrivals():
+        for arrival in self._listener.arrivals():
             self._let_in(job, arrival)
         super()._look_after(job)
-        now, manner = time.monotonic(), self._manner
-        if manner.limit_s is not None and job.late and now > self._begin + manner.limit_s:
-            job.stop(LaunchError(f"ranks {job.late} weren't done after {manner.limit_s:g} s"))
+        now, spec = time.monotonic(), self._spec
+        if spec.limit_s is not None and job.late and now > self._begin + spec.limit_s:
+            job.stop(LaunchError(f"ranks {job.late} weren't done after {spec.limit_s:g} s"))
         if job.orders.came and not self.workers:
             job.stop(LaunchError("the job was ended before its ranks were there"))
-        limit_s = _COME_S if self.workers else manner.start_s
-        if len(self.workers) < manner.n_ranks and now > self._came_at + limit_s:
+        limit_s = _COME_S if self.workers else spec.start_s
+        if len(self.workers) < spec.n_ranks and now > self._came_at + limit_s:
             missing = sorted(set(job.late) - {worker.rank for worker in self.workers})
             job.stop(LaunchError(f"ranks {missing} didn't come in {limit_s:g} s"))
 
-    def _let_in(self, job: Job[Any], arrival: Arrival) -> None:
+    def _let_in(self, job: Job[Any], arrival: ConnectedRank) -> None:
         problem = self.problem_with(arrival.who)
         if problem or job.orders.came:
             arrival.channel.close()
@@ -313,9 +313,9 @@ class RemoteWorkers(Workers):
             self.seat(job, arrival)
 
     def problem_with(self, who: RankInfo | str | None) -> str:
-        """Say why a process isn't a rank of this job."""
+        """Return why a process isn't a rank of this job; empty if it is."""
         if isinstance(who, RankInfo):
-            if self._manner.may_start_again:
+            if self._spec.may_start_again:
                 return ""
             if who.rank in [worker.rank for worker in self.workers]:
                 return f"the launcher made two processes that are rank {who.rank}"
@@ -327,16 +327,16 @@ class RemoteWorkers(Workers):
             f"variables say is {who or 'no rank'}: is it the right one?"
         )
 
-    def seat(self, job: Job[Any], arrival: Arrival) -> None:
-        """Let a rank be a worker, which has its task then."""
+    def seat(self, job: Job[Any], arrival: ConnectedRank) -> None:
+        """Add a rank to the workers, with its task."""
         who = arrival.who
         assert isinstance(who, RankInfo)
         self._make_room(job, who, arrival.attempt)
         variables = {**self._environ, **arrival.environ}
         task = Task.of(self._entry, who, variables, search_path(), directory())
         self.workers.append(Worker(who.rank, arrival.channel, arrival.status, task.message()))
-        if len(self.workers) == self._manner.n_ranks and not self._manner.may_start_again:
-            self._door.listener.close()
+        if len(self.workers) == self._spec.n_ranks and not self._spec.may_start_again:
+            self._listener.sock.close()
 
     def _make_room(self, job: Job[Any], who: RankInfo, attempt: tuple[object, ...]) -> None:
         """Begin with the first rank, or begin again: those of an earlier attempt don't count."""
@@ -348,12 +348,12 @@ class RemoteWorkers(Workers):
         if not self.workers:
             self.world_size: int = who.world_size
             self._attempt, self._came_at = attempt, time.monotonic()
-            first = 0 if self._manner.n_own is None else who.rank - (who.local_rank or 0)
-            job.seat(range(first, first + self._manner.n_ranks), who.world_size)
+            first = 0 if self._spec.n_own is None else who.rank - (who.local_rank or 0)
+            job.seat(range(first, first + self._spec.n_ranks), who.world_size)
 
     def _why_again(self, job: Job[Any]) -> str:
         if not job.failures:
-            return f"{self._manner.name} has ended them"
+            return f"{self._spec.name} has ended them"
         rank = job.failures.first
         fault = job.failures.by_rank[rank]
         if isinstance(fault, Failure):
@@ -362,7 +362,7 @@ class RemoteWorkers(Workers):
 
     def _hear(self, job: Job[Any], worker: Worker) -> bool:
         is_whole = super()._hear(job, worker)
-        if is_whole and worker.rank in job.failures.by_rank and self._manner.may_start_again:
+        if is_whole and worker.rank in job.failures.by_rank and self._spec.may_start_again:
             with contextlib.suppress(OSError):  # the launcher starts again once it has ended
                 messages.send(worker.channel, messages.END)
         return is_whole
@@ -371,7 +371,7 @@ class RemoteWorkers(Workers):
 def run_function(
     entry: Callable[[RankInfo], Any],
     script: Script,
-    manner: Manner,
+    spec: LauncherSpec,
     prepare: Callable[[Script, ExitStack], tuple[Sequence[str], Mapping[str, str]]],
     environ: Mapping[str, str],
     ranks: Callable[..., RemoteWorkers] = RemoteWorkers,
@@ -380,12 +380,12 @@ def run_function(
     pickled = pickle_for_worker(entry)
     with ExitStack() as held:
         arguments, variables = prepare(replace(script, program=boot(), is_function=True), held)
-        workers = ranks(manner, pickled, environ, held)
-        first = (script.node_rank or 0) * (manner.n_own or 0)
-        own = range(first, first + manner.n_ranks)
-        job: Job[Any] = Job(workers, manner.world_size, own, grace_s=script.grace_s or None)
+        workers = ranks(spec, pickled, environ, held)
+        first = (script.node_rank or 0) * (spec.n_own or 0)
+        own = range(first, first + spec.n_ranks)
+        job: Job[Any] = Job(workers, spec.world_size, own, grace_s=script.grace_s or None)
         try:
-            workers.start(dying_with(os.getpid(), manner.end_signal, list(arguments)), variables)
+            workers.start(dying_with(os.getpid(), spec.end_signal, list(arguments)), variables)
             return job.join()
         finally:
             job.terminate()

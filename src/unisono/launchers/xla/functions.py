@@ -25,7 +25,12 @@ from unisono.errors import (
 from unisono.launchers.job.failure import signal_name
 from unisono.launchers.job.job import Job
 from unisono.launchers.job.wrapper import boot
-from unisono.launchers.script.remote_workers import Arrival, Manner, RemoteWorkers, run_function
+from unisono.launchers.script.remote_workers import (
+    ConnectedRank,
+    LauncherSpec,
+    RemoteWorkers,
+    run_function,
+)
 from unisono.launchers.script.script import Script
 from unisono.launchers.variables import OF_XLA, without
 from unisono.launchers.xla.child import FORK_DIED
@@ -34,7 +39,6 @@ from unisono.topology import LaunchPlan, RankInfo
 
 _SERVE = "from unisono.launchers.xla.child import serve; serve({})"
 _SHOWN_CHARS = 8192
-_START_S = 300.0
 
 
 def launch(
@@ -52,14 +56,13 @@ def launch(
         return command, {**without(os.environ, OF_XLA), **environ}
 
     size = 1 if plan.nproc_per_node == 1 else plan.nproc_per_node * plan.nnodes
-    manner = Manner(
+    spec = LauncherSpec(
         "XLA's runtime",
         size,
         plan.nproc_per_node,
-        start_s=_START_S,
         end_signal=signal.SIGKILL,  # it ignores SIGTERM, so that those that it forks end first
     )
-    return run_function(entry, Script.of(plan), manner, prepare, environ, partial(_Replicas, plan))
+    return run_function(entry, Script.of(plan), spec, prepare, environ, partial(_Replicas, plan))
 
 
 class _Replicas(RemoteWorkers):
@@ -96,7 +99,7 @@ class _Replicas(RemoteWorkers):
         return 1
 
     def lost(self, job: Job[Any], rank: int) -> LaunchError:
-        """Say how the process of a replica ended."""
+        """Return the error of the process of a replica."""
         del rank
         self.end_launcher()
         return self.early_end(job)
@@ -129,8 +132,8 @@ class _Replicas(RemoteWorkers):
             )
         return super().problem_with(who)
 
-    def seat(self, job: Job[Any], arrival: Arrival) -> None:
-        """Let a replica be a worker, and remember which thread it is."""
+    def seat(self, job: Job[Any], arrival: ConnectedRank) -> None:
+        """Add a replica to the workers, and record which thread it is."""
         assert isinstance(arrival.who, RankInfo)
         self._threads[arrival.thread] = arrival.who.rank
         who = replace(arrival.who, node_rank=self._plan.node_rank, nnodes=self._plan.nnodes)

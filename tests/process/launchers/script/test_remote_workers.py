@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from unisono.errors import LaunchError, WorkerFailedError
-from unisono.launchers.script.remote_workers import Manner, run_function
+from unisono.launchers.script.remote_workers import LauncherSpec, run_function
 from unisono.launchers.script.script import Script, without_job
 from unisono.topology import RankInfo
 
@@ -47,7 +47,7 @@ def test_a_failed_function_ends_its_rank_whatever_its_threads_do(
         raise raised
 
     with pytest.raises(WorkerFailedError, match=type(raised).__name__) as caught:
-        run_function(fail, Script(()), Manner("env", 1), one_rank, {})
+        run_function(fail, Script(()), LauncherSpec("env", 1), one_rank, {})
     assert not outlived.exists()
     assert "in fail" in caught.value.traceback
     assert repr(caught.value.__cause__) == repr(raised)
@@ -56,7 +56,9 @@ def test_a_failed_function_ends_its_rank_whatever_its_threads_do(
 
 
 def test_a_rank_that_connects_has_no_word_of_it_in_its_variables() -> None:
-    names = run_function(lambda _: list(os.environ), Script(()), Manner("env", 1), one_rank, {})[0]
+    names = run_function(
+        lambda _: list(os.environ), Script(()), LauncherSpec("env", 1), one_rank, {}
+    )[0]
     assert "UNISONO_LINK" not in names
     assert {"RANK", "OMP_NUM_THREADS"} & {*names} == {"RANK"}  # all cores are one rank's
 
@@ -68,7 +70,7 @@ def test_a_launcher_that_ends_without_ranks_is_an_error() -> None:
     with pytest.raises(
         LaunchError, match=r"mine ended with exit code 3, though ranks \[0\] .*\nnot today"
     ):
-        run_function(repr, Script(()), Manner("mine", 1), nobody, {})
+        run_function(repr, Script(()), LauncherSpec("mine", 1), nobody, {})
 
 
 # A launcher of two ranks: the first may fail before the second is started, or is the only one.
@@ -111,9 +113,9 @@ def test_a_rank_that_comes_after_the_failure_of_another_is_of_the_same_attempt(
             raise ValueError("the first")
         threading.Event().wait()
 
-    manner = Manner("mine", 2, may_start_again=True)
+    spec = LauncherSpec("mine", 2, may_start_again=True)
     with pytest.raises(WorkerFailedError, match="rank 0 of 2 raised ValueError: the first"):
-        run_function(fail, Script(()), manner, two_ranks("late", fifo), {})
+        run_function(fail, Script(()), spec, two_ranks("late", fifo), {})
 
 
 def test_a_rank_that_never_came_is_named_and_not_the_one_that_was_ended_for_it(
@@ -127,7 +129,7 @@ def test_a_rank_that_never_came_is_named_and_not_the_one_that_was_ended_for_it(
 
     said = r"mine ended with exit code 3, though ranks \[1\] hadn't come"
     with pytest.raises(LaunchError, match=said):
-        run_function(wait, Script(()), Manner("mine", 2), two_ranks("one", fifo), {})
+        run_function(wait, Script(()), LauncherSpec("mine", 2), two_ranks("one", fifo), {})
 
 
 AGAIN = """
@@ -156,12 +158,12 @@ def test_a_launcher_may_start_all_ranks_again(
             raise ValueError(f"in attempt {attempt}")
         return attempt
 
-    manner = Manner("again", 1, may_start_again=True)
+    spec = LauncherSpec("again", 1, may_start_again=True)
     if n_bad == 2:
-        assert run_function(fail, Script(()), manner, again, {}) == ["2"]
+        assert run_function(fail, Script(()), spec, again, {}) == ["2"]
     else:
         with pytest.raises(WorkerFailedError, match="rank 0 of 1 raised ValueError: in attempt 2"):
-            run_function(fail, Script(()), manner, again, {})
+            run_function(fail, Script(()), spec, again, {})
     assert len(list(tmp_path.iterdir())) == 3
     said = [record.getMessage() for record in caplog.records if "start again" in record.message]
     assert [f"in attempt {n}" in text for n, text in enumerate(said)] == [True, True]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from unisono.launchers.job.job import Job
-from unisono.launchers.script.remote_workers import Manner, RemoteWorkers
+from unisono.launchers.script.remote_workers import LauncherSpec, RemoteWorkers
 from unisono.topology import RankInfo
 
 ME = RankInfo(0, 1)
@@ -23,7 +23,7 @@ ME = RankInfo(0, 1)
 def test_who_proves_itself_is_let_in_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HERE", "127.0.0.1")
     with ExitStack() as held, ThreadPoolExecutor(1) as thread:
-        workers = RemoteWorkers(Manner("mine", 1, host="HERE"), b"", {}, held)
+        workers = RemoteWorkers(LauncherSpec("mine", 1, host="HERE"), b"", {}, held)
         job: Job[Any] = Job(workers, 1)
         link, limit = workers.link, time.monotonic() + 20
         workers._begin -= 1000.0  # the launcher may have waited long, for room or for other nodes
@@ -46,7 +46,7 @@ def test_who_proves_itself_is_let_in_and_nobody_else(monkeypatch: pytest.MonkeyP
 
 def test_a_signal_that_comes_before_any_rank_ends_the_job_at_once() -> None:
     with ExitStack() as held:
-        workers = RemoteWorkers(Manner("mine", 1), b"", {}, held)
+        workers = RemoteWorkers(LauncherSpec("mine", 1), b"", {}, held)
         job: Job[Any] = Job(workers, 1, grace_s=1000.0)
         job.orders.take(signal.SIGUSR1)
         assert not job.is_decided(0.1)

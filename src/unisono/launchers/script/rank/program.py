@@ -24,7 +24,7 @@ from unisono.launchers.job.forkserver import die_with
 from unisono.launchers.job.signals import OTHERS, TO_END, TO_SAVE, Orders, handled
 from unisono.launchers.job.title import name_process
 from unisono.launchers.script.rank.report import Report, encode
-from unisono.launchers.variables import node_variables, rank_variables
+from unisono.launchers.variables import node_variables, rank_variables, share_of_cores
 from unisono.plugins import read_environment
 from unisono.topology import PREFIXED, RankInfo
 from unisono.tracebacks import last_exception
@@ -70,9 +70,7 @@ def variables(
     """Write the variables of the program: torch's own, wherever the facts came from."""
     new = {"PYTHONUNBUFFERED": "1"}
     if info is not None:
-        new |= {**rank_variables(info), **node_variables(info)}
-        if info.local_world_size is not None and info.local_world_size > 1:
-            new["OMP_NUM_THREADS"] = str(info.core_share())
+        new |= {**rank_variables(info), **node_variables(info), **share_of_cores(info)}
     merged = {**new, **environ}
     merged.pop(PREFIXED, None)
     if info is not None:

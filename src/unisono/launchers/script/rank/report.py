@@ -89,7 +89,7 @@ class Report:
         return self.code, re.sub(rf"\b{self.rank}\b", "R", self._last)
 
     def text(self) -> str:
-        """Say who is at fault and why, and where."""
+        """Return who is at fault and why, and where."""
         if self.raised:
             where = f"{self.place} ({self._where}, exit code {self.code})"
             text = WorkerFailedError.text(self._who, self.raised, where, self.words).rstrip()
