@@ -52,7 +52,7 @@ def diagnose(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
 
 def _memory(ranks: int) -> dict[str, Any]:
     """Say how much memory `ranks` of this host share for tensors, what limits it, or why none."""
-    facts: dict[str, Any] = {"ranks": ranks, "bytes": 0, "most_bytes": None, "limited_by": None}
+    facts: dict[str, Any] = {"ranks": ranks, "bytes": 0, "most_bytes": None}
     reason = memory.why_not()
     try:
         limit = number_in("UNISONO_SHARED_BYTES", math.inf)
@@ -65,7 +65,7 @@ def _memory(ranks: int) -> dict[str, Any]:
     most = None if limit == math.inf else int(limit)
     plan, free = (arena.layout(ranks, usable_cores(), each) for each in (most, None))
     if plan != free:
-        facts |= {"most_bytes": most, "limited_by": "UNISONO_SHARED_BYTES"}
+        facts["most_bytes"] = most
     reason = None if plan else f"UNISONO_SHARED_BYTES={most} is too little"
     return {**facts, "bytes": 0 if plan is None else plan.size_bytes, "reason": reason}
 

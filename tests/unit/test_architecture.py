@@ -142,6 +142,7 @@ WRITES_ENVIRON = {
     "launchers.job.wrapper": "a rank's share of cores; programs that it starts know of no link",
     "models.horovod.context": "hvd.init leaves a variable behind",
     "models.native.rendezvous": "gloo is told its address by a variable alone, which goes again",
+    "testing.environments": "a law gives an environment certain variables, and takes them back",
 }
 MODELS_READING_ENVIRON = {
     "models.horovod.context": "Horovod is told by variables",
@@ -159,6 +160,7 @@ def environ_uses(source: Source) -> Iterator[tuple[int, bool]]:
             if isinstance(child, ast.Attribute) and child.attr in ("environ", "getenv"):
                 is_item = isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)
                 is_call = isinstance(node, ast.Attribute) and node.attr in CHANGES
+                is_call |= isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".dict")
                 if ast.unparse(child.value) == "os":
                     yield child.lineno, is_item or is_call
 

@@ -102,8 +102,8 @@ def _memory(memory: Mapping[str, Any]) -> str:
     if memory["reason"] is not None:
         return f"none, so the backend carries them: {memory['reason']}"
     line = f"up to {_mib(memory['bytes'])} for {memory['ranks']} ranks"
-    if memory["limited_by"] is not None:
-        return f"{line}, because of {memory['limited_by']}={memory['most_bytes']}"
+    if memory["most_bytes"] is not None:
+        return f"{line}, because of UNISONO_SHARED_BYTES={memory['most_bytes']}"
     return line
 
 

@@ -103,7 +103,8 @@ def like(node: Tree, made: Any) -> Tree:
         return make(made)
     new: Any = copy(node)  # its own copy() may make a plain dict
     if isinstance(node, dict):
-        new.update(made)
+        for key, item in made.items():  # the update() of a Counter adds
+            new[key] = item
     else:
         new[:] = made
     return new

@@ -596,8 +596,11 @@ def _limited(seconds: float) -> Iterator[None]:
     try:
         yield
     finally:
-        timer.cancel()
-        signal.signal(_LATE, handler)
+        try:
+            timer.cancel()
+            timer.join()  # a signal that it has sent comes while the handler is ours
+        finally:
+            signal.signal(_LATE, handler)
 
 
 def _give_up(*_: object) -> NoReturn:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from unisono.payload.pytree import flatten, unflatten
+from unisono.payload.pytree import flatten, mapped, unflatten
 
 
 class Pair(NamedTuple):
@@ -80,7 +80,8 @@ def test_leaves_go_from_left_to_right_and_are_named() -> None:
 
 @pytest.mark.parametrize(
     "tree",
-    [OrderedDict(b=1, a=2), defaultdict(int, a=1), Counts(a=1), Numbers([1, 2]), Pair(1, (2,)),
+    [OrderedDict(b=1, a=2), defaultdict(int, a=1), Counter(a=1, b=2), Counts(a=1),
+     Numbers([1, 2]), Pair(1, (2,)),
      Derived(3), [], (), {}, torch.Size([2, 3]), torch.ones(2, 2).max(0)],
     ids=lambda tree: type(tree).__name__,
 )  # fmt: skip
@@ -90,6 +91,11 @@ def test_types_of_containers_are_kept(tree: Any) -> None:
     assert type(got) is type(tree)
     assert repr(got) == repr(tree)
     assert got is not tree or tree == ()
+
+
+def test_items_of_a_counter_are_replaced_and_not_added() -> None:
+    assert unflatten(Counter(a=1, b=2), [10, 20]) == Counter(a=10, b=20)
+    assert mapped(Counter(a=1), lambda count: count + 1) == Counter(a=2)
 
 
 def test_computed_fields_are_computed_again() -> None:
