@@ -326,10 +326,9 @@ def bench(session: nox.Session) -> None:
     # Both are peers, which start MPI in every session of pytest unless told otherwise.
     others = ("-p", "no:mpi-pytest", "-p", "no:pytest_isolate_mpi")
     main.run("pytest", *others, "tests/benchmarks")
-    names = "imports dispatch recording sessions averaging exact tensors gradients scaling"
-    for name in f"{names} simulation tree calls notebook".split():
+    main.run("python", "benchmarks/recording.py")
+    for name in ("imports", "dispatch", "sessions", "exact", "tensors", "gradients", "calls"):
         main.run("python", f"benchmarks/{name}.py")
-    main.run("python", "benchmarks/scaling.py", "--phases")
     for name in ("payloads", "starts"):
         for size in ("2", "4"):
             main.run("python", f"benchmarks/{name}.py", "--nproc-per-node", size)

@@ -24,9 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from averaging import shapes
-from harness import Timing, interleave, parser, short
-from ratios import Work, ratio_report
+from harness import Timing, Work, interleave, parser, ratio_report, short
 from tensors import slowest
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -43,8 +41,24 @@ STEPS = {HOOK: (1.3, 1.2), BACKEND: (1.2, 1.2)}
 MIB = 2**20
 FIRST_BUCKET_BYTES, BUCKET_BYTES = MIB, 25 * MIB  # torch's
 COPY = "copy"
+BLOCKS = ((64, 3), (128, 4), (256, 6), (512, 3))
 Found = Mapping[str, Mapping[str, Timing]]
 """Timings by way, for each work."""
+
+
+def shapes() -> list[tuple[int, ...]]:
+    """List the shapes of a ResNet-50's parameters."""
+    found: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
+    width = 64
+    for planes, count in BLOCKS:
+        for i in range(count):
+            found += [(planes, width, 1, 1), (planes,), (planes,)]
+            found += [(planes, planes, 3, 3), (planes,), (planes,)]
+            found += [(4 * planes, planes, 1, 1), (4 * planes,), (4 * planes,)]
+            if i == 0:
+                found += [(4 * planes, width, 1, 1), (4 * planes,), (4 * planes,)]
+            width = 4 * planes
+    return [*found, (1000, width), (1000,)]
 
 
 def _mlp() -> tuple[nn.Module, Tensor]:

@@ -23,8 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Timing, interleave, parser
-from ratios import Work, ratio_report
+from harness import Timing, Work, interleave, parser, ratio_report
 
 import unisono
 

@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from harness import interleave, parser
-from ratios import Work, plot, ratio_report
+from harness import Work, interleave, parser, plot, ratio_report
 from rich.console import Console
 from rich.progress import Progress
 
@@ -205,9 +204,7 @@ PEERS: dict[str, Callable[[Callable[[str], Any]], Calls]] = {
 }
 
 
-def measure(
-    local_rank: int, rounds: int, calls: int, names: Sequence[str] = tuple(WORKS)
-) -> list[Work]:
+def measure(local_rank: int, rounds: int, calls: int) -> list[Work]:
     """Time works of ours and of each peer that is installed. Collective over all ranks."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -218,7 +215,7 @@ def measure(
         done = []
         console = Console(stderr=True)
         with Progress(console=console, disable=local_rank != 0, transient=True) as progress:
-            for name in progress.track(names, description=f"{unisono.get_world_size()} ranks"):
+            for name in progress.track(WORKS, description=f"{unisono.get_world_size()} ranks"):
                 goal, bound = WORKS[name]
                 mine = {library: has[name] for library, has in libraries.items() if name in has}
                 done.append(Work(name, interleave(rounds, mine, calls), goal, bound=bound))

@@ -20,8 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from harness import Timing, parser
-from ratios import Work, ratio_report
+from harness import Timing, Work, parser, ratio_report
 
 FOLDER = Path(__file__).with_name("session_tests")
 PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")

@@ -18,8 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from harness import Timing, parser
-from ratios import Work, ratio_report
+from harness import Timing, Work, parser, ratio_report
 
 FIRST = (
     "One import of torch by the process that workers are copied from; torch is imported already "

@@ -25,8 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from harness import Timing, interleave, parser, short, show
-from ratios import Work, ratio_report
+from harness import Timing, Work, interleave, parser, ratio_report, short, show
 from torch import Tensor
 
 import unisono

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support import virtual_hosts
 from tests.support.processes import python
-from tests.support.requirements import require, require_backend
+from tests.support.requirements import require
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 PNG = b"\x89PNG\r\n"
@@ -45,7 +45,6 @@ BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("--rounds", "1"),
         ("all_reduce_(4 bytes), status page, world 1", "status page and trace, world 2"),
     ),
-    "averaging": (("--rounds", "1"), ("one all_reduce of a flat buffer",)),
     "exact": (
         ("--rounds", "1", "--ranks", "2"),
         ("exact sum of 1 MB, float32, near, world 2", "times a plain one"),
@@ -66,9 +65,6 @@ BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("--rounds", "1", "--ranks", "2", "--models", "tiny"),
         ("161 gradients, beside one flat gloo call", ">= 4.5 times", "DDP, our hook"),
     ),
-    "notebook": (("--rounds", "2"), ("the first cell", "each of the next ones")),
-    "simulation": (("--ranks", "2", "64"), ("most descriptors", "farewells")),
-    "tree": ((), ("ranks 2 ", "ranks 10000 ", "depth")),
 }
 
 
@@ -80,31 +76,10 @@ def test_every_benchmark_prints_its_table(name: str) -> None:
         assert word in text
 
 
-def test_hangs_are_named_and_what_was_not_measured_is_said(tmp_path: Path) -> None:
-    program, path = ("-m", "benchmarks.hangs", "--kinds", "locked"), tmp_path / "hangs.json"
-    for models in (["gloo"], ["threads"]):
-        done = python(*program, "--models", *models, "--save", str(path), cwd=FOLDER.parent)
-        assert done.returncode in (0, 1), done.stderr
-    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("locked ")]
-    assert [row.count("s") for row in rows] == [1, 2]  # the second adds to what the first found
-    assert "NOT MEASURED: MPI: " in done.stdout
-    assert "native (gloo): " not in done.stdout
-    assert " of 60 named within 2 s" in done.stdout
-
-
-@pytest.mark.parametrize("backend", ["mpi4py", "horovod"])
-def test_sums_and_values_stand_beside_a_librarys_own(backend: str) -> None:
-    require_backend(backend)
-    text = run({"mpi4py": "mpi_calls", "horovod": "horovod_calls"}[backend], "--rounds", "1")
-    works = ("all_reduce_(4 bytes)", "all_reduce_(16 MB)", "all_gather of 20 characters")
-    for work in (*works, "broadcast of a small dict", "all_reduce of a number"):
-        assert f"{work}, world 2" in text
-
-
 def test_payloads_are_compared_drawn_and_counted(plot: tuple[str, ...]) -> None:
     told = json.loads(run("payloads", "--rounds", "2", "--calls", "2", "--json", *plot))
     assert (told["title"], told["ranks"]) == ("Payloads", 2)
-    assert len(told["figures"]) == 12
+    assert len(told["figures"]) == 14
     for figure in told["figures"]:
         assert len(figure["quartiles"]) == 2
         assert "torch" in figure["peers"]
@@ -121,25 +96,6 @@ def test_hosts_sum_beside_gloo() -> None:
     assert [(figure["work"], *figure["peers"]) for figure in figures] == [
         ("all_reduce 64 KB", "gloo")
     ]
-
-
-def test_scaling_shows_every_work_at_every_number_of_ranks(plot: tuple[str, ...]) -> None:
-    few = ("--rounds", "1", "--calls", "2", "--ranks", "2", "3")
-    rows = [row for row in run("scaling", *few, "--markdown", *plot).splitlines() if "|" in row]
-    names = [row.split(" | ")[0] for row in rows[2:]]
-    assert len(set(names)) == len(names) == 12
-    assert {name.rpartition(", ")[2] for name in names} == {"2 ranks", "3 ranks"}
-
-
-def test_phases_of_set_up_add_up() -> None:
-    few = ("--phases", "--rounds", "1", "--ranks", "2", "3", "--json")
-    rows = json.loads(run("scaling", *few))["rows"]
-    assert [row.pop("ranks") for row in rows] == [2, 3]
-    for row in rows:
-        whole, processor = row.pop("whole"), row.pop("processor")
-        assert min(row.values()) >= 0
-        assert min(processor, row["copies"], row["gloo"], row["control plane"]) > 0
-        assert sum(row.values()) == pytest.approx(whole)
 
 
 def test_tensors_are_judged_listed_and_drawn(plot: tuple[str, ...]) -> None:

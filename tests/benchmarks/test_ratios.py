@@ -16,27 +16,26 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def ratios(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def harness(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.syspath_prepend(str(FOLDER))
-    yield importlib.import_module("ratios")
-    for name in ("ratios", "harness"):
-        del sys.modules[name]
+    yield importlib.import_module("harness")
+    del sys.modules["harness"]
 
 
 @pytest.fixture
-def work(ratios: Any) -> Callable[..., Any]:
+def work(harness: Any) -> Callable[..., Any]:
     """Make a work of which ours takes 2 us and the others 30 and 40."""
-    timing = importlib.import_module("harness").Timing
-    timings = {"ours": (1, 2, 3), "slow": (40, 40, 40), "fast": (29, 30, 31)}
+    rounds = {"ours": (1, 2, 3), "slow": (40, 40, 40), "fast": (29, 30, 31)}
+    timings = {name: harness.Timing(times) for name, times in rounds.items()}
 
     def make(**goals: Any) -> Any:
-        return ratios.Work("work", {name: timing(t) for name, t in timings.items()}, **goals)
+        return harness.Work("work", timings, **goals)
 
     return make
 
 
 def test_a_goal_is_about_the_best_of_the_others(
-    ratios: Any, work: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+    harness: Any, work: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for goals, code in (
         ({}, 0),
@@ -45,7 +44,7 @@ def test_a_goal_is_about_the_best_of_the_others(
         ({"limit_us": 2}, 0),
         ({"limit_us": 1.9, "goal": 15}, 1),
     ):
-        assert ratios.ratio_report("Works", [work(**goals)], {}) == code
+        assert harness.ratio_report("Works", [work(**goals)], {}) == code
     said = capsys.readouterr().out
     assert "MISSED: work: 2.000 us, 15.0 times faster than fast; wanted: >= 15.1 times. It" in said
     assert said.count("MISSED") == 2
@@ -57,14 +56,14 @@ def test_a_goal_may_be_about_one_of_the_others(work: Callable[..., Any]) -> None
 
 
 def test_what_is_printed_for_people_and_for_programs_is_the_same(
-    ratios: Any, work: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+    harness: Any, work: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ratios.ratio_report("Works", [work(goal=20)], {"ranks": 2}, how="json")
+    harness.ratio_report("Works", [work(goal=20)], {"ranks": 2}, how="json")
     told = json.loads(capsys.readouterr().out)["figures"][0]
     assert told["goal"] == {"times": 20, "limit": None, "is_met": False, "bound": ""}
     assert (told["median"], told["quartiles"], told["best"]) == (2, [1.5, 2.5], "fast")
     assert told["peers"]["fast"] == {"median": 30, "quartiles": [29.5, 30.5]}
-    ratios.ratio_report("Works", [work(goal=20)], {"ranks": 2}, how="markdown")
+    harness.ratio_report("Works", [work(goal=20)], {"ranks": 2}, how="markdown")
     said = capsys.readouterr().out
     assert "ranks 2" in said.splitlines()[0]
     ours, fast, slow = "2.000 us (1.500..2.500)", "30.0 us (29.5..30.5)", "40.0 us (40.0..40.0)"

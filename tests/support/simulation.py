@@ -9,13 +9,11 @@ What isn't the control plane's is not simulated: records of the rendezvous, whic
 carries, pass by reference, and so do the bodies of messages. What is the same on all ranks for the
 same bytes, such as the parts of a message, is computed once.
 
-    python benchmarks/simulation.py [--ranks 2 8 64 1000 10000] [--per-host 8] [--fan-out 8]
-                                    [--rounds 2] [--json | --markdown] [--plot out.svg]
+    python -m tests.support.simulation [2 8 64 1000 10000]
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
@@ -30,10 +28,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from harness import parser
-from simulated_kernel import Kernel, Process, Waitable
 
 import unisono
+from tests.support.simulated_kernel import Kernel, Process, Waitable
 from unisono.context import communicator
 from unisono.control import hub, rendezvous, tree
 from unisono.control.connection import ALL, GIVE, Connection
@@ -41,7 +38,6 @@ from unisono.control.envelopes import call_head, split_blobs
 from unisono.control.hub import Hub
 from unisono.control.peers import Peers
 from unisono.control.plane import SocketControlPlane
-from unisono.control.tree import FAN_OUT
 from unisono.errors import PeerFailedError
 from unisono.host.mailbox import MAILBOX_BYTES
 from unisono.topology import EVERYBODY, Topology
@@ -315,62 +311,24 @@ def row_of(job: Simulation) -> Row:
     }
 
 
-_DRAWN = (
-    ("depth", "hops from the root"),
-    ("most of a rank", "messages of a round"),
-    ("most descriptors", "descriptors"),
-    ("most KB sent", "KB of a round"),
-)
-
-
-def plot(rows: Sequence[Row], path: str) -> None:
-    """Draw what the rank has that has most, over the number of ranks."""
-    matplotlib = importlib.import_module("matplotlib")
-    matplotlib.rcParams["svg.hashsalt"] = "unisono"  # the same rows give the same file
-    figure = importlib.import_module("matplotlib.figure").Figure((9, 5), layout="constrained")
-    grid = figure.subplots(2, 2, sharex=True)
-    for axes, (name, unit) in zip(grid.flat, _DRAWN, strict=True):
-        axes.plot([row["ranks"] for row in rows], [row[name] for row in rows], "o-")
-        axes.set(title=name, xscale="log", ylabel=unit, ylim=(0, None))
-        axes.grid(alpha=0.3)
-    for axes in grid[1]:
-        axes.set_xlabel("ranks")
-    figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
-
-
-def _text(rows: Sequence[Row], how: str) -> str:
-    if how == "json":
-        return json.dumps(rows)
-    lines = [list(rows[0]), *([_figure(value) for value in row.values()] for row in rows)]
-    if how == "markdown":
-        lines.insert(1, ["---:"] * len(rows[0]))
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return "\n".join("".join(f"{word:>18}" for word in line) for line in lines)
+def table(rows: Sequence[Row]) -> str:
+    """Write rows as a table of Markdown."""
+    lines = [list(rows[0]), ["---:"] * len(rows[0])]
+    lines += [[_figure(value) for value in row.values()] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _figure(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
 
 
-def main() -> int:
-    """Simulate, and print."""
-    made = parser("The control plane of many ranks in one process.", 2)
-    made.add_argument("--ranks", type=int, nargs="+", default=SIZES)
-    made.add_argument("--per-host", type=int, default=8)
-    made.add_argument("--fan-out", type=int, default=FAN_OUT)
-    made.add_argument("--plot", metavar="FILE")
-    arguments = made.parse_args()
-    rows = []
-    for size in arguments.ranks:
-        job = Simulation(size, arguments.per_host, arguments.rounds)
-        with patch.object(rendezvous, "links", partial(tree.links, fan_out=arguments.fan_out)):
-            job.run()
-        rows.append(row_of(job))
-    print(_text(rows, arguments.how))
-    if arguments.plot:
-        plot(rows, arguments.plot)
-    return 0
+def simulated(size: int, per_host: int = 8, rounds: int = 2) -> Row:
+    """Run a job in memory; return its counts."""
+    job = Simulation(size, per_host, rounds)
+    job.run()
+    return row_of(job)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    rows = [simulated(size) for size in map(int, sys.argv[1:] or SIZES)]
+    sys.stdout.write(f"{table(rows)}\n")
