@@ -1,4 +1,4 @@
-"""Laws that are checked in this process, and not in replicas."""
+"""Laws that are checked in this process rather than in replicas."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from unisono.topology import RankInfo
 
 
 class UntestableError(Exception):
-    """Raised where a law can't be checked; says why."""
+    """Raised where a law cannot be checked."""
 
 
 def text_of(error: BaseException) -> str:
-    """Write an error of a law, whose own are assertions."""
+    """Return the text of a law's error, without the name of AssertionError."""
     return str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
 
 
@@ -34,7 +34,7 @@ def outcome_of(name: str, nproc: int, check: Callable[[], None]) -> Outcome:
 
 
 def check_info(info: Any) -> None:
-    """Demand that a RankInfo has every field in its range."""
+    """Assert that every field of a RankInfo is in its range."""
     assert isinstance(info, RankInfo), f"got {type(info).__name__}, not RankInfo"
     limits = {
         "world_size": (1, None),

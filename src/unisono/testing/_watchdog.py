@@ -27,7 +27,7 @@ _OURS = " in keep_laws\n"  # this frame and those around it are the kit's
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """The law that a replica is in, since when, and how to ask for its stack."""
+    """A replica's current law, its start, and the way to its stack."""
 
     rank: int
     law: str
@@ -52,7 +52,7 @@ class Board:
         self._facts = {} if self._path is None else stack_signal.install()
 
     def enter(self, law: str) -> None:
-        """Write that this replica enters a law; an empty name means that it is done."""
+        """Record that this replica enters a law; an empty name means that it has finished."""
         if self._path is None:
             return
         who = os.getpid(), threading.get_native_id(), self._facts
@@ -69,13 +69,13 @@ class Watch:
         self._limit_s = limit_s
         self._folder = tempfile.TemporaryDirectory(prefix="unisono-laws-")
         self.folder: str = self._folder.name
-        """What replicas give to their `Board`."""
+        """The folder for the replicas' `Board`."""
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._look, name="unisono-watch", daemon=True)
         self.hung = ""
         """The law that took too long; empty if none did."""
         self.stacks = ""
-        """Where every replica stood then."""
+        """The stacks of all replicas at that time."""
 
     def __enter__(self) -> Watch:
         self._thread.start()

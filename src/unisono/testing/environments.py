@@ -1,4 +1,4 @@
-"""The laws that every environment keeps, and what checks them: one function a law."""
+"""The laws for environments, one function each, and their runner."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _FOREIGN = {
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentTrial:
-    """An environment, and what its launcher sets."""
+    """An environment with example variables of its launcher."""
 
     name: str
     environment: Environment
     examples: Sequence[Mapping[str, str]] = field(default=())
 
     def detect(self, env: Mapping[str, str]) -> RankInfo | None:
-        """Ask it; demand None, a RankInfo in range, or the one error that it may raise."""
+        """Call `detect`; assert that it returns None or a valid RankInfo, or its one error."""
         reads = Recorder(MappingProxyType(dict(env)))
         try:
             info = self.environment.detect(reads)
@@ -69,7 +69,7 @@ class EnvironmentTrial:
         return info
 
     def facts(self, env: Mapping[str, str]) -> RankInfo:
-        """Ask it about variables of a rank; demand facts."""
+        """Return the RankInfo for the variables of a rank; assert that there is one."""
         try:
             info = self.detect(env)
         except EnvironmentDetectionError as error:
@@ -108,7 +108,7 @@ def _law(check: Law) -> Law:
 
 
 def _process_has(env: Mapping[str, str]) -> Any:
-    """Let this process have these variables alone within a block."""
+    """Replace the variables of this process in the block."""
     return mock.patch.dict(os.environ, env, clear=True)
 
 
@@ -138,7 +138,7 @@ def no_variables_are_no_job(trial: EnvironmentTrial) -> None:
 
 @_law
 def variables_of_others_are_no_job(trial: EnvironmentTrial) -> None:
-    """It says nothing of variables that aren't its launcher's, and never raises for them."""
+    """Variables of other launchers are ignored and never raise."""
     assert trial.detect(_FOREIGN) is None, f"it takes {sorted(_FOREIGN)} for a job"
     for other in ENVIRONMENTS:
         for env in () if other is trial.environment else getattr(other, "EXAMPLES", ()):
@@ -149,7 +149,7 @@ def variables_of_others_are_no_job(trial: EnvironmentTrial) -> None:
 
 @_law
 def a_whole_example_gives_every_fact_in_its_range(trial: EnvironmentTrial) -> None:
-    """Rank and size, and what else is said, are of their type and range, and fit together."""
+    """Rank, size and all other facts have their type and range, and are consistent."""
     name = trial.environment.NAME
     for example, info in trial.known():
         assert info.source == name, f"source={info.source!r}, not {name!r}"
@@ -158,7 +158,7 @@ def a_whole_example_gives_every_fact_in_its_range(trial: EnvironmentTrial) -> No
 
 @_law
 def a_partial_example_is_refused_by_name(trial: EnvironmentTrial) -> None:
-    """Without one it says the same, no job (for one alone), or which one is missing."""
+    """Without one variable: the same facts, no job (for one of them), or an error naming it."""
     for example, info in trial.known():
         whole, marks = _identity(info), []
         for name in trial.variables(example):
@@ -175,7 +175,7 @@ def a_partial_example_is_refused_by_name(trial: EnvironmentTrial) -> None:
 
 @_law
 def a_malformed_variable_is_refused_by_name(trial: EnvironmentTrial) -> None:
-    """Text that isn't a number, or none in its range, is refused, and never taken for a rank."""
+    """A value that is not a number in range is an error, and never a rank."""
     for example, info in trial.known():
         for name in trial.variables(example):
             is_mark = trial.answer({**example, name: ""}) is None
@@ -188,7 +188,7 @@ def a_malformed_variable_is_refused_by_name(trial: EnvironmentTrial) -> None:
 
 @_law
 def it_reads_what_it_is_given_alone(trial: EnvironmentTrial) -> None:
-    """The process's own variables change nothing, and are as they were."""
+    """The process's own variables are neither read nor changed."""
     for example in trial.examples or ({},):
         with _process_has({}):
             alone = trial.detect(example)
@@ -201,7 +201,7 @@ def it_reads_what_it_is_given_alone(trial: EnvironmentTrial) -> None:
 
 @_law
 def it_says_the_same_each_time(trial: EnvironmentTrial) -> None:
-    """Nothing is kept between two calls."""
+    """No state is kept between calls."""
     for example in (*trial.examples, {}):
         first = trial.detect(example)
         trial.detect({})
@@ -210,7 +210,7 @@ def it_says_the_same_each_time(trial: EnvironmentTrial) -> None:
 
 @_law
 def it_is_loaded_without_torch(trial: EnvironmentTrial) -> None:
-    """Each rank of a script loads it, so it doesn't import torch, which takes seconds."""
+    """Loading it does not import torch, since every rank of a script loads it."""
     module = getattr(trial.environment, "__module__", None)
     if module is None:  # it is a module itself, or an instance
         module = getattr(trial.environment, "__name__", type(trial.environment).__module__)

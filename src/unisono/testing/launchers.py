@@ -1,4 +1,4 @@
-"""The laws that every launcher keeps, and what checks them: one function a law."""
+"""The laws for launchers, one function each, and their runner."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ rm -rf "$2"
 
 
 class _TookTooLongError(BaseException):
-    """Raised in the main thread where a law hangs."""
+    """Raised in the main thread when a law exceeds its time limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class LauncherTrial:
-    """A launcher, and the job that laws let it make."""
+    """A launcher under test, with the options of its jobs."""
 
     launcher: str
     nproc: int
@@ -72,12 +72,12 @@ class LauncherTrial:
 
     @property
     def last(self) -> int:
-        """The rank that fails where one does."""
+        """The rank that fails in laws about failures."""
         return self.nproc - 1
 
     @property
     def given(self) -> dict[str, Any]:
-        """What `spawn` is given."""
+        """The arguments of `spawn` that select the launcher."""
         return {"launcher": self.launcher, "launcher_options": dict(self.options)}
 
     def spawn(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -94,7 +94,7 @@ class LauncherTrial:
     def fails(
         self, end: Callable[..., object], *args: Any, others: Callable[[], object] = barrier
     ) -> WorkerFailedError:
-        """Let the last rank end while others wait; demand that the error names it."""
+        """End the last rank while others wait; assert that the error names it."""
         job = (_end, self.last, self.folder, end, args, others)
         error = _error_of(WorkerFailedError, partial(self.spawn, *job))
         assert error.rank == self.last, f"rank {error.rank} is named, not {self.last}: {error}"
@@ -102,7 +102,7 @@ class LauncherTrial:
         return error
 
     def signed(self) -> list[Any]:
-        """Return the processes of this host's ranks that have signed, None for those that ended."""
+        """Return the processes of this host's ranks that have signed in, None for ended ones."""
         found = []
         for file in Path(self.folder).glob("rank-*"):
             host, pid = file.read_text().split()
@@ -111,7 +111,7 @@ class LauncherTrial:
         return found
 
     def all_end(self) -> int:
-        """Demand that all ranks that have signed end within seconds; return how many have."""
+        """Assert that all ranks that have signed in end in time; return their number."""
         limit = time.monotonic() + _GONE_S
         while (left := [*filter(None, self.signed())]) and time.monotonic() < limit:
             time.sleep(_LOOK_S)
@@ -119,7 +119,7 @@ class LauncherTrial:
         return len(self.signed())
 
     def forget(self) -> None:
-        """End what ranks of this host left, and forget who they were."""
+        """Kill the ranks left on this host, and remove their files."""
         for process in filter(None, self.signed()):
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -137,7 +137,7 @@ def _law(check: Law) -> Law:
 
 
 def _living(pid: int, signed_at: float) -> Any:
-    """Return a process; None if it has ended, and its number may have gone to a later one."""
+    """Return a process, or None if it has ended or its pid has been reused."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         is_it = process.create_time() <= signed_at + 1.0  # the clocks' grain
@@ -146,7 +146,7 @@ def _living(pid: int, signed_at: float) -> Any:
 
 
 def _error_of(kind: type[_E], call: Callable[[], object], about: str = "") -> _E:
-    """Demand that a call raises an error."""
+    """Assert that a call raises an error; return it."""
     try:
         result = call()
     except kind as error:
@@ -160,7 +160,7 @@ def _error_of(kind: type[_E], call: Callable[[], object], about: str = "") -> _E
 
 
 def _sign(folder: str) -> None:
-    """Write who this rank is, where the folder can be seen from its host."""
+    """Write this rank's host and pid to the folder, if this host can reach it."""
     with contextlib.suppress(OSError):
         unfinished = Path(folder, f"unfinished-{facts.get_rank()}")
         unfinished.write_text(f"{socket.gethostname()} {os.getpid()}")
@@ -178,7 +178,7 @@ def _given(local_rank: int, data: bytes, make: Callable[[int], Any], *, word: st
 
 
 def _kinds() -> Sequence[Any]:
-    """Make one of each kind of class, over those of the standard library, that programs have."""
+    """Return an instance of each kind of class that programs derive from the standard library."""
 
     class Own(ABC):  # noqa: B024 - its metaclass is what counts
         def value(self) -> int:
@@ -265,7 +265,7 @@ def _touch(local_rank: int, folder: str, *args: Any) -> None:
 
 @_law
 def results_come_in_the_order_of_ranks(trial: LauncherTrial) -> None:
-    """Each rank is a process of its own that knows its place and the others; results are a list."""
+    """Each rank is a separate process with the right facts; results are in the order of ranks."""
     results = trial.spawn(_facts)
     ranks = list(range(trial.nproc))
     assert [each[0] for each in results] == ranks, f"ranks {[each[0] for each in results]}"
@@ -284,7 +284,7 @@ def results_come_in_the_order_of_ranks(trial: LauncherTrial) -> None:
 
 @_law
 def arguments_and_closures_arrive(trial: LauncherTrial) -> None:
-    """A megabyte, a closure over a class that no module has, and keywords arrive as they were."""
+    """A megabyte, a closure over a local class, and keyword arguments arrive unchanged."""
 
     class Local:
         def __init__(self, value: int) -> None:
@@ -301,7 +301,7 @@ def arguments_and_closures_arrive(trial: LauncherTrial) -> None:
 
 @_law
 def classes_of_every_kind_arrive(trial: LauncherTrial) -> None:
-    """An object whose class no module has is in a rank what it is here, and when it comes back."""
+    """An object of a local class works in a rank and after its return."""
     # Classes over those of abc, collections.abc, contextlib, dataclasses, enum and typing.
     kinds = _kinds()
     known, _ = _use(0, kinds)
@@ -337,7 +337,7 @@ def variables_are_handed_over(trial: LauncherTrial) -> None:
 
 @_law
 def the_first_failure_is_named_with_its_traceback(trial: LauncherTrial) -> None:
-    """The error has rank, traceback and exception of who failed, not of one that waits."""
+    """The error has rank, traceback and exception of the first failure, not of a waiting rank."""
     error = trial.fails(_raise)
     for part in ("in _raise", "of rank"):
         assert part in error.traceback, f"its traceback isn't the rank's: {error.traceback!r}"
@@ -346,35 +346,35 @@ def the_first_failure_is_named_with_its_traceback(trial: LauncherTrial) -> None:
 
 @_law
 def an_exit_code_is_named(trial: LauncherTrial) -> None:
-    """A rank that leaves by ``os._exit`` is named, and so is its exit code where it is known."""
+    """The error for ``os._exit`` names the rank, and the exit code where it is known."""
     error = trial.fails(os._exit, _EXIT_CODE)
     assert error.exit_code in (_EXIT_CODE, None), f"exit code {error.exit_code}: {error}"
 
 
 @_law
 def an_exit_without_a_result_is_a_failure(trial: LauncherTrial) -> None:
-    """Success is a result, never an exit code of 0."""
+    """An exit code of 0 without a result is a failure."""
     error = trial.fails(os._exit, 0)
     assert error.exit_code in (0, None), f"exit code {error.exit_code}: {error}"
 
 
 @_law
 def a_signal_is_named(trial: LauncherTrial) -> None:
-    """A rank that a signal ended is named, and so is the signal where it is known."""
+    """The error for a killed rank names the rank, and the signal where it is known."""
     error = trial.fails(signal.raise_signal, signal.SIGKILL)
     assert error.signal in ("SIGKILL", None), f"signal {error.signal}: {error}"
 
 
 @_law
 def a_result_that_cant_travel_is_a_failure(trial: LauncherTrial) -> None:
-    """A result that can't be pickled is a failure of its rank."""
+    """A result that cannot be pickled is a failure of its rank."""
     error = trial.fails(threading.Lock, others=facts.get_rank)
     assert "lock" in str(error), f"it doesn't say what can't be pickled: {error}"
 
 
 @_law
 def no_rank_is_left_behind(trial: LauncherTrial) -> None:
-    """After a failure all ranks have ended, also those that sleep and don't hear SIGTERM."""
+    """After a failure all ranks have ended, including sleeping ones that ignore SIGTERM."""
     trial.fails(_raise, others=_sleep_deaf)
     if not trial.all_end():
         raise UntestableError("no rank could write into a folder of this host")
@@ -382,7 +382,7 @@ def no_rank_is_left_behind(trial: LauncherTrial) -> None:
 
 @_law
 def the_parent_is_left_as_it_was(trial: LauncherTrial) -> None:
-    """Variables, directory, search path and signal handlers are as before, after failures too."""
+    """Variables, directory, search path and signal handlers are unchanged, also after failures."""
     before = _parent()
     for run in (partial(trial.spawn, _facts), partial(trial.fails, _raise)):
         run()
@@ -403,7 +403,7 @@ def _parent() -> dict[str, Any]:
 
 @_law
 def a_deadline_is_kept(trial: LauncherTrial) -> None:
-    """The deadline of a block ends the job, and says which ranks weren't done."""
+    """The deadline of a block ends the job, and its error lists the unfinished ranks."""
     for block_s in _BLOCKS_S:
         begin = time.monotonic()
         with deadline(block_s):
@@ -419,7 +419,7 @@ def a_deadline_is_kept(trial: LauncherTrial) -> None:
 
 @_law
 def an_interrupt_ends_all_ranks(trial: LauncherTrial) -> None:
-    """Ctrl-C while ranks work is KeyboardInterrupt here, and no rank is left."""
+    """Ctrl-C raises KeyboardInterrupt in the parent, and no rank is left."""
     if threading.current_thread() is not threading.main_thread():
         raise UntestableError("only the main thread is interrupted")
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -439,7 +439,7 @@ def an_interrupt_ends_all_ranks(trial: LauncherTrial) -> None:
 
 
 def _interrupt(trial: LauncherTrial, is_over: threading.Event) -> None:
-    """Interrupt the main thread once all ranks are there, or can't be seen in time."""
+    """Interrupt the main thread once all ranks have signed in, or after a time limit."""
     limit = time.monotonic() + _COME_S
     while not is_over.wait(_LOOK_S):
         if len(trial.signed()) == trial.nproc or time.monotonic() > limit:
@@ -449,7 +449,7 @@ def _interrupt(trial: LauncherTrial, is_over: threading.Event) -> None:
 
 @_law
 def wrong_options_are_refused_before_anything_starts(trial: LauncherTrial) -> None:
-    """An option that the launcher doesn't name, and one that no launcher takes, are refused."""
+    """An option unknown to the launcher, or to all launchers, is refused."""
     _refused(trial, ArgumentError, launcher_options={**trial.options, "no_such_option": 1})
     _refused(trial, ArgumentError, no_such_option=1)
     _refused(trial, ArgumentError, nnodes=0)
@@ -458,7 +458,7 @@ def wrong_options_are_refused_before_anything_starts(trial: LauncherTrial) -> No
 
 @_law
 def what_cant_be_pickled_is_refused_before_anything_starts(trial: LauncherTrial) -> None:
-    """An argument that can't be pickled is a PayloadError here, and no rank begins."""
+    """An argument that cannot be pickled is a PayloadError in the parent, and no rank starts."""
     _refused(trial, PayloadError, threading.Lock())
 
 
@@ -472,7 +472,7 @@ def _refused(trial: LauncherTrial, kind: type[Exception], *more: Any, **options:
 
 @_law
 def a_script_ends_with_the_exit_code_of_its_rank(trial: LauncherTrial) -> None:
-    """``unisono run --launcher`` runs a script in every rank, and names the one that failed."""
+    """``unisono run --launcher`` runs a script in every rank; its result names the failed rank."""
     if trial.options:
         raise UntestableError("unisono run hands no launcher_options over")
     code = f"import os, sys; sys.exit({_EXIT_CODE} * (os.environ['RANK'] == '{trial.last}'))"
@@ -531,7 +531,7 @@ def check_launcher(
 
 @contextlib.contextmanager
 def _witness(subject: str, law: str, folder: str) -> Iterator[None]:
-    """Let a process of its own print what was printed last if this one ends within the block."""
+    """Print the last output from a separate process if this one ends within the block."""
     # A library may end it from its own code, as Ray does where its cluster has gone. Neither
     # Ctrl-C nor what the law prints is for the witness; its stderr is ours as it is now.
     text = f"{subject}: the process that checks it has ended in law {law}"
@@ -566,7 +566,7 @@ def _check(law: Law, trial: LauncherTrial, timeout_s: float) -> None:
 
 @contextlib.contextmanager
 def _output_in(file: Path) -> Iterator[None]:
-    """Let what ranks and their launchers print go to a file: failures are what laws provoke."""
+    """Redirect the output of ranks and launchers to a file: laws provoke failures."""
     sys.stdout.flush()
     sys.stderr.flush()
     before = [os.dup(1), os.dup(2)]
@@ -585,7 +585,7 @@ def _output_in(file: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Let one law take so long, in the main thread, where a handler can end it."""
+    """Limit the time of one law; only in the main thread, where a signal handler can end it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""Run laws in the replicas of any backend and say, law by law, how each ended."""
+"""Run laws in the replicas of any backend and return an outcome for each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _GRACE = 1.5  # the model's own deadline over the law's, which comes first and s
 
 
 class LawBrokenError(AssertionError):
-    """Raised in a replica in which a law didn't hold; says which law and how."""
+    """Raised in a replica in which a law does not hold."""
 
     def __init__(self, law: str, text: str) -> None:
         super().__init__(law, text)
@@ -202,7 +202,7 @@ def check(
 
 
 def _run(start: Callable[..., Any], names: Sequence[str], timeout_s: float) -> _Batch:
-    """Run laws in new replicas until one is broken, and say which and how."""
+    """Run laws in new replicas until one is broken."""
     batch = _Batch()
     with Watch(timeout_s) as watch:
         try:

@@ -56,13 +56,13 @@ def needs_ranks(count: int) -> bool:
 
 
 def same(value: Any, expected: Any, what: object = "") -> None:
-    """Demand the same value, type, dtype, shape and bits."""
+    """Assert the same value, type, dtype, shape and bits."""
     difference = _difference(value, expected)
     assert not difference, f"{what}: {difference}"
 
 
 def _difference(value: Any, expected: Any, path: str = "") -> str:
-    """Write in a line where two values differ first; nothing where they don't."""
+    """Return the first difference of two values in one line, or an empty string."""
     at = f"at {path}: " if path else ""
 
     def wrong(got: object, due: object) -> str:
@@ -136,7 +136,7 @@ def raises(
     call: Callable[[], Any],
     parts: Sequence[str] = (),
 ) -> None:
-    """Demand that `call` raises `error` with a text that has all `parts`."""
+    """Assert that `call` raises `error` with all `parts` in its text."""
     try:
         value = call()
     except error as raised:

@@ -28,7 +28,7 @@ def _ops(dtype: torch.dtype) -> list[ReduceOp]:
 
 
 def _agree(model: ComputationModel, got: Tensor, expected: Tensor, what: Any) -> None:
-    """Demand the same bits, on the device on which the model takes tensors."""
+    """Assert the same bits, on the device of the model's tensors."""
     place = torch.empty(0, device=model.transport_device).device
     assert got.device == place, f"{what}: got a tensor of device {got.device}, wanted {place}"
     same(got.cpu(), expected.cpu(), what)

@@ -1,4 +1,4 @@
-"""Which device a replica computes on, and on which device results are."""
+"""The device of a replica and of its results."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from unisono.testing.cases._law import law, needs_ranks, same, tensor_of, worlds
 
 
 class _Labelled(torch.Tensor):
-    """A tensor that only pickle can carry."""
+    """A tensor subclass that only pickle can carry."""
 
 
 class _Holder:
-    """What carries a tensor in a field, of which only pickle knows."""
+    """An object with a tensor in a field, which only pickle can find."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -100,7 +100,7 @@ def messages_arrive_on_the_receiver_s_own_device() -> None:
 
 @law()
 def the_user_s_default_device_changes_nothing() -> None:
-    """What the library makes for itself is where it wants it: on the CPU, mostly."""
+    """Tensors that the library creates for itself ignore the default device."""
     rank, size = worlds()
     mine = torch.full((3,), float(rank))
     empty = torch.ones(0)

@@ -45,7 +45,7 @@ def _calls() -> list[Callable[[], Any]]:
 
 @law()
 def a_fork_of_a_rank_is_told_so_in_every_call() -> None:
-    """And the rank goes on as if there had been none."""
+    """The rank itself goes on unaffected."""
     if not hasattr(os, "fork"):
         return  # as on Windows, where nothing forks
     rank, size = worlds()
@@ -63,7 +63,7 @@ def a_fork_of_a_rank_is_told_so_in_every_call() -> None:
 
 
 def _answer(writing: int, calls: list[Callable[[], Any]], text: str) -> None:
-    """Say over a pipe what the calls came to, and end without a trace of the rank."""
+    """Write the results of the calls to a pipe, and exit without the rank's exit handlers."""
     reply = "told"
     try:
         for index, call in enumerate(calls):

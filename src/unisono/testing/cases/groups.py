@@ -1,4 +1,4 @@
-"""Groups: membership, roots, caching, and what a rank gets that isn't a member."""
+"""Groups: membership, roots, caching, and calls by ranks that are not members."""
 
 from __future__ import annotations
 

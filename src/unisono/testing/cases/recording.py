@@ -1,4 +1,4 @@
-"""What a rank's calls are recorded as, and who came late."""
+"""Records of a rank's calls, and late ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LATE_CALLS = 4
 
 
 class _Seen:
-    """What hooks get of this rank: other replicas of the process have hooks of their own."""
+    """Calls that hooks receive for this rank: other replicas have hooks of their own."""
 
     def __init__(self) -> None:
         self.begun: list[CollectiveRecord] = []
@@ -96,7 +96,7 @@ def a_call_that_fails_is_recorded_with_its_error() -> None:
 
 @law()
 def watching_names_the_rank_that_comes_late() -> None:
-    """All ranks are told who made the others wait, and for how long."""
+    """Every rank receives the late rank and the time lost."""
     rank, size = worlds()
     slow = size - 1
     with idist.watching() as watch:

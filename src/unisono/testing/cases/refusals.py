@@ -1,4 +1,4 @@
-"""Bad input is refused, at one replica as at many, and nothing is lost by it."""
+"""Bad input is refused with one replica as with many, and later calls work."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def what_isnt_a_number_cant_be_reduced() -> None:
 
 
 class Pair(tuple[float, float]):
-    """What isn't made of its items."""
+    """A container that is not made of its items alone."""
 
     def __new__(cls, one: float, other: float) -> Pair:
         return super().__new__(cls, (one, other))
@@ -118,7 +118,7 @@ class Pair(tuple[float, float]):
 
 @dataclass
 class Scaled:
-    """What isn't made of its fields alone."""
+    """A dataclass that is not made of its fields alone."""
 
     value: float
     by: InitVar[int]
@@ -128,7 +128,7 @@ class Scaled:
 
 
 class Rude:
-    """What no error can name."""
+    """A class whose name cannot be printed."""
 
     def __repr__(self) -> str:
         raise ValueError("no name")
@@ -136,7 +136,7 @@ class Rude:
 
 @law()
 def what_a_users_class_raises_leaves_the_ranks_in_step() -> None:
-    """While a call is checked, and once all ranks have what it gives."""
+    """Both during the checks of a call and after its exchange."""
     _, size = worlds()
     wrong: Any = torch.ones(2), Rude()
     for value in (Pair(1.0, 2.0), Scaled(1.0, 2)):
@@ -200,7 +200,7 @@ def tensors_without_memory_of_their_own_are_refused_by_name() -> None:
 
 @law()
 def a_tensor_that_one_rank_refuses_is_an_error_on_every_rank() -> None:
-    """Where calls are compared, which a model may leave to UNISONO_DEBUG=1."""
+    """Where calls are compared, which some models do only with UNISONO_DEBUG=1."""
     control = communicator().control
     control.checks = lambda group: True  # type: ignore[method-assign]
     try:

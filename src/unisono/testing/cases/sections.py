@@ -1,4 +1,4 @@
-"""Guarded sections: who runs the body, in which order, and who learns of its failure."""
+"""Guarded sections: ranks that run the body, their order, and the report of a failure."""
 
 from __future__ import annotations
 

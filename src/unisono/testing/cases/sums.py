@@ -37,7 +37,7 @@ def rough(seed: int, count: int, dtype: torch.dtype, spread: int = 20) -> Tensor
 
 
 def correctly_rounded(column: Sequence[float], dtype: torch.dtype) -> float:
-    """Sum in fractions, and round once: what no model, and no accumulator, shares code with."""
+    """Sum as fractions and round once: an independent reference."""
     if any(not math.isfinite(value) for value in column):
         return sum(column)
     if all(value == 0 and math.copysign(1, value) < 0 for value in column):
@@ -66,7 +66,7 @@ def _sums(columns: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
 
 
 def _hard(rank: int, size: int, dtype: torch.dtype) -> Tensor:
-    """Make what cancels, lies half-way between two numbers, and comes near both ends."""
+    """Make numbers that cancel, lie half-way between two floats, or are close to the limits."""
     info = torch.finfo(dtype)
     pairs = [(info.max, -info.max), (1.0, info.eps / 2), (1 + info.eps, info.eps / 2)]
     pairs += [(info.smallest_normal / 4, -info.smallest_normal / 2), (-0.0, -0.0), (-0.0, 0.0)]
@@ -145,7 +145,7 @@ def an_exact_sum_has_one_rule_for_what_isnt_finite() -> None:
 
 @dataclass
 class Step:
-    """What a training step reports."""
+    """The report of a training step."""
 
     loss: float
     seen: int
@@ -199,7 +199,7 @@ def an_exact_sum_doesnt_depend_on_which_rank_has_which_terms() -> None:
 
 @law()
 def exact_sums_of_parts_are_those_of_the_whole() -> None:
-    """Neither the size of a message nor what travels with it changes a bit."""
+    """The bits do not depend on the size of a message or on other values in it."""
     rank, _ = worlds()
     value = rough(rank, 70_000, torch.float32, 60)
     whole = idist.all_reduce(value, exact=True)

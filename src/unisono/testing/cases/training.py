@@ -1,4 +1,4 @@
-"""What helps a training script: positions, preemption, and what ranks agree on."""
+"""Support for training scripts: positions, preemption, agreement of ranks."""
 
 from __future__ import annotations
 
