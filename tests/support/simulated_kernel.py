@@ -30,7 +30,6 @@ from unisono.control import (
     connection,
     handshake,
     hub,
-    inquiry,
     peers,
     rendezvous,
 )
@@ -43,7 +42,7 @@ _STACK_BYTES = 1 << 18
 _FIRST_PID = 10_000_000  # no process of this machine has it
 _MODULES = (
     *(addresses, condition, connection, handshake),
-    *(hub, inquiry, peers, rendezvous),
+    *(hub, peers, rendezvous),
 )
 _LIBRARIES = ("os", "select", "selectors", "socket", "threading", "time")
 
@@ -336,19 +335,6 @@ class _Poll:
                 limit_s = 0
 
 
-class _StatusSocket:
-    """What `unisono.host.status_socket` makes; nobody asks here."""
-
-    def __init__(self, sock: _Socket) -> None:
-        self.sock, self.fd = sock, sock.fd
-
-    def remove(self) -> None:
-        """There is no file."""
-
-    def close(self) -> None:
-        self.sock.close()
-
-
 class Kernel:
     """The kernel of all simulated processes."""
 
@@ -507,9 +493,6 @@ class Kernel:
     def _pidfd_open(self, pid: int) -> int:
         return _ProcessHandle(self, self.process, self.processes[pid - _FIRST_PID]).fd
 
-    def _status_socket(self) -> _StatusSocket:
-        return _StatusSocket(_Socket(self, self.process))
-
     def _libraries(self) -> dict[str, Any]:
         def poll() -> _Poll:
             return _Poll(self)
@@ -558,7 +541,6 @@ class Kernel:
         names["host_of_this_process"] = lambda: self.process.host
         changes += [(rendezvous, name, new) for name, new in names.items()]
         changes.append((addresses, "_address_to", libraries["socket"].gethostname))
-        changes.append((inquiry, "StatusSocket", _Library(None, make=self._status_socket)))
         before = [(module, name, getattr(module, name)) for module, name, _ in changes]
         for module, name, new in changes:
             setattr(module, name, new)

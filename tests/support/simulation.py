@@ -43,7 +43,7 @@ from unisono.host.mailbox import MAILBOX_BYTES
 from unisono.topology import EVERYBODY, Topology
 
 SIZES = (2, 8, 16, 64, 256, 1000, 4096, 10_000)
-_KINDS = ("GIVE", "ALL", "FAIL", "NOTICE", "ASK", "ANSWER", "LATE", "LEAVE", "LOOK", "SEEN")
+_KINDS = ("GIVE", "ALL", "FAIL", "NOTICE", "ASK", "ANSWER", "LATE", "LEAVE")
 _BLOB = call_head("barrier", b"train.py:12")
 _VARIABLES = {"UNISONO_SHARED_BYTES": "0"}  # memory for tensors isn't the control plane's
 

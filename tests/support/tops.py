@@ -44,7 +44,7 @@ def seen() -> dict[str, Any]:
     """Look until it is clear what holds the one job up."""
 
     def clear() -> list[dict[str, Any]]:
-        jobs: list[dict[str, Any]] = reports(Meter())["jobs"]
+        jobs: list[dict[str, Any]] = reports(look(Meter()))["jobs"]
         return [job for job in jobs if job["culprits"]]
 
     return until(clear, LIMIT_S)[0]

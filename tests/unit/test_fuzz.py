@@ -19,7 +19,7 @@ from unisono.control.connection import (
     ALL,
     FAIL,
     GIVE,
-    SEEN,
+    LEAVE,
     Connection,
     ConnectionClosed,
     read_failure,
@@ -72,7 +72,7 @@ def pair() -> Iterator[tuple[socket.socket, Connection]]:
 
 
 @FUZZ
-@example(HEAD.pack(SEEN, 1, 0), 1)
+@example(HEAD.pack(LEAVE, 1, 0), 1)
 @given(streams, st.integers(1, 50))
 def test_a_line_gives_frames_within_its_limit_or_closes(stream: bytes, step: int) -> None:
     taken = []
@@ -89,7 +89,7 @@ def test_a_line_gives_frames_within_its_limit_or_closes(stream: bytes, step: int
             pass
     again = b"".join(HEAD.pack(kind, seq, len(body)) + body for kind, seq, body in taken)
     assert stream.startswith(again)
-    assert all(kind <= SEEN and len(body) <= LIMIT_BYTES for kind, _, body in taken)
+    assert all(kind <= LEAVE and len(body) <= LIMIT_BYTES for kind, _, body in taken)
 
 
 @pytest.mark.parametrize("size", [LIMIT_BYTES + 1, 2**40, 2**64 - 1])

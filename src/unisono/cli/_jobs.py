@@ -5,17 +5,28 @@ from __future__ import annotations
 import os
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.text import Text
 
 from unisono.cli._tables import Column
 from unisono.errors import ArgumentError
-from unisono.observe.jobs import Job
+from unisono.observe.jobs import Job, Meter, look
+from unisono.observe.remote import look_through
 from unisono.observe.report import facts_of
 from unisono.observe.stacks import Frame, Stack, equal, folded
 from unisono.observe.verdict import named
 
+Via = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--via",
+        metavar="COMMAND",
+        help="Look on other hosts, too: run unisono there with this command, such as 'ssh node2' "
+        "or 'srun --jobid 12 --overlap'; may be given several times.",
+    ),
+]
 NO_JOB = "no job of this user runs on this host"
 _COLUMNS = (
     Column("rank", is_number=True),
@@ -49,7 +60,7 @@ def chosen(jobs: Sequence[Job], wanted: str | None) -> Job:
     """Choose a job by its name, a rank's process, its program, or how its name begins."""
     ways: Sequence[Callable[[Job], bool]] = (
         lambda job: wanted in (None, job.name),
-        lambda job: wanted in {str(each.rank.pid) for each in job.ranks if each.is_here},
+        lambda job: wanted in {str(each.rank.pid) for each in job.ranks},
         lambda job: wanted in _programs(job),
         lambda job: bool(wanted) and job.name.startswith(str(wanted)),
     )
@@ -85,24 +96,23 @@ def verdict_lines(job: Mapping[str, Any]) -> list[str]:
     lines = [job["verdict"]["text"]]
     hosts = {each["rank"]: f"on {each['host']} " for each in job["ranks"] if _has_hosts(job)}
     lines += [_culprit(each, job["cwd"], hosts.get(each["rank"], "")) for each in job["culprits"]]
-    lines += [f"{host_of(each['host'], each['ranks'])}: {each['why']}" for each in job["silent"]]
-    silent = {rank for each in job["silent"] for rank in each["ranks"]}
-    unseen = [rank for rank in job["elsewhere"] if rank not in silent]
-    if unseen and job["is_asked"]:
-        lines.append(
-            f"{named(unseen)}: no page on any host (ended, not begun, or UNISONO_STATUS=0)"
-        )
-    elif unseen:
-        lines.append(
-            f"{named(unseen)}: no page here (on another host, or ended), and no connection of the "
-            "job's to ask by: look on each host"
-        )
-    return lines
+    return lines + elsewhere(job["elsewhere"])
 
 
-def host_of(host: str, ranks: Sequence[int]) -> str:
-    """Name a host by its ranks, too; or these alone."""
-    return f"host {host} ({named(ranks)})" if host else named(ranks)
+def elsewhere(ranks: Sequence[int]) -> list[str]:
+    """Say which ranks have no page that could be read."""
+    if not ranks:
+        return []
+    why = 'on another host (name a command that leads there, as in --via "ssh node2"), or ended'
+    return [f"{named(ranks)}: no page here: {why}"]
+
+
+def look_everywhere(meter: Meter, commands: Sequence[str] | None) -> tuple[list[Job], int]:
+    """Look at the jobs of this host, and of those that commands lead to; report what failed."""
+    found, failed = look_through(commands or ())
+    for line in failed:
+        typer.echo(f"error: {line}", err=True)
+    return look(meter, found), 1 if failed else 0
 
 
 def columns(job: Mapping[str, Any]) -> list[Column]:

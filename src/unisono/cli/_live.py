@@ -29,10 +29,8 @@ from unisono.cli._jobs import (
     rows,
     verdict_lines,
 )
-from unisono.observe.asking import Asked
-from unisono.observe.hosts import gather
-from unisono.observe.jobs import Job, Meter, look, send
-from unisono.observe.report import calls_of, report_of, stacks_of
+from unisono.observe.jobs import Job, Meter, look, send, stacks_of
+from unisono.observe.report import Asked, calls_of, report_of
 
 _KEYS = "s stacks of a rank   a stacks of all   n next job   k end the job   q quit"
 _BACK = "arrows scroll   any other key goes back"
@@ -92,16 +90,11 @@ class LiveView:
             self.jobs = [job for job in self.jobs if job.name == self.name]
         names = [job.name for job in self.jobs]
         self.at = names.index(name) if name in names else min(self.at, max(len(names) - 1, 0))
-        self.report = self._report() if self.jobs else None
+        self.report = report_of(self.jobs[self.at], self.asked) if self.jobs else None
         now = time.monotonic()
         for job in [job for job, kills_at in self.ending if kills_at <= now]:
             send(job, signal.SIGKILL)
         self.ending = [each for each in self.ending if each[1] > now]
-
-    def _report(self) -> Mapping[str, Any]:
-        """Ask the other hosts of the job that is shown."""
-        self.jobs[self.at] = gather(self.jobs[self.at], self.meter)
-        return report_of(self.jobs[self.at], self.asked)
 
     def press(self, key: str) -> None:
         """Do what a key stands for."""
@@ -113,7 +106,7 @@ class LiveView:
             self.is_over = True
         elif key == "n" and self.jobs:
             self.at = (self.at + 1) % len(self.jobs)
-            self.report = self._report()
+            self.report = report_of(self.jobs[self.at], self.asked)
         elif self.report is not None and key in ("s", "a", "k"):
             {"s": self._ask_rank, "a": self._show_all, "k": self._ask_end}[key]()
 
@@ -153,14 +146,15 @@ class LiveView:
             self._show([f"job {name} has ended"])
             return
         self.asked = Asked()  # who asks to see stacks takes what that interrupts
-        found = stacks_of(job, _ANSWER_S, all_threads=True, ranks=[rank])
+        wanted = [each for each in job.ranks if each.rank.rank == rank]
+        found = stacks_of(wanted, _ANSWER_S, all_threads=True)
         self._show([f"there isn't a rank {rank} here"])
         if rank in found:
             self._show(one_stack(rank, found[rank]))
 
     def _show_all(self) -> None:
         job = self.jobs[self.at]
-        self._show(grouped(stacks_of(job, _ANSWER_S), calls_of(job), all_threads=False))
+        self._show(grouped(stacks_of(job.ranks, _ANSWER_S), calls_of(job), all_threads=False))
 
     def _show(self, lines: Sequence[str]) -> None:
         self.page, self.scrolled = list(lines), 0
@@ -173,8 +167,7 @@ class LiveView:
                 send(job, signal.SIGTERM)
                 self.ending.append((job, time.monotonic() + _GRACE_S))
 
-        n_here = sum(each.is_here for each in job.ranks)
-        self._ask(f"end the {n_here} ranks of job {job.name} on this host? y/[n] ", answer)
+        self._ask(f"end the {len(job.ranks)} ranks of job {job.name} on this host? y/[n] ", answer)
 
     def shown(self) -> RenderableType:
         """Draw it."""

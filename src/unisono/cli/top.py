@@ -9,10 +9,19 @@ from typing import Annotated
 
 import typer
 
-from unisono.cli._jobs import NO_JOB, chosen, columns, headline, rows, verdict_lines
+from unisono.cli._jobs import (
+    NO_JOB,
+    Via,
+    chosen,
+    columns,
+    headline,
+    look_everywhere,
+    rows,
+    verdict_lines,
+)
 from unisono.cli._tables import folded, show
-from unisono.observe.hosts import gather
-from unisono.observe.jobs import Meter, look
+from unisono.observe.jobs import Meter, read
+from unisono.observe.remote import packed
 from unisono.observe.report import reports
 
 _SAMPLE_S = 0.2  # between the two looks that tell how busy a process is
@@ -32,38 +41,49 @@ def top(
     every: Annotated[
         float, typer.Option(metavar="SECONDS", min=0.1, help="Look again after so long.")
     ] = 1.0,
+    via: Via = None,
+    is_packed: Annotated[bool, typer.Option("--packed", hidden=True)] = False,
 ) -> int:
     """Show this user's jobs: what each rank does, and who makes the others wait.
 
-    It shows jobs that run on this host, with their ranks on others where the job's own
-    connections lead there. Without a terminal it prints once.
+    It shows the ranks that run on this host, and on those that --via leads to. With --via, and
+    without a terminal, it prints once.
 
     Returns:
-        The exit code.
+        The exit code: 1 where a command of --via has failed.
     """
-    if once or as_json or not (sys.stdin.isatty() and sys.stdout.isatty()):
-        return _once(job, as_json=as_json)
+    if is_packed:
+        return _pack()
+    if once or as_json or via or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return _once(job, via, as_json=as_json)
     from unisono.cli._live import LiveView
 
     return LiveView(job, every).run()
 
 
-def _once(wanted: str | None, *, as_json: bool) -> int:
+def _measured() -> Meter:
+    """Look a first time: how busy a process is comes with the second one."""
     meter = Meter()
-    jobs = look(meter)
-    name = None if wanted is None else chosen(jobs, wanted).name
-    for each in jobs:
-        if name in (None, each.name):
-            gather(each, meter)
-    if jobs:
+    if read(meter):
         time.sleep(_SAMPLE_S)
-    report = reports(meter, name)
+    return meter
+
+
+def _pack() -> int:
+    for line in packed(read(_measured())):
+        typer.echo(line)
+    return 0
+
+
+def _once(wanted: str | None, via: list[str] | None, *, as_json: bool) -> int:
+    jobs, code = look_everywhere(_measured(), via)
+    report = reports(jobs if wanted is None else [chosen(jobs, wanted)])
     if as_json:
         typer.echo(json.dumps(report, indent=2))
-        return 0
+        return code
     for each in report["jobs"]:
         show(headline(each), columns(each), rows(each))
         typer.echo("\n".join(folded(line) for line in verdict_lines(each)) + "\n")
     if not report["jobs"]:
         typer.echo(NO_JOB)
-    return 0
+    return code

@@ -6,10 +6,9 @@ from typing import Annotated
 
 import typer
 
-from unisono.cli._jobs import NO_JOB, chosen, grouped, host_of
-from unisono.observe.hosts import gather
-from unisono.observe.jobs import Meter, look
-from unisono.observe.report import calls_of, stacks_of
+from unisono.cli._jobs import NO_JOB, Via, chosen, elsewhere, grouped, look_everywhere
+from unisono.observe.jobs import Meter, stacks_of
+from unisono.observe.report import calls_of
 
 
 def where(
@@ -27,25 +26,25 @@ def where(
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", min=0.1, help="How long to wait for each rank.")
     ] = 1.0,
+    via: Via = None,
 ) -> int:
     """Print the stacks of all ranks of a job that runs on this host, equal ones once.
 
     Ranks needn't be prepared, nor answer: they may be in a lock, in C or in a busy loop.
-    Those of other hosts are told where the job's own connections lead there.
+    Those of the hosts that --via leads to tell the stacks of their own threads.
 
     Returns:
-        The exit code.
+        The exit code: 1 where a command of --via has failed.
 
     Raises:
         ArgumentError: there isn't such a job, or there are several.
     """
-    jobs = look(Meter())
+    jobs, code = look_everywhere(Meter(), via)
     if job is None and not jobs:
         typer.echo(NO_JOB)
-        return 0
-    found = gather(chosen(jobs, job), Meter())
-    asked = stacks_of(found, timeout, all_threads=all_threads)
-    lines = grouped(asked, calls_of(found), all_threads=all_threads)
-    lines += [f"{host_of(each.host, each.ranks)}: {each.why}" for each in found.silent]
-    typer.echo("\n".join(lines))
-    return 0
+        return code
+    found = chosen(jobs, job)
+    told = stacks_of(found.ranks, timeout, all_threads=all_threads)
+    lines = grouped(told, calls_of(found), all_threads=all_threads)
+    typer.echo("\n".join([*lines, *elsewhere(found.elsewhere)]))
+    return code

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from unisono.control.envelopes import HEADER
 from unisono.host.mailbox import MAILBOX_BYTES, Mailbox
 
-GIVE, ALL, FAIL, NOTICE, ASK, ANSWER, LATE, LEAVE, LOOK, SEEN, WAKE = range(11)
+GIVE, ALL, FAIL, NOTICE, ASK, ANSWER, LATE, LEAVE, WAKE = range(9)
 _CHUNK = 1 << 16
 LONGEST_WAIT_S = 3600.0
 """The longest time for `poll`, which takes no infinity."""
@@ -59,12 +59,11 @@ class Connection:
         sock.setblocking(False)
         self.mailbox: Mailbox | None = mailbox
         """What rounds go through, as far as they fit; None where only the socket leads there."""
-        self._last_kind = SEEN if mailbox is None else WAKE
+        self._last_kind = LEAVE if mailbox is None else WAKE
         self._sock = sock
         self._limit = limit_bytes
         self._held = bytearray()
         self._is_within = False  # a frame that was begun, and may not have been ended
-        self._rest = memoryview(b"")  # of a frame that was offered
         self.fd: int = sock.fileno()
 
     def send(self, kind: int, seq: int, body: bytes, until: float) -> None:
@@ -79,46 +78,23 @@ class Connection:
             return
         self._transmit(kind, seq, body, until)
 
-    def offer(self, kind: int, seq: int, body: bytes, until: float) -> None:
-        """Send one frame as `send` does; what isn't taken in time goes before the next frame."""
-        # So a peer that doesn't read costs no connection.
-        self._resume(until)
-        self._is_within = True
-        self._rest = self._put_all(_packed(kind, seq, body), until)
-        self._is_within = False
-
     def _transmit(self, kind: int, seq: int, body: bytes, until: float) -> None:
-        self._resume(until)
-        self._is_within = True
-        if self._put_all(_packed(kind, seq, body), until):
-            raise TimeoutError
-        self._is_within = False
-
-    def _resume(self, until: float) -> None:
-        """Send what an offer has left."""
         if self._is_within:  # what follows half a frame can't be read
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
             raise ConnectionClosed("this rank left a message half-way")
-        if self._rest:
-            self._is_within = True
-            self._rest = self._put_all(self._rest, until)
-            self._is_within = False
-            if self._rest:
-                raise TimeoutError
-
-    def _put_all(self, data: memoryview, until: float) -> memoryview:
-        """Wait for room; give what there was none for."""
+        self._is_within = True
+        data = memoryview(HEADER.pack(kind, seq, len(body)) + body)
         data = data[self._put(data) :]
         while data:
             writable = select.poll()
             writable.register(self.fd, select.POLLOUT)
             left = until - time.monotonic()
             if left <= 0:
-                break
+                raise TimeoutError
             writable.poll(min(left, LONGEST_WAIT_S) * 1000)
             data = data[self._put(data) :]
-        return data
+        self._is_within = False
 
     def _put(self, data: memoryview) -> int:
         try:
@@ -154,12 +130,6 @@ class Connection:
         if not data and not (self.mailbox is not None and self.mailbox.has_come()):
             raise ConnectionClosed(how)
         return True
-
-    def is_writable(self, wait_s: float) -> bool:
-        """Return whether the kernel has room for a short frame, or has within some time."""
-        writable = select.poll()
-        writable.register(self.fd, select.POLLOUT)
-        return any(event & select.POLLOUT for _, event in writable.poll(wait_s * 1000))
 
     def is_closed(self) -> bool:
         """Return whether the peer is gone, reading ahead what it sent; never waits."""
@@ -204,7 +174,3 @@ class Connection:
         """Close the connection."""
         self._sock.close()
         self.mailbox = None  # the memory goes once nobody looks at it
-
-
-def _packed(kind: int, seq: int, body: bytes) -> memoryview:
-    return memoryview(HEADER.pack(kind, seq, len(body)) + body)

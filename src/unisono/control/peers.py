@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import select
 import threading
@@ -28,18 +27,15 @@ from unisono.control.connection import (
     FAIL,
     LATE,
     LEAVE,
-    LOOK,
     NOTICE,
-    SEEN,
     Connection,
     ConnectionClosed,
     FailureReport,
     read_failure,
 )
 from unisono.control.envelopes import Blobs
-from unisono.control.inquiry import Inquiries
 from unisono.control.signatures import SequenceNumbers
-from unisono.control.tree import Links, Seat
+from unisono.control.tree import Links
 from unisono.errors import CollectiveError, CollectiveTimeoutError, PeerFailedError
 from unisono.tracebacks import hides
 
@@ -51,8 +47,6 @@ _ASK_S = 0.4  # short: a rank stuck in C never answers, and the caller is past i
 _LAST_WORD_S = 0.1  # where several ranks have ended: one may have reported why
 _LATE_S = 0.3  # for the report of a rank that knows more
 _FAREWELL_S = 1.0  # for the farewell of a rank that is gone, or the end of its connection
-_FORWARD_S = 0.02  # for room in the kernel, before a part of an inquiry is dropped
-_DEAF_S = 1.0  # where there is no descriptor for an inquiry
 _MOST_ASKED = 64
 _NOTHING: tuple[tuple[int, ...], dict[int, Blobs]] = (), {}
 
@@ -101,7 +95,6 @@ class Peers:
     #
     # Frames of the sideband:
     #   ASK, ANSWER   name a place: handled there, elsewhere forwarded one hop towards it
-    #   LOOK, SEEN    the same, for who asks from outside of the job; dropped where it is busy
     #   FAIL, LATE    flooded: the first one is kept, and sent to all neighbours but its source
     #   LEAVE         a farewell: kept; if it is of this host, sent to neighbours of this host
     # The thread serves until `close` writes to its pipe; then it closes the connections.
@@ -114,7 +107,6 @@ class Peers:
         connections: tuple[Mapping[int, Connection], Mapping[int, Connection]],
         pids: Mapping[int, int],
         steps: SequenceNumbers,
-        seats: Sequence[Seat] = (),
     ) -> None:
         self.ranks: tuple[int, ...] | range = ranks
         self.place: int = place
@@ -146,7 +138,6 @@ class Peers:
         self._flooded: bytes | None = None
         self._late: dict[str, tuple[int, str]] = {}
         self._condition = Condition()
-        self._inquiries = Inquiries(place, seats, self._offer)
         self._wake_reader, self._wake_writer = os.pipe()
         self._is_open = True
         threading.Thread(target=self._serve, name=SIDEBAND, daemon=True).start()
@@ -161,7 +152,6 @@ class Peers:
         if not self._is_open:
             return
         self._is_open = False
-        self._inquiries.remove()
         os.write(self._wake_writer, b"!")  # a forked child may hold the pipe's other copy
         os.close(self._wake_writer)
         self._close_rounds()
@@ -173,7 +163,6 @@ class Peers:
         self._is_open = False
         os.close(self._wake_writer)
         os.close(self._wake_reader)
-        self._inquiries.close()
         for connection in self.sideband.values():  # the thread isn't there
             connection.close()
         self._close_rounds()
@@ -510,38 +499,19 @@ class Peers:
             with contextlib.suppress(ConnectionClosed, TimeoutError), self._condition.lock:
                 self.sideband[place].send(kind, 0, body, time.monotonic() + _SEND_S)
 
-    def _offer(self, kind: int, message: Mapping[str, Any], place: int, wait_s: float) -> bool:
-        """Send what the job doesn't need, unless the way to a place has no room for it."""
-        hop = self._next_hop(place)
-        if hop not in self.sideband or not self.sideband[hop].is_writable(wait_s):
-            return False
-        until = time.monotonic() + _SEND_S
-        with contextlib.suppress(ConnectionClosed, TimeoutError), self._condition.lock:
-            self.sideband[hop].offer(kind, 0, json.dumps(message).encode(), until)
-            return True
-        return False
-
     def _serve(self) -> None:
-        wake, asked = self._wake_reader, self._inquiries.fd
         places = {connection.fd: place for place, connection in self.sideband.items()}
         readable = select.poll()
-        for fd in (wake, *places, *([] if asked is None else [asked])):
+        for fd in (self._wake_reader, *places):
             readable.register(fd, select.POLLIN)
-        is_over, deaf_until = False, math.inf
+        is_over = False
         while not is_over:
-            for fd, _ in readable.poll(_left_ms(deaf_until)):
-                if fd == wake:
-                    is_over = True
-                elif fd != asked:
+            for fd, _ in readable.poll():
+                if fd in places:
                     self._serve_neighbour(places[fd], readable)
-                elif not self._inquiries.accept():
-                    readable.unregister(fd)
-                    deaf_until = time.monotonic() + _DEAF_S
-            if asked is not None and time.monotonic() >= deaf_until:
-                readable.register(asked, select.POLLIN)
-                deaf_until = math.inf
-        os.close(wake)
-        self._inquiries.close()
+                else:
+                    is_over = True
+        os.close(self._wake_reader)
         for connection in self.sideband.values():
             connection.close()
 
@@ -570,8 +540,6 @@ class Peers:
                 self._note_late(str(group), int(step), str(text), source)
             elif int(message["to"]) == self.place:
                 self._take(kind, message)
-            elif kind in (LOOK, SEEN):
-                self._offer(kind, message, int(message["to"]), _FORWARD_S)
             else:
                 self._forward(kind, message, int(message["to"]))
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
@@ -586,8 +554,6 @@ class Peers:
             with self._condition.lock:
                 self._answers[int(message["of"])] = _read_state(message["state"])
                 self._condition.notify_all()
-        else:
-            self._inquiries.handle(kind, message)
 
     def _note_departure(self, place: int, farewell: Farewell | None, source: int) -> None:
         """Record that a rank is gone, and tell ranks of its host that aren't connected to it."""
@@ -601,10 +567,6 @@ class Peers:
             for other in self.sideband:
                 if other != source and other in self.pids:
                     self._send(LEAVE, body, other)
-
-
-def _left_ms(until: float) -> float | None:
-    return None if until == math.inf else max(until - time.monotonic(), 0.0) * 1000
 
 
 def _open_pidfds(pids: Mapping[int, int]) -> dict[int, int]:

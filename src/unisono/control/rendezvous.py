@@ -35,7 +35,7 @@ from unisono.control.handshake import accept, answer, call, receive
 from unisono.control.hub import Hub
 from unisono.control.peers import Peers
 from unisono.control.signatures import SequenceNumbers
-from unisono.control.tree import Seat, links
+from unisono.control.tree import links
 from unisono.deadlines import host_s, limit_of
 from unisono.errors import CollectiveError, EnvironmentDetectionError, PeerRefusedError
 from unisono.host import arena, mailbox, memory
@@ -67,7 +67,6 @@ class _Advertisement:
     """What a rank tells all others of itself."""
 
     host: str
-    hostname: str
     pid: int
     user: int | None
     pid_namespace: str
@@ -103,7 +102,6 @@ def _advertise(control: Connectable) -> _Advertisement:
     """Describe this process and its user's settings; a wrong one, so that all ranks refuse it."""
     own = _Advertisement(
         host=host_of_this_process(),
-        hostname=socket.gethostname(),
         pid=os.getpid(),
         user=os.getuid() if hasattr(os, "getuid") else None,
         pid_namespace=_pid_namespace(),
@@ -251,7 +249,6 @@ class _Roster:
 
     hosts: list[str]
     places: dict[str, list[int]]
-    seats: tuple[Seat, ...]
     keys: bytes
     checks: bool | None
     reasons: dict[int, str]
@@ -259,14 +256,11 @@ class _Roster:
 
 def _roster(adverts: list[_Advertisement]) -> _Roster:
     places: dict[str, list[int]] = {}
-    seats: dict[tuple[str, str], list[int]] = {}
     for place, advert in enumerate(adverts):
         places.setdefault(advert.host, []).append(place)
-        seats.setdefault((advert.host, advert.pid_namespace), []).append(place)
     return _Roster(
         [advert.host for advert in adverts],
         places,
-        tuple(Seat(adverts[each[0]].hostname, tuple(each)) for each in seats.values()),
         "".join(advert.key for advert in adverts).encode(),
         checks_by([advert.debug for advert in adverts]),
         {place: advert.reason for place, advert in enumerate(adverts) if advert.reason},
@@ -439,7 +433,7 @@ class _Connector:
         )
         peers = Peers(
             *(ranks, self.place, self._links, (rounds, sideband), self._pids()),
-            *(self._control.steps, self._roster.seats if self._group is None else ()),
+            self._control.steps,
         )
         return Hub(peers, self._arena, self._adverts[self.place].warn_after_s)
 

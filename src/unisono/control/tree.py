@@ -56,11 +56,3 @@ def _beneath(node: int, fan_out: int, teams: Sequence[Sequence[int]]) -> list[in
         places += [place for each in layer for place in teams[each]]
         layer = [child for each in layer for child in _children(each, fan_out, len(teams))]
     return places
-
-
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """Ranks that see each other's processes and status pages."""
-
-    host: str
-    places: tuple[int, ...]

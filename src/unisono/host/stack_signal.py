@@ -29,9 +29,6 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-LONGEST_S = 10.0
-"""How long a rank may take where another host asks, whatever it asks for."""
-
 _HIGHEST = 4  # below SIGRTMAX: the last ones are what other runtimes take first
 _LOOK_S = 0.002
 _QUIET = 20  # looks without an answer: the thread runs no Python

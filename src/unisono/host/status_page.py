@@ -64,8 +64,6 @@ CALLED, IN_FLIGHT, WAITED_FOR = 0, 1, 2
 """States of a record: a call that blocks; one that was started; one that was, and is waited for."""
 
 _NAME = re.compile(r"([0-9]+)-([0-9]+)-[0-9]+")
-SOCKET_NAME = re.compile(r"([0-9]+)-([0-9]+)-([0-9]+)-[0-9a-f]+\.ask")
-"""A status socket's file: process, when it began, the space of its id, and anything."""
 _numbers = itertools.count(1)
 _open: weakref.WeakSet[StatusPage] = weakref.WeakSet()
 
@@ -380,9 +378,8 @@ def ranks_of(written: list[int] | dict[str, list[int]]) -> tuple[int, ...]:
 
 
 def _sweep(place: Path) -> None:
-    """Remove the sockets of dead processes, and their pages once nothing lives of their job."""
+    """Remove the pages of dead processes once nothing lives of their job."""
     with contextlib.suppress(OSError):
-        _sweep_sockets(place)
         names = [_NAME.fullmatch(path.name) for path in place.iterdir()]
         if all(is_running(int(name[1]), int(name[2])) for name in names if name):
             return
@@ -391,14 +388,6 @@ def _sweep(place: Path) -> None:
         for reader in readers:
             if reader.facts.get("job") not in living:
                 reader.path.unlink(missing_ok=True)
-
-
-def _sweep_sockets(place: Path) -> None:
-    here = str(_pids())
-    for path in place.iterdir():
-        name = SOCKET_NAME.fullmatch(path.name)
-        if name and name[3] == here and not is_running(int(name[1]), int(name[2])):
-            path.unlink(missing_ok=True)
 
 
 def start_ticks(pid: int) -> int:

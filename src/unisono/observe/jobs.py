@@ -3,49 +3,58 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import signal
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from unisono.host.page_copies import PageCopy, copied
-from unisono.host.status_page import IN_FLIGHT, is_running, pages, ranks_of
+from unisono.host.status_page import (
+    IN_FLIGHT,
+    PageReader,
+    PageRecord,
+    is_running,
+    pages,
+    ranks_of,
+)
+from unisono.observe import stacks
+from unisono.observe.stacks import Stack
 from unisono.observe.verdict import Call, Rank
 from unisono.topology import EVERYBODY, members_of_pair
 
 _S = 1e9
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_CONDITIONS = {
+    b"R": "running",
+    b"D": "disk",
+    b"T": "stopped",
+    b"t": "stopped",
+    b"Z": "dead",
+    b"X": "dead",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A rank whose page has been read."""
+    """A rank whose page has been read; with its stacks, or why there are none, on another host."""
 
     rank: Rank
     facts: Mapping[str, Any]
-    is_here: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Silent:
-    """Ranks of another host that couldn't be asked."""
-
-    host: str
-    ranks: tuple[int, ...]
-    why: str
+    told: list[Stack] | str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job, as far as it runs on this host, or on others that have been asked."""
+    """A job, as far as pages of it were read, the first ones at `at_ns`."""
 
     name: str
     ranks: tuple[Seen, ...]
     world_size: int
     elsewhere: tuple[int, ...]
-    silent: tuple[Silent, ...] = ()
-    is_asked: bool = False
+    at_ns: int
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -57,86 +66,151 @@ class Meter:
     """How busy processes and threads are, between one look and the next."""
 
     def __init__(self) -> None:
-        self._before: dict[tuple[str, int, int], tuple[int, float]] = {}
+        self._before: dict[tuple[int, int], tuple[int, float]] = {}
 
-    def percent(
-        self, host: str, pid: int, thread_id: int, at_ns: int, used_s: float
-    ) -> float | None:
+    def percent(self, pid: int, thread_id: int, at_ns: int, used_s: float) -> float | None:
         """Return the share of a core since the last look, None at the first one."""
-        before = self._before.get((host, pid, thread_id))
-        self._before[host, pid, thread_id] = (at_ns, used_s)
+        before = self._before.get((pid, thread_id))
+        self._before[pid, thread_id] = (at_ns, used_s)
         if before is None or at_ns <= before[0]:
             return None
         return 100.0 * max(used_s - before[1], 0.0) / (at_ns - before[0]) * _S
 
 
-def look(meter: Meter) -> list[Job]:
-    """Read all pages of this user, and group them by job."""
-    # A job whose processes have all ended is left out.
-    by_job: dict[str, list[PageCopy]] = {}
-    for page in copied(pages()):
+@dataclass(frozen=True, slots=True)
+class _Vitals:
+    """What the kernel says of a process that runs."""
+
+    condition: str
+    thread_id: int
+    thread_s: float
+    process_s: float
+    memory_bytes: int
+    at_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Page:
+    """What a page said when it was read."""
+
+    facts: Mapping[str, Any]
+    records: Sequence[PageRecord]
+    vitals: _Vitals | None
+
+
+def look(meter: Meter, elsewhere: Iterable[Job] = ()) -> list[Job]:
+    """Read all pages of this user, and join the jobs of other hosts; leave ended jobs out."""
+    found: dict[str, list[Job]] = {}
+    for job in (*read(meter), *elsewhere):
+        found.setdefault(job.name, []).append(job)
+    jobs = [_joined(name, each) for name, each in sorted(found.items())]
+    return [job for job in jobs if any(each.rank.condition != "dead" for each in job.ranks)]
+
+
+def _joined(name: str, parts: Sequence[Job]) -> Job:
+    """Make one job of its parts on several hosts."""
+    # Their looks weren't at one moment: a rank is late only if it was at the first of them.
+    known: dict[int, Seen] = {}
+    for each in (each for part in parts for each in part.ranks):
+        rank = each.rank.rank
+        known[rank] = max(known.get(rank, each), each, key=_newness)
+    return job_of(name, known.values(), min(part.at_ns for part in parts))
+
+
+def read(meter: Meter) -> list[Job]:
+    """Read all pages of this user, and group them by job, those that have ended too."""
+    at_ns = time.monotonic_ns()
+    by_job: dict[str, list[_Page]] = {}
+    for page in _copied(pages()):
         by_job.setdefault(str(page.facts.get("job", "")), []).append(page)
-    jobs: list[Job] = []
-    for name, found in sorted(by_job.items()):
-        here = seen_in(found, meter)
-        if any(each.rank.condition != "dead" for each in here):
-            jobs.append(job_of(name, here))
-    return jobs
+    return [job_of(name, _seen_in(found, meter), at_ns) for name, found in by_job.items()]
 
 
-def job_of(name: str, found: Collection[Seen]) -> Job:
+def _copied(found: Iterable[PageReader]) -> list[_Page]:
+    """Copy pages, but for those of ranks that have ended in good order just now."""
+    copies = []
+    for page in found:
+        vitals = _vitals(page) if page.is_alive() else None
+        # Who ends in good order takes the page away first.
+        if vitals is not None or page.path.exists():
+            copies.append(_Page(page.facts, page.records(), vitals))
+    return copies
+
+
+def _vitals(page: PageReader) -> _Vitals | None:
+    pid = int(page.facts["pid"])
+    thread_id = int(page.facts.get("thread_id", 0))
+    if not Path(f"/proc/{pid}/task/{thread_id}").exists():  # it has ended, and others go on
+        thread_id = pid
+    try:
+        own = _status(f"/proc/{pid}/task/{thread_id}/stat")
+        whole = _status(f"/proc/{pid}/stat")
+        n_pages = int(Path(f"/proc/{pid}/statm").read_bytes().split()[1])
+    except (OSError, IndexError, ValueError):  # it has just ended
+        return None
+    condition = _CONDITIONS.get(own[0], "sleeping")
+    memory_bytes, now = n_pages * _PAGE_BYTES, time.monotonic_ns()
+    return _Vitals(condition, thread_id, _used_s(own), _used_s(whole), memory_bytes, now)
+
+
+def _status(path: str) -> list[bytes]:
+    """Read what follows the name: the state comes first."""
+    return Path(path).read_bytes().rpartition(b")")[2].split()
+
+
+def _used_s(words: list[bytes]) -> float:
+    return (int(words[11]) + int(words[12])) / _TICKS_PER_S
+
+
+def job_of(name: str, found: Collection[Seen], at_ns: int) -> Job:
     """Make a job of its ranks: as many as the newest one that lives says."""
-    world_size = int(max(found, key=newness).facts["world_size"])
+    # A job that was started again with fewer ranks has left pages of the dead that it has no more.
+    world_size = int(max(found, key=_newness).facts["world_size"])
     by_rank = {
         each.rank.rank: each
         for each in found
         if each.rank.rank < world_size or each.rank.condition != "dead"
     }
     elsewhere = tuple(rank for rank in range(world_size) if rank not in by_rank)
-    return Job(name, tuple(by_rank[rank] for rank in sorted(by_rank)), world_size, elsewhere)
+    ranks = tuple(by_rank[rank] for rank in sorted(by_rank))
+    return Job(name, ranks, world_size, elsewhere, at_ns)
 
 
-def newness(seen: Seen) -> tuple[bool, int]:
+def _newness(seen: Seen) -> tuple[bool, int]:
     """Order what is known of one rank: one that lives, then the one that began last."""
     return seen.rank.condition != "dead", seen.rank.made_ns
 
 
-def seen_in(found: Iterable[PageCopy], meter: Meter, host: str = "") -> list[Seen]:
-    """Tell what is known of the ranks of one job on one host."""
-    # Local, and pure but for the meter.
+def _seen_in(found: Iterable[_Page], meter: Meter) -> list[Seen]:
+    """Return what is known of the ranks of one job."""
     by_rank = _by_rank(found)
     sharing: dict[int, int] = {}
     for each in by_rank.values():
         pid = each[-1].facts["pid"]
         sharing[pid] = sharing.get(pid, 0) + 1
     return [
-        _seen(rank, each, meter, host, is_alone=sharing[each[-1].facts["pid"]] == 1)
+        _seen(rank, each, meter, is_alone=sharing[each[-1].facts["pid"]] == 1)
         for rank, each in sorted(by_rank.items())
     ]
 
 
-def _by_rank(found: Iterable[PageCopy]) -> dict[int, list[PageCopy]]:
+def _by_rank(found: Iterable[_Page]) -> dict[int, list[_Page]]:
     """Take each rank's pages, the newest last: those of its newest process that lives."""
-    # A job that was started again with fewer ranks has left pages of the dead that it has no more.
-    by_process: dict[int, dict[tuple[int, int], list[PageCopy]]] = {}
+    by_process: dict[int, dict[tuple[int, int], list[_Page]]] = {}
     for page in sorted(found, key=lambda page: int(page.facts.get("made_ns", 0))):
         process = page.facts["pid"], page.facts["start_ticks"]
         by_process.setdefault(page.facts["rank"], {}).setdefault(process, []).append(page)
-    newest = {
+    return {
         rank: max(each.values(), key=lambda of: (_is_alive(of), of[-1].facts["made_ns"]))
         for rank, each in by_process.items()
     }
-    living = [each[-1] for each in newest.values() if _is_alive(each)]
-    now = max(living, key=lambda page: int(page.facts["made_ns"]), default=None)
-    size = math.inf if now is None else now.facts["world_size"]
-    return {rank: each for rank, each in newest.items() if rank < size or _is_alive(each)}
 
 
-def _is_alive(found: Sequence[PageCopy]) -> bool:
+def _is_alive(found: Sequence[_Page]) -> bool:
     return found[-1].vitals is not None
 
 
-def _seen(rank: int, found: Sequence[PageCopy], meter: Meter, host: str, *, is_alone: bool) -> Seen:
+def _seen(rank: int, found: Sequence[_Page], meter: Meter, *, is_alone: bool) -> Seen:
     calls: list[Call] = []
     for page in found:
         model = f"{page.facts.get('model', '')} {page.facts.get('backend', '')}"
@@ -145,10 +219,10 @@ def _seen(rank: int, found: Sequence[PageCopy], meter: Meter, host: str, *, is_a
     calls.sort(key=lambda call: call.begin_ns)
     pid, made_ns = facts["pid"], facts["made_ns"]
     if vitals is None:
-        return Seen(Rank(rank, pid, "dead", tuple(calls), made_ns=made_ns), facts, not host)
+        return Seen(Rank(rank, pid, "dead", tuple(calls), made_ns=made_ns), facts)
     at_ns = vitals.at_ns
-    own = meter.percent(host, pid, vitals.thread_id, at_ns, vitals.thread_s)
-    whole = meter.percent(host, pid, 0, at_ns, vitals.process_s) if is_alone else own
+    own = meter.percent(pid, vitals.thread_id, at_ns, vitals.thread_s)
+    whole = meter.percent(pid, 0, at_ns, vitals.process_s) if is_alone else own
     known = Rank(
         rank,
         pid,
@@ -159,10 +233,10 @@ def _seen(rank: int, found: Sequence[PageCopy], meter: Meter, host: str, *, is_a
         made_ns=made_ns,
         thread_percent=own,
     )
-    return Seen(known, facts, not host)
+    return Seen(known, facts)
 
 
-def _calls(page: PageCopy, context: str) -> Iterable[Call]:
+def _calls(page: _Page, context: str) -> Iterable[Call]:
     groups = {name: ranks_of(each) for name, each in page.facts.get("groups", {}).items()}
     groups[EVERYBODY] = tuple(range(page.facts["world_size"]))
     for each in page.records:
@@ -184,9 +258,25 @@ def _calls(page: PageCopy, context: str) -> Iterable[Call]:
 
 def send(job: Job, number: int) -> None:
     """Send a signal to all processes of a job on this host; a stopped one goes on, to get it."""
-    here = [(each.facts["pid"], each.facts["start_ticks"]) for each in job.ranks if each.is_here]
-    for pid, ticks in dict.fromkeys(here):  # once, where it has several ranks
+    processes = [(each.facts["pid"], each.facts["start_ticks"]) for each in job.ranks]
+    for pid, ticks in dict.fromkeys(processes):  # once, where it has several ranks
         if is_running(pid, ticks):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
                 os.kill(pid, signal.SIGCONT)
+
+
+def stacks_of(
+    ranks: Sequence[Seen], timeout_s: float, *, all_threads: bool = False
+) -> dict[int, list[Stack] | str]:
+    """Ask ranks of this host that live for their stacks; those of others have come with theirs."""
+    known = {
+        each.rank.rank: "is dead" if each.rank.condition == "dead" else each.told for each in ranks
+    }
+    here = {
+        each.rank.rank: (each.facts, each.rank.condition == "stopped")
+        for each in ranks
+        if known[each.rank.rank] is None
+    }
+    found = stacks.of_ranks(here, timeout_s, all_threads=all_threads)
+    return {**found, **{rank: told for rank, told in known.items() if told is not None}}

@@ -4,42 +4,84 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from unisono.observe import stacks
-from unisono.observe.asking import Answer, Asked, ask
-from unisono.observe.hosts import gather
-from unisono.observe.jobs import Job, Meter, Seen, look
+from unisono.observe.jobs import Job, Seen, stacks_of
 from unisono.observe.stacks import Frame, Stack
 from unisono.observe.verdict import Call, Culprit, State, Verdict, judge
 
 _S = 1e9
 _MOST_ASKED = 8  # culprits whose stacks are asked for
+_ANSWER_S = 0.3
+_AGAIN_S = 5.0  # one that hasn't answered
 
 
-def reports(meter: Meter, name: str | None = None) -> dict[str, Any]:
-    """Look at all jobs of this user that run on this host, and at their ranks on others."""
-    # Nothing is asked of the ranks of this host but of those that make others wait, and of one
-    # that asks the other hosts.
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a rank has told."""
+
+    stacks: list[Stack] | str
+    at_s: float
+    place: tuple[object, ...]
+
+
+class Asked:
+    """The ranks that have been asked, and what they have told."""
+
+    # To ask a rank interrupts what waits in C there, so a view that looks each second asks each one
+    # once in a place.
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int], Answer] = {}
+
+    def stacks(self, job: Job, verdict: Verdict, wanted: Iterable[int]) -> dict[int, Answer]:
+        """Give the stacks of ranks; ask those that have made or left a call since the last time."""
+        seen = {each.rank.rank: each for each in job.ranks}
+        living = [rank for rank in wanted if seen[rank].rank.condition != "dead"]
+        places = {rank: _place_of(seen[rank], verdict) for rank in living}
+        now_s = time.monotonic()
+        known = {rank: self._known.get((job.name, rank)) for rank in living}
+        new = [rank for rank, each in known.items() if not _is_good(each, places[rank], now_s)]
+        for rank, told in stacks_of([seen[rank] for rank in new], _ANSWER_S).items():
+            self._known[job.name, rank] = Answer(told, time.monotonic(), places[rank])
+        return {rank: self._known[job.name, rank] for rank in living}
+
+
+def _place_of(seen: Seen, verdict: Verdict) -> tuple[object, ...]:
+    state, call = verdict.states[seen.rank.rank], None
+    if state.call is not None:
+        call = (state.call.key, state.call.number, state.call.begin_ns)
+    return seen.rank.pid, seen.facts.get("start_ticks"), state.kind, state.is_inside, call
+
+
+def _is_good(known: Answer | None, place: tuple[object, ...], now_s: float) -> bool:
+    """Return whether what is known of a rank still holds."""
+    if known is None or known.place != place:
+        return False
+    return not isinstance(known.stacks, str) or now_s - known.at_s < _AGAIN_S
+
+
+def reports(jobs: Sequence[Job]) -> dict[str, Any]:
+    """Say of jobs what each rank does, and who makes the others wait."""
+    # Nothing is asked of the ranks of this host but of those that make others wait.
     asked = Asked()
-    jobs = [job for job in look(meter) if name in (None, job.name)]
-    found = [report_of(gather(job, meter), asked) for job in jobs]
-    return {"host": socket.gethostname(), "jobs": found}
+    return {"host": socket.gethostname(), "jobs": [report_of(job, asked) for job in jobs]}
 
 
 def facts_of(job: Job) -> dict[str, Any]:
     """Name a job, its program and its size, as its pages do."""
     began_ns = min(each.rank.made_ns for each in job.ranks)
     known = {key: job.facts.get(key, "") for key in ("program", "cwd", "backend", "model")}
-    up_s = (time.monotonic_ns() - began_ns) / _S
+    up_s = (job.at_ns - began_ns) / _S
     return {"job": job.name, **known, "world_size": job.world_size, "up_s": up_s}
 
 
 def report_of(job: Job, asked: Asked) -> dict[str, Any]:
     """Say of one job what each rank does, and who makes the others wait."""
-    now_ns = time.monotonic_ns()
-    ranks = [each.rank for each in job.ranks]
+    now_ns, ranks = job.at_ns, [each.rank for each in job.ranks]
     verdict = judge(ranks, now_ns)
     if verdict.kind == "extra call" and _is_early(job, verdict, asked):
         verdict = judge(ranks, now_ns, is_early=True)
@@ -57,30 +99,12 @@ def report_of(job: Job, asked: Asked) -> dict[str, Any]:
             _rank(seen[rank], verdict.states[rank], now_ns) for rank in sorted(verdict.states)
         ],
         "elsewhere": list(job.elsewhere),
-        "is_asked": job.is_asked,
-        "silent": [
-            {"host": each.host, "ranks": list(each.ranks), "why": each.why} for each in job.silent
-        ],
     }
-
-
-def stacks_of(
-    job: Job,
-    timeout_s: float,
-    *,
-    all_threads: bool = False,
-    ranks: Collection[int] | None = None,
-) -> dict[int, list[Stack] | str]:
-    """Ask ranks of a job that live for their stacks; of a dead one say so."""
-    wanted = [each for each in job.ranks if ranks is None or each.rank.rank in ranks]
-    living = [each for each in wanted if each.rank.condition != "dead"]
-    dead = {each.rank.rank: "is dead" for each in wanted if each not in living}
-    return {**ask(job, living, timeout_s, all_threads=all_threads), **dead}
 
 
 def calls_of(job: Job) -> dict[int, str]:
     """Name the call that each rank is in, where it is in one."""
-    states = judge([each.rank for each in job.ranks], time.monotonic_ns()).states
+    states = judge([each.rank for each in job.ranks], job.at_ns).states
     return {
         rank: f"{state.call.name} of {state.call.group}, call {state.call.number}"
         for rank, state in states.items()

@@ -28,9 +28,8 @@ from tests.support.tops import (
     told,
 )
 from unisono.errors import CollectiveError, WorkerFailedError
-from unisono.observe.asking import Asked
 from unisono.observe.jobs import Meter, look
-from unisono.observe.report import report_of, reports
+from unisono.observe.report import Asked, report_of, reports
 
 pytestmark = pytest.mark.usefixtures("own_pages")
 SHOWN, HIDDEN = "\x1b[?1049h", "\x1b[?1049l"
@@ -125,7 +124,7 @@ def test_a_job_without_a_fault_names_nobody() -> None:
     with job_of_processes("in_step"):
 
         def is_there() -> bool:
-            found = reports(Meter())["jobs"]
+            found = reports(look(Meter()))["jobs"]
             ranks = found[0]["ranks"] if found else []
             return [each["call"]["number"] for each in ranks if each["call"]] == [3, 3, 3]
 

@@ -141,7 +141,7 @@ def test_calls_of_groups_without_room_for_a_name_are_not_taken_for_one() -> None
             lane = own.lane()
             assert lane is not None
             lane.begin(*own.words_of(name, "train.py", 7, f"group of {name}"), 1, 0, 10, CALLED)
-        (report,) = reports(Meter())["jobs"]
+        (report,) = reports(look(Meter()))["jobs"]
         (job,) = look(Meter())
     calls = [call for seen in job.ranks for call in seen.rank.calls]
     assert [(call.name, call.group) for call in calls] == [("barrier", ""), ("all_reduce", "")]
@@ -274,7 +274,7 @@ def test_a_job_is_chosen_by_name_its_beginning_a_process_or_a_program() -> None:
 def test_the_report_is_plain_data() -> None:
     with page(0, backend="gloo", program="train.py") as own:
         begin(own, "all_reduce", 1, 10)
-        report = reports(Meter())
+        report = reports(look(Meter()))
     (job,) = report["jobs"]
     assert (job["job"], job["program"], job["backend"]) == ("job a", "train.py", "gloo")
     assert job["verdict"]["kind"] == "unseen"

@@ -1,0 +1,185 @@
+"""The jobs of other hosts: a command of the user's runs ``unisono top --packed`` there."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple, replace
+from tempfile import TemporaryFile
+from typing import Any, BinaryIO
+
+import psutil
+
+from unisono.errors import ArgumentError
+from unisono.host.status_page import ranks_of, shortened
+from unisono.observe.jobs import Job, Seen, job_of, stacks_of
+from unisono.observe.stacks import Frame, Stack
+from unisono.observe.verdict import Call, Rank
+
+_LIMIT_S = 30.0  # srun waits for a step, kubectl for a login, Python for a file server
+_END_S = 2.0
+_ANSWER_S = 1.0
+_WIDTH = 700  # srun passes on 1,024 bytes of a task at a time: parts of longer lines would mix
+_LINE = re.compile(r"unisono-top (\S+) (\d+)/(\d+) ([A-Za-z0-9+/=]+)\s*$")
+_LONGEST_QUOTE = 300
+_NOT_FOUND = 127
+_REMEDY = '; where PATH there has no unisono, end the command with its Python: "... python -m"'
+_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error)
+
+
+def packed(jobs: Sequence[Job]) -> Iterator[str]:
+    """Write jobs of this host, with the stack of each rank, as short lines."""
+    found = [[job.name, job.at_ns, _ranks(job)] for job in jobs]
+    moment = {"unix_ns": time.time_ns(), "monotonic_ns": time.monotonic_ns()}
+    body = zlib.compress(json.dumps({**moment, "jobs": found}).encode())
+    text = base64.b64encode(body).decode()
+    parts = [text[at : at + _WIDTH] for at in range(0, len(text), _WIDTH)]
+    for number, part in enumerate(parts, 1):
+        yield f"unisono-top {socket.gethostname()}-{os.getpid()} {number}/{len(parts)} {part}"
+
+
+def _ranks(job: Job) -> list[Any]:
+    told = stacks_of(job.ranks, _ANSWER_S)
+    return [
+        [
+            astuple(replace(each.rank, calls=())),
+            _calls(each),
+            each.facts,
+            _plain(told[each.rank.rank]),
+        ]
+        for each in job.ranks
+    ]
+
+
+def _calls(seen: Seen) -> list[Any]:
+    return [[*astuple(replace(call, ranks=())), shortened(call.ranks)] for call in seen.rank.calls]
+
+
+def _plain(told: list[Stack] | str) -> Any:
+    return told if isinstance(told, str) else [astuple(stack) for stack in told]
+
+
+def look_through(commands: Sequence[str]) -> tuple[list[Job], list[str]]:
+    """Run all commands at once; return the jobs of their hosts, and what has failed."""
+    for command in commands:
+        _words(command)
+    with ThreadPoolExecutor(max(len(commands), 1)) as executor:
+        found = list(executor.map(_through, commands))
+    return [job for jobs, _ in found for job in jobs], [why for _, why in found if why]
+
+
+def _words(command: str) -> list[str]:
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ArgumentError(f"--via {command!r} is not a command: {error}") from None
+    if not words:
+        raise ArgumentError("--via is empty: name a command, such as --via 'ssh node2'")
+    return [*words, "unisono", "top", "--packed"]
+
+
+def _through(command: str) -> tuple[list[Job], str]:
+    begun_ns = time.time_ns()
+    with TemporaryFile() as out, TemporaryFile() as err:  # pipes would wait for grandchildren
+        why = _run(command, out, err)
+        out.seek(0)
+        text = out.read().decode("utf-8", "replace")
+    jobs: list[Job] = []
+    bodies, is_whole = _bodies(text)
+    try:
+        for body in bodies:
+            jobs += _jobs(json.loads(zlib.decompress(base64.b64decode(body))), begun_ns)
+    except _UNREADABLE as error:
+        why = why or f"its answer cannot be read ({error}): install the same version there"
+    if not is_whole:
+        why = why or "a part of its answer is missing"
+    elif not bodies:
+        why = why or f"its output is not that of unisono top: {text.strip()[:_LONGEST_QUOTE]!r}"
+    return jobs, why and f"--via {command!r}: {why}"
+
+
+def _run(command: str, out: BinaryIO, err: BinaryIO) -> str:
+    """Run a command; return how it failed, empty if it didn't."""
+    try:
+        process = subprocess.Popen(
+            _words(command), stdin=subprocess.DEVNULL, stdout=out, stderr=err
+        )
+    except OSError as error:
+        return f"it cannot be run: {error}"
+    with process:
+        try:
+            code = process.wait(_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            _end(psutil.Process(process.pid))
+            return f"it did not end within {_LIMIT_S:g} s"
+    err.seek(0)
+    quote = err.read().decode("utf-8", "replace").strip()[-_LONGEST_QUOTE:]
+    remedy = _REMEDY if code == _NOT_FOUND else ""
+    return f"exit code {code}{quote and f': {quote}'}{remedy}" if code else ""
+
+
+def _end(command: psutil.Process) -> None:
+    """End a command and its children."""
+    left = [command, *command.children(recursive=True)]
+    for act in (psutil.Process.terminate, psutil.Process.kill):
+        for each in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                act(each)
+        _, left = psutil.wait_procs(left, _END_S)
+
+
+def _bodies(text: str) -> tuple[list[str], bool]:
+    """Put the lines of each host together; return whether none is missing."""
+    # A launcher may have written something before them, such as the number of a task.
+    found: dict[str, dict[int, str]] = {}
+    counts: dict[str, int] = {}
+    for each in filter(None, map(_LINE.search, text.splitlines())):
+        found.setdefault(each[1], {})[int(each[2])] = each[4]
+        counts[each[1]] = int(each[3])
+    whole = [each for key, each in found.items() if len(each) == counts[key]]
+    bodies = ["".join(part for _, part in sorted(each.items())) for each in whole]
+    return bodies, len(whole) == len(found)
+
+
+def _jobs(plain: dict[str, Any], begun_ns: int) -> list[Job]:
+    """Read what `packed` wrote, by the clock of this host."""
+    # Its host's time of day, as far as it lies within the run of the command.
+    now_ns = time.time_ns()
+    ago_ns = now_ns - min(max(plain["unix_ns"], begun_ns), now_ns)
+    shift_ns = time.monotonic_ns() - ago_ns - plain["monotonic_ns"]
+    return [
+        job_of(name, [_seen(each, shift_ns) for each in ranks], at_ns + shift_ns)
+        for name, at_ns, ranks in plain["jobs"]
+    ]
+
+
+def _seen(plain: Sequence[Any], shift_ns: int) -> Seen:
+    rank, calls, facts, told = plain
+    known = Rank(*rank)
+    made_ns, moved = known.made_ns + shift_ns, tuple(_call(call, shift_ns) for call in calls)
+    if not isinstance(told, str):
+        told = [
+            Stack(ident, name, tuple(Frame(*frame) for frame in frames))
+            for ident, name, frames in told
+        ]
+    return Seen(replace(known, calls=moved, made_ns=made_ns), facts, told)
+
+
+def _call(plain: Sequence[Any], shift_ns: int) -> Call:
+    call = Call(*plain[:-1])
+    return replace(
+        call,
+        ranks=ranks_of(plain[-1]),
+        begin_ns=call.begin_ns + shift_ns,
+        end_ns=call.end_ns + shift_ns if call.end_ns else 0,
+    )
