@@ -270,7 +270,7 @@ class Simulation:
         return board.records
 
 
-_SAME_FOR_ALL = ("_refuse_wrong_settings", "_roster", "_count")
+_SAME_FOR_ALL = ("_roster", "_count")
 
 
 def _once(compute: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,12 +11,12 @@ import typer
 from rich.text import Text
 
 from unisono.cli._tables import Column
+from unisono.control.absent_ranks import named
 from unisono.errors import ArgumentError
 from unisono.observe.jobs import Job, Meter, look
 from unisono.observe.remote import look_through
 from unisono.observe.report import facts_of
 from unisono.observe.stacks import Frame, Stack, equal, folded
-from unisono.observe.verdict import named
 
 Via = Annotated[
     list[str] | None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,12 +77,21 @@ def report(call: str, came: Mapping[int, str], missing: Sequence[Missing]) -> st
     return "\n".join(lines)
 
 
-def named(ranks: Sequence[int]) -> str:
-    """Write some ranks for a sentence."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = [str(rank) for rank in ranks]
-    return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
+def named(ranks: Iterable[int]) -> str:
+    """Name ranks, as in "rank 1" or "ranks 0-3, 7"."""
+    numbers = sorted(set(ranks))
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    parts = []
+    for first, last in runs:
+        parts += (
+            [f"{first}-{last}"] if last > first + 1 else [str(n) for n in range(first, last + 1)]
+        )
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(parts)}"
 
 
 def _state(pid: int) -> bytes:

@@ -10,28 +10,22 @@ from __future__ import annotations
 import hmac
 import secrets
 import struct
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from unisono.errors import PeerRefusedError
-from unisono.model import fallback
 from unisono.payload.tensors import from_bytes, to_bytes
 from unisono.topology import Group
+
+if TYPE_CHECKING:
+    from unisono.model.contract import ComputationModel
 
 _BYTES = 32
 
 
-class Provable(fallback.CollectiveTransport, Protocol):
-    """What the proof needs of a model."""
-
-    def all_to_all(self, rows: Tensor, group: Group | None = None) -> Tensor:
-        """Send row i of [n, *shape] to the i-th rank; row i comes from there."""
-
-
 def authenticate(
-    model: Provable,
+    model: ComputationModel,
     group: Group | None,
     secret: bytes,
     label: str,

@@ -21,28 +21,31 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from unisono.arguments import number_in
 from unisono.control.absent_ranks import warn_after_s
 from unisono.control.addresses import listen_locally, listen_widely, local_address, peer
-from unisono.control.authentication import Provable, authenticate
+from unisono.control.authentication import authenticate
 from unisono.control.connection import Connection
 from unisono.control.handshake import accept, answer, call, receive
 from unisono.control.hub import Hub
 from unisono.control.peers import Peers
-from unisono.control.signatures import SequenceNumbers
 from unisono.control.tree import links
 from unisono.deadlines import host_s, limit_of
-from unisono.errors import CollectiveError, EnvironmentDetectionError, PeerRefusedError
+from unisono.errors import CollectiveError, PeerRefusedError
 from unisono.host import arena, mailbox, memory
 from unisono.host.arena import Arena
 from unisono.host.mailbox import MAILBOX_BYTES, Mailbox
 from unisono.model import fallback
 from unisono.topology import Group, boot_id, name_of, usable_cores
+
+if TYPE_CHECKING:
+    from unisono.control.plane import SocketControlPlane
+    from unisono.model.contract import ComputationModel
 
 _log = logging.getLogger(__name__)
 _SET_UP_S = 10.0
@@ -77,7 +80,6 @@ class _Advertisement:
     warn_after_s: float = 0.0
     shared_bytes: int = 0
     debug: str = ""
-    wrong_setting: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)
@@ -98,30 +100,21 @@ def host_of_this_process() -> str:
     return f"{socket.gethostname()} {os.getuid() if hasattr(os, 'getuid') else ''}"
 
 
-def _advertise(control: Connectable) -> _Advertisement:
-    """Describe this process and its user's settings; a wrong one, so that all ranks refuse it."""
-    own = _Advertisement(
+def _advertise(control: SocketControlPlane) -> _Advertisement:
+    """Describe this process and its user's settings."""
+    return _Advertisement(
         host=host_of_this_process(),
         pid=os.getpid(),
         user=os.getuid() if hasattr(os, "getuid") else None,
         pid_namespace=_pid_namespace(),
         key=secrets.token_bytes(16).hex(),
+        warn_after_s=warn_after_s(),
+        shared_bytes=_most_shared_bytes(control),
+        debug=control.setting,
     )
-    own.debug = control.setting
-    try:
-        own.warn_after_s = warn_after_s()
-        own.shared_bytes = _most_shared_bytes(control)
-    except EnvironmentDetectionError as error:
-        own.wrong_setting = {
-            "message": str(error),
-            "source": error.source,
-            "variable": error.variable,
-            "value": error.value,
-        }
-    return own
 
 
-def _most_shared_bytes(control: Connectable) -> int:
+def _most_shared_bytes(control: SocketControlPlane) -> int:
     """Give what one more group may share for tensors: the first all, others a part of the rest."""
     model, held_bytes = control.model, control.shared_bytes
     if model.transport_device.type != "cpu":
@@ -129,15 +122,6 @@ def _most_shared_bytes(control: Connectable) -> int:
     ranks = model.topology.local_world_size or model.topology.world_size
     limit_bytes = int(number_in("UNISONO_SHARED_BYTES", ranks * _SHARED_BYTES))
     return max(0, limit_bytes - held_bytes) // (_PART_OF_REST if held_bytes else 1)
-
-
-def _refuse_wrong_settings(adverts: Iterable[_Advertisement], ranks: Sequence[int]) -> None:
-    """Raise the same on every rank if a setting of one is wrong."""
-    for rank, advert in zip(ranks, adverts, strict=True):
-        wrong = advert.wrong_setting
-        if wrong is not None:
-            wrong["message"] = f"rank {rank}: {wrong['message']}"
-            raise EnvironmentDetectionError(**wrong)
 
 
 def _foreign_host_error(
@@ -165,27 +149,9 @@ def _pid_namespace() -> str:
     return ""
 
 
-class Connectable(Protocol):
-    """What this file needs of a control plane."""
-
-    steps: SequenceNumbers
-    secret: bytes | None
-    is_one_host: bool
-    has_levels: bool
-    proved: set[str]
-    timeout_s: float | None
-    setting: str
-
-    @property
-    def model(self) -> Provable:
-        """What carries the advertisements."""
-
-    @property
-    def shared_bytes(self) -> int:
-        """What this rank's groups share for tensors so far."""
-
-
-def connect_group(control: Connectable, group: Group | None, inline_bytes: int) -> Hub | None:
+def connect_group(
+    control: SocketControlPlane, group: Group | None, inline_bytes: int
+) -> Hub | None:
     """Connect the ranks of a group."""
     # Collective over `group`, in two rounds of the derived exchange; three where hosts differ.
     name = name_of(group)
@@ -209,13 +175,12 @@ def connect_group(control: Connectable, group: Group | None, inline_bytes: int) 
 
 
 def _connect_all(
-    control: Connectable, group: Group | None, inline_bytes: int
+    control: SocketControlPlane, group: Group | None, inline_bytes: int
 ) -> tuple[Hub | None, bool]:
     """Connect the ranks, and return whether all are processes of one user on one host."""
     ranks = control.model.topology.members(group)
     with contextlib.ExitStack() as stack:
         adverts, listeners = _exchange_adverts(control, group, stack)
-        _refuse_wrong_settings(adverts, ranks)
         roster = _roster(adverts)
         connector = _Connector(control, group, adverts, roster, listeners)
         is_one_host = len(roster.places) == 1
@@ -308,7 +273,7 @@ class _RefusedError(OSError):
         self.place = place
 
 
-def _vote(model: Provable, vote: _Vote, group: Group | None, hub: Hub | None) -> _Votes:
+def _vote(model: ComputationModel, vote: _Vote, group: Group | None, hub: Hub | None) -> _Votes:
     """Tell every rank how this one has fared; if one was refused, every rank raises."""
     try:
         votes = _count(_exchange(model, vote, group))
@@ -329,7 +294,7 @@ def _vote(model: Provable, vote: _Vote, group: Group | None, hub: Hub | None) ->
 
 
 def _exchange_adverts(
-    control: Connectable, group: Group | None, stack: contextlib.ExitStack
+    control: SocketControlPlane, group: Group | None, stack: contextlib.ExitStack
 ) -> tuple[list[_Advertisement], list[socket.socket]]:
     """Tell every rank where every rank can be reached, or why it can't."""
     # The leader of a host takes a port only where there is another host, and after that is known.
@@ -394,7 +359,7 @@ class _Connector:
 
     def __init__(
         self,
-        control: Connectable,
+        control: SocketControlPlane,
         group: Group | None,
         adverts: list[_Advertisement],
         roster: _Roster,

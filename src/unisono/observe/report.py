@@ -75,7 +75,7 @@ def facts_of(job: Job) -> dict[str, Any]:
     """Name a job, its program and its size, as its pages do."""
     began_ns = min(each.rank.made_ns for each in job.ranks)
     known = {key: job.facts.get(key, "") for key in ("program", "cwd", "backend", "model")}
-    up_s = (job.at_ns - began_ns) / _S
+    up_s = max(job.at_ns - began_ns, 0) / _S
     return {"job": job.name, **known, "world_size": job.world_size, "up_s": up_s}
 
 

@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from unisono.control.absent_ranks import named
+
 PATIENCE_S = 0.5
 """A rank is named for being late only where others have waited longer for it."""
 
@@ -90,23 +92,6 @@ class Verdict:
     text: str
     culprits: tuple[Culprit, ...] = ()
     states: Mapping[int, State] = field(default_factory=dict)
-
-
-def named(ranks: Iterable[int]) -> str:
-    """Name ranks, as in "rank 1" or "ranks 0-3, 7"."""
-    numbers = sorted(set(ranks))
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    parts = []
-    for first, last in runs:
-        parts += (
-            [f"{first}-{last}"] if last > first + 1 else [str(n) for n in range(first, last + 1)]
-        )
-    return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(parts)}"
 
 
 def judge(
@@ -219,7 +204,7 @@ class _Job:
     def waited_s(self, ranks: Iterable[int]) -> float:
         """Tell for how long the first of some ranks has waited."""
         begins = [self.waits[rank].call.begin_ns for rank in ranks if rank in self.waits]
-        return (self.now_ns - min(begins)) / _S if begins else 0.0
+        return max(self.now_ns - min(begins, default=self.now_ns), 0) / _S
 
     def is_worth_a_word(self, ranks: Iterable[int]) -> bool:
         return self.waited_s(ranks) >= self.patience_s

@@ -76,7 +76,7 @@ def test_each_cell_of_the_notebook_shows_what_it_should(tmp_path: Path) -> None:
             "their context was made again",
         ],
         "hang": [
-            "CollectiveTimeoutError: ranks 0 and 1 of 2 weren't done after 1 s",
+            "CollectiveTimeoutError: ranks 0, 1 of 2 weren't done after 1 s",
             r"    idist\.barrier\(\)\n",
             r'rank 1 of 2:\n.*\n  File "In\[\d+\]", line [56], in <module>',
         ],

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from unisono.observe.verdict import Call, Rank, judge, named
+from unisono.control.absent_ranks import named
+from unisono.observe.verdict import Call, Rank, judge
 
 NOW = 100 * 10**9
 ALL = "all ranks"
