@@ -22,7 +22,7 @@ from unisono.launchers import processes
 from unisono.launchers.job.failure import Failure
 from unisono.launchers.job.job import Job, Ranks
 from unisono.launchers.job.pickling import pickle_for_worker
-from unisono.launchers.job.process_state import directory, search_path
+from unisono.launchers.job.process_state import search_path
 from unisono.launchers.job.worker import Task
 from unisono.launchers.job.worker_handles import Workers
 from unisono.rendezvous import host_store
@@ -129,7 +129,7 @@ class RankTask:
     def _task(self, info: RankInfo) -> Task:
         variables = {**self.environ, **os.environ}
         path = [*sys.path, *(item for item in self.path if item not in sys.path)]
-        return processes.task(self.entry, info, variables, path, self.folder, None)
+        return processes.task(self.entry, info, variables, path, self.folder)
 
     def reach(self, limit_s: float) -> TCPStore:
         """Connect to the store of the process that hosts the job.
@@ -200,7 +200,7 @@ def host_job(
         LaunchError: nobody can listen here.
     """
     pickled = pickle_for_worker(entry)
-    token, path, where = secrets.token_hex(16), tuple(search_path()), directory()
+    token, path, where = secrets.token_hex(16), tuple(search_path()), os.getcwd()
     with host_store(replace(plan, node_rank=0), address) as hosted:
         each = range(plan.nproc_per_node)
         nodes = [replace(hosted, node_rank=node) for node in range(plan.nnodes)]

@@ -33,7 +33,6 @@ from unisono.errors import (
 from unisono.host.status_page import close_all as close_pages, pages
 from unisono.launchers.job.lifetime import Lifetime
 from unisono.launchers.job.output import begin_lines_with_rank
-from unisono.launchers.job.process_state import streams_filled
 from unisono.launchers.job.title import name_thread
 from unisono.model.contract import ComputationModel
 from unisono.model.launching import launch_hooks_of
@@ -523,8 +522,7 @@ def start(
     if limit is not None and limit.left_s == 0:
         raise CollectiveTimeoutError("nothing was spawned: the block's deadline is over")
     try:
-        with streams_filled():
-            return _launch(cls, replica, plan, options)
+        return _launch(cls, replica, plan, options)
     except WorkerFailedError as error:
         if not _is_of_the_block(error, limit):
             raise raised_here(error) from error.__cause__

@@ -227,7 +227,7 @@ STATE = {
     "host.status_page: _open": "pages that go with the process",
     "launchers.job.lifetime: cls._is_within cls._pid": "what forked children must know of the job",
     "launchers.job.pickling: _lock": "one module at a time is made to travel by value",
-    "launchers.processes: _helpers _lock _retired": "fork servers live as long as the process",
+    "launchers.processes: _fork_servers _lock _retired": "fork servers live as long as the process",
     "launchers.xla.child: _child": "this process is one of XLA's children",
     "models.horovod.model: HorovodModel._current": "Horovod has one context in a process",
     "models.horovod.rendezvous: _scopes": "Horovod has one context in a process",

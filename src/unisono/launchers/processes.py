@@ -1,33 +1,30 @@
-"""Replicas as local processes, made by a clean helper process that has torch imported already."""
+"""Replicas as local processes, made by a fork server that has torch imported already."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
 import termios
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from unisono.deadlines import DEFAULT_TIMEOUT_S, limit_of
+from unisono.deadlines import DEFAULT_TIMEOUT_S
 from unisono.errors import ArgumentError, LaunchError, UnisonoError
 from unisono.launchers.job import forkserver
 from unisono.launchers.job.job import Job
 from unisono.launchers.job.pickling import pickle_for_worker
-from unisono.launchers.job.process_state import Surroundings, directory, has_directory, search_path
+from unisono.launchers.job.process_state import inherited, search_path, umask
 from unisono.launchers.job.store import hold
 from unisono.launchers.job.worker import Task, work
-from unisono.launchers.job.worker_handles import Maker, Worker, Workers
+from unisono.launchers.job.worker_handles import Worker, Workers
 from unisono.launchers.script.script import Script, env_for, without_job
 from unisono.launchers.script.supervisor import Outcome, Supervisor, restart, start
 from unisono.launchers.variables import share_of_cores
@@ -61,7 +58,7 @@ def _attempt(script: Script, base: Mapping[str, str], attempt: int) -> Outcome:
     with ExitStack() as held, _terminal(script.stdin_rank) as lent:
         plan = hold(script.plan(), held)
         ranks = [plan.info(local_rank) for local_rank in range(script.nproc_per_node)]
-        front = Supervisor(script, ranks)
+        supervisor = Supervisor(script, ranks)
         try:
             for info in ranks:
                 own = env_for(info, attempt, script.max_restarts)
@@ -69,11 +66,11 @@ def _attempt(script: Script, base: Mapping[str, str], attempt: int) -> Outcome:
                     own["PYTHONBREAKPOINT"] = "0"  # nobody could answer there
                 terminal = lent if script.stdin_rank == info.rank else ()
                 arguments = script.rank_argv(os.getpid(), terminal)
-                front.processes.append(start(arguments, {**base, **own}, terminal))
+                supervisor.processes.append(start(arguments, {**base, **own}, terminal))
         except LaunchError:
-            front.kill()
+            supervisor.kill()
             raise
-        return front.run()
+        return supervisor.run()
 
 
 @contextlib.contextmanager
@@ -96,24 +93,22 @@ def _terminal(rank: int | None) -> Iterator[tuple[int, ...]]:
 
 START_METHODS = ("forkserver", "spawn", "fork")
 _END_S = 2.0
-_LOOK_S = 0.005
-_REQUEST_S = 300.0  # until the helper takes a request, which includes importing torch
-# Variables that take effect when a library is loaded: a helper that has loaded them is too old.
+# Variables that take effect when a library is loaded: a fork server that has loaded it is too old.
 _AT_LOAD = ("LD_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "PYTHON", "TORCH_", "PYTORCH_")
 
 
 @dataclass(frozen=True, slots=True)
-class _Helper:
-    """A helper process of this process, and what it was started with."""
+class _ForkServer:
+    """A fork server of this process, and the state that its workers inherit."""
 
     control: socket.socket
     process: subprocess.Popen[bytes]
     owner: int
-    key: tuple[object, ...]
+    key: tuple[object, ...] = ()
 
 
-_helpers: dict[str, _Helper] = {}
-_retired: list[_Helper] = []  # each ends with the last of its workers
+_fork_servers: dict[str, _ForkServer] = {}
+_retired: list[_ForkServer] = []  # each ends with the last of its workers
 _lock = threading.Lock()
 
 
@@ -131,10 +126,10 @@ def launch(
         raise ArgumentError(f"start_method={method!r}: use one of {', '.join(START_METHODS)}")
     pickled = pickle_for_worker(entry)
     variables = {**(environ or {}), **os.environ}
-    surroundings = Surroundings.here()
+    path = search_path()
 
     def task_of(info: RankInfo) -> Task:
-        return task(pickled, info, variables, search_path(), directory(), surroundings)
+        return task(pickled, info, variables, path, os.getcwd(), umask())
 
     held = ExitStack()
     workers = Workers(plan.world_size, held, stop_limit_s)
@@ -147,14 +142,10 @@ def launch(
         if join:
             return job.join()
         job.send_tasks()
-    except UnisonoError:
+    except BaseException as error:  # Ctrl-C above all: nobody is left behind
         job.terminate()
-        raise
-    except OSError as error:
-        job.terminate()
-        raise LaunchError(f"a worker process can't be started: {error}") from error
-    except BaseException:  # Ctrl-C above all: nobody is left behind
-        job.terminate()
+        if isinstance(error, OSError) and not isinstance(error, UnisonoError):
+            raise LaunchError(f"a worker process can't be started: {error}") from error
         raise
     return job
 
@@ -168,7 +159,7 @@ def begin(
 ) -> None:
     """Ask for processes of this host that are ranks of a job."""
     # They have their tasks once the job is joined.
-    workers.maker = _start(infos, method or _best_method(), workers.workers, held)
+    workers.fork_server = _start(infos, method or _best_method(), workers.workers, held)
     for worker, info in zip(workers.workers, infos, strict=True):
         worker.task = task_of(info).message()
 
@@ -183,167 +174,125 @@ def task(
     environ: Mapping[str, str],
     path: list[str],
     folder: str,
-    surroundings: Surroundings | None,
+    umask: int | None = None,
 ) -> Task:
-    """Write what a worker process is told, without what a job around this process has told it."""
+    """Build a worker's task, without the variables of a job around this process."""
     own = {key: environ[key] for key in environ.keys() - {PRIVATE_STORE, PREFIXED}}
     variables = {**share_of_cores(info), **own}
     if info.private_store is not None:
         variables[PRIVATE_STORE] = info.private_store
-    return Task.of(pickled, info, variables, path, folder, surroundings)
+    return Task.of(pickled, info, variables, path, folder, umask)
 
 
-def _helper_for(method: str) -> _Helper:
+def _fork_server_for(method: str) -> _ForkServer:
     _retired[:] = [old for old in _retired if old.process.poll() is None]
     at_load = sorted(item for item in os.environ.items() if item[0].startswith(_AT_LOAD))
-    # What a user may do is the helper's for good, and that of its workers.
-    key = (*forkserver.interpreter(), os.geteuid(), os.getegid(), *os.getgroups(), *at_load)
-    known = _helpers.get(method)
+    key = (*forkserver.interpreter(), *inherited(), *at_load)
+    known = _fork_servers.get(method)
     if known is not None and known.owner == os.getpid():
         if known.key == key and _answers(known):
             return known
         _retire(known)
-    _helpers[method] = known = _start_helper(method, key)
+    _fork_servers[method] = known = _start_fork_server(method, key)
     return known
 
 
-def _answers(helper: _Helper) -> bool:
-    """Return whether a helper still has its end of the control socket open."""
+def _answers(server: _ForkServer) -> bool:
+    """Return whether a fork server still has its end of the control socket open."""
     try:
-        return helper.control.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK) != b""
+        return server.control.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK) != b""
     except BlockingIOError:
         return True
     except OSError:
         return False
 
 
-def _start_helper(method: str, key: tuple[object, ...]) -> _Helper:
+def _start_fork_server(method: str, key: tuple[object, ...]) -> _ForkServer:
     ours, theirs = socket.socketpair()
-    path = search_path()
     code = (
-        f"import sys; sys.path[:] = {path!r}\n"
+        f"import sys; sys.path[:] = {search_path()!r}\n"
         "import importlib.util as u\n"
-        f"s = u.spec_from_file_location('unisono_helper', {str(Path(forkserver.__file__))!r})\n"
+        f"s = u.spec_from_file_location('unisono_forkserver', {forkserver.__file__!r})\n"
         "m = u.module_from_spec(s); s.loader.exec_module(m)\n"
         f"m.main({theirs.fileno()}, {os.getpid()}, {method == 'forkserver'})"
     )
+    command, fds = [*forkserver.interpreter(), "-c", code], [theirs.fileno()]
     with theirs:
-        process = subprocess.Popen(
-            [*forkserver.interpreter(), "-c", code],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            cwd=None if has_directory() else "/",  # torch can't be imported where there is none
-        )
-    return _Helper(ours, process, os.getpid(), key)
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)
+    return _ForkServer(ours, process, os.getpid(), key)
 
 
-def _retire(helper: _Helper) -> None:
-    """Let a helper process end once it has no worker any more."""
-    with contextlib.suppress(OSError), helper.control:  # forks of this process have copies of it
-        helper.control.shutdown(socket.SHUT_RDWR)
-    if helper.process.poll() is None:
-        _retired.append(helper)
+def _retire(server: _ForkServer) -> None:
+    """Let a fork server end once it has no worker any more."""
+    with contextlib.suppress(OSError), server.control:  # forks of this process have copies of it
+        server.control.shutdown(socket.SHUT_RDWR)
+    if server.process.poll() is None:
+        _retired.append(server)
 
 
 @atexit.register
-def _dismiss_all() -> None:
-    """End all helpers, and with them the workers that they still have."""
-    for helper in (*_helpers.values(), *_retired):
-        if helper.owner == os.getpid():
-            for number in (signal.SIGTERM, signal.SIGKILL):
-                helper.process.send_signal(number)
-                helper.process.send_signal(signal.SIGCONT)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    helper.process.wait(_END_S)
-                    break
-            helper.control.close()
+def _end_all() -> None:
+    """End all fork servers, and with them the workers that they still have."""
+    for server in (*_fork_servers.values(), *_retired):
+        if server.owner == os.getpid():
+            _end(server)
 
 
-class _Fork:
-    """A fork of this process itself, which makes the workers of one job and ends with them."""
+def _end(server: _ForkServer) -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        server.process.send_signal(number)
+        server.process.send_signal(signal.SIGCONT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.process.wait(_END_S)
+            break
+    server.control.close()
 
-    def __init__(self, held: ExitStack) -> None:
-        self.control, theirs = socket.socketpair()
-        self._has_ended = False
+
+class _Fork(subprocess.Popen[bytes]):
+    """A fork of this process itself, which is the fork server of one job and ends with it."""
+
+    def __init__(self, control: socket.socket, ours: socket.socket) -> None:
+        self._control, self._ours = control, ours
+        super().__init__(["fork"])
+
+    def _execute_child(self, *_: Any) -> None:  # where Popen makes its process
         parent = os.getpid()
         self.pid = os.fork()
+        self._child_created = True
         if self.pid == 0:
             try:
                 # A group of torch that is garbage here would join threads that it lacks.
                 forkserver.make_ready_for_copies()
-                self.control.close()
-                forkserver.serve(theirs, parent, work)
+                self._ours.close()
+                forkserver.serve(self._control, parent, work)
             finally:
                 os._exit(0)
-        theirs.close()
-        held.callback(self._end)
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end and reap it."""
-        limit = time.monotonic() + (timeout or 0.0)
-        while not self._is_reaped():
-            if time.monotonic() >= limit:
-                raise subprocess.TimeoutExpired("fork", timeout or 0.0)
-            time.sleep(_LOOK_S)
-        return 0
-
-    def _is_reaped(self) -> bool:
-        if not self._has_ended:
-            pid, _ = os.waitpid(self.pid, os.WNOHANG)
-            self._has_ended = pid != 0
-        return self._has_ended
-
-    def send_signal(self, sig: int) -> None:
-        """Signal it unless it has ended."""
-        if not self._is_reaped():
-            os.kill(self.pid, sig)
-
-    def kill(self) -> None:
-        """End it."""
-        self.send_signal(signal.SIGKILL)
-
-    def _end(self) -> None:
-        """Let it end, which it does without workers; one that doesn't is killed."""
-        self.control.close()
-        for number in (signal.SIGCONT, signal.SIGKILL):
-            self.send_signal(number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.wait(_END_S)
-                return
 
 
-def _start(infos: Sequence[RankInfo], method: str, workers: list[Worker], held: ExitStack) -> Maker:
-    """Ask a helper for a worker each, which `workers` has from then on."""
+def _start(
+    infos: Sequence[RankInfo], method: str, workers: list[Worker], held: ExitStack
+) -> subprocess.Popen[bytes]:
+    """Ask a fork server for a worker each, which `workers` has from then on."""
     if method == "fork":  # outside of the lock, which the fork would have forever
-        maker = _Fork(held)
-        for info in infos:
-            _ask_for_one(maker.control, method, info, workers)
-        return maker
-    with _lock:  # nobody retires the helper before it has all requests
-        helper = _helper_for(method)
-        helper.process.send_signal(signal.SIGCONT)
-        for info in infos:
-            _ask_for_one(helper.control, method, info, workers)
-        return helper.process
+        ours, theirs = socket.socketpair()
+        with theirs:
+            server = _ForkServer(ours, _Fork(theirs, ours), os.getpid())
+        held.callback(_end, server)
+        return _request(server, method, infos, workers)
+    with _lock:  # nobody retires the fork server before it has all requests
+        return _request(_fork_server_for(method), method, infos, workers)
 
 
-def _ask_for_one(
-    control: socket.socket, method: str, info: RankInfo, workers: list[Worker]
-) -> None:
-    _wait_for_room(control)
-    channel, their_channel = socket.socketpair()
-    status, their_status = socket.socketpair()
-    with their_channel, their_status:
-        workers.append(Worker(info.rank, channel, status))  # before it is made: Ctrl-C ends it, too
-        request = b"exec" if method == "spawn" else b"fork"
-        fds = [0, 1, 2, their_channel.fileno(), their_status.fileno()]
-        socket.send_fds(control, [request], fds)
-
-
-def _wait_for_room(control: socket.socket) -> None:
-    """Wait until a helper takes one more request: it may import torch still, or be stuck."""
-    writable = select.poll()
-    writable.register(control, select.POLLOUT)
-    limit_s = limit_of(_REQUEST_S) or 0.0
-    if not writable.poll(limit_s * 1000):
-        raise LaunchError(f"the process that makes ranks has taken no request for {limit_s:g} s")
+def _request(
+    server: _ForkServer, method: str, infos: Sequence[RankInfo], workers: list[Worker]
+) -> subprocess.Popen[bytes]:
+    server.process.send_signal(signal.SIGCONT)
+    for info in infos:
+        channel, their_channel = socket.socketpair()
+        status, their_status = socket.socketpair()
+        with their_channel, their_status:
+            workers.append(Worker(info.rank, channel, status))  # first: Ctrl-C ends it, too
+            request = b"exec" if method == "spawn" else b"fork"
+            fds = [0, 1, 2, their_channel.fileno(), their_status.fileno()]
+            socket.send_fds(server.control, [request], fds)
+    return server.process

@@ -23,7 +23,6 @@ from unisono.errors import (
 )
 from unisono.launchers.job.job import Job
 from unisono.launchers.job.pickling import pickle_for_worker
-from unisono.launchers.job.process_state import streams_filled
 from unisono.lifecycle import check_job, interrupted, warn_in_a_rank
 from unisono.options import PoolOptions
 from unisono.plugins import seats_nodes
@@ -245,8 +244,7 @@ class WorkerPool:
         if self._replicas is not None and self._replicas.has_ended():
             self._drop()
         if self._replicas is None:
-            with streams_filled():
-                self._replicas = Replicas(self._size, *self._spawning, limit)
+            self._replicas = Replicas(self._size, *self._spawning, limit)
         return self._replicas
 
     def _drop(self) -> bool:

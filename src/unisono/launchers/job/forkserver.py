@@ -1,15 +1,15 @@
-"""The clean process that makes workers for one parent, and that ends when the parent ends.
+"""The fork server: a clean process that makes workers for one parent, and ends with it.
 
-Once the control socket is closed it makes no more, and ends with the last worker that it has.
+Once the control socket is closed it makes no more, and ends with its last worker.
 
 It is run by its path, not imported as part of the package, so that it starts fast: only the
 standard library is imported before its first request. Each request on the control socket is
 ``fork`` or ``exec``, with five file descriptors: stdin, stdout and stderr of the worker,
 its channel to the parent, and its status socket. On the status socket the parent writes signal
-numbers, one byte each, and reads ``{process id}p`` once the worker is there, with a descriptor of
-its process where the kernel has them, or ``{errno}x`` where it can't be made; ``{signal}s`` when it
-is stopped, ``{signal}c`` when it goes on, and ``{wait status}e`` once it has ended. Closing it ends
-the worker. What a worker that failed has left behind, and is in the process group still, is ended.
+numbers, one byte each, and reads ``{process id}p`` once the worker is there, or ``{errno}x`` where
+it can't be made; ``{signal}s`` when it is stopped, ``{signal}c`` when it goes on, and
+``{wait status}e`` once it has ended. Closing it ends the worker. Processes that a failed worker
+leaves behind in the process group are ended.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 WORKER = "from unisono.launchers.job.worker import work; work({channel}, {parent})"
@@ -153,8 +153,7 @@ def attend(status: socket.socket, pid: int, parent: int) -> int:
     signal.signal(signal.SIGTERM, lambda number, _: _signal(workers.values(), number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     wake_read, _ = _wake_by_signals()
-    with contextlib.suppress(OSError):
-        status.send(f"{pid}p".encode())
+    _send(status, f"{pid}p")
     while not (ended := ended + orphans.reap(workers)) or orphans.are_ending:
         ready = _ready([wake_read, *(each.fileno() for each in workers)])
         _drain(wake_read)
@@ -197,12 +196,11 @@ def _make(
     try:
         pid = _fork(work, fds, inherited, on_term) if request == b"fork" and work else _exec(fds)
     except (OSError, subprocess.SubprocessError) as error:  # this process serves others, too
-        with contextlib.suppress(OSError):
-            status.send(f"{getattr(error, 'errno', 0) or 0}x".encode(), socket.MSG_DONTWAIT)
+        _send(status, f"{getattr(error, 'errno', 0) or 0}x")
         status.close()
     else:
         workers[status] = pid
-        _present(status, pid)
+        _send(status, f"{pid}p")
     finally:
         for fd in fds:
             os.close(fd)
@@ -215,18 +213,6 @@ def _ready(fds: list[int]) -> set[int]:
     for fd in fds:
         watched.register(fd, select.POLLIN)
     return {fd for fd, _ in watched.poll(_POLL_S * 1000)}
-
-
-def _present(status: socket.socket, pid: int) -> None:
-    """Tell the parent which process its worker is; it isn't reaped before this."""
-    news, pidfd = f"{pid}p".encode(), -1
-    if hasattr(os, "pidfd_open"):
-        with contextlib.suppress(OSError):  # an old kernel
-            pidfd = os.pidfd_open(pid)
-    with contextlib.suppress(OSError):  # the parent has gone already
-        socket.send_fds(status, [news], [pidfd] if pidfd >= 0 else [], socket.MSG_DONTWAIT)
-    if pidfd >= 0:
-        os.close(pidfd)
 
 
 def _fork(
@@ -262,17 +248,10 @@ def _exec(fds: list[int]) -> int:
         stdout=stdout,
         stderr=stderr,
         pass_fds=[channel],
-        cwd=None if _has_directory() else "/",  # torch can't be imported where there is none
         preexec_fn=lambda: die_with(parent),  # this process has one thread
     )
     worker.returncode = 0  # `_reap` waits for it, so that Popen must not
     return worker.pid
-
-
-def _has_directory() -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return bool(os.getcwd())
-    return False
 
 
 def _obey(status: socket.socket, pid: int) -> None:
@@ -288,7 +267,7 @@ def _obey(status: socket.socket, pid: int) -> None:
 def _reap(workers: dict[socket.socket, int]) -> list[int]:
     ended = []
     for status, pid in list(workers.items()):
-        wait_status = _tell_news(status, pid)
+        wait_status = _send_news(status, pid)
         if wait_status is not None:
             ended.append(wait_status)
             status.close()
@@ -296,8 +275,13 @@ def _reap(workers: dict[socket.socket, int]) -> list[int]:
     return ended
 
 
-def _tell_news(status: socket.socket, pid: int) -> int | None:
-    """Tell what became of a child; gives its wait status once it has ended."""
+def _send(status: socket.socket, news: str) -> None:
+    with contextlib.suppress(OSError):  # a parent that doesn't listen is not waited for
+        status.send(news.encode(), socket.MSG_DONTWAIT)
+
+
+def _send_news(status: socket.socket, pid: int) -> int | None:
+    """Send a child's change of state; return its wait status once it has ended."""
     done, code = os.waitpid(pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
     if not done:
         return None
@@ -306,27 +290,8 @@ def _tell_news(status: socket.socket, pid: int) -> int | None:
         news = f"{os.WSTOPSIG(code)}s"
     elif os.WIFCONTINUED(code):
         news = f"{int(signal.SIGCONT)}c"
-    with contextlib.suppress(OSError):  # a parent that doesn't listen is not waited for
-        status.send(news.encode(), socket.MSG_DONTWAIT)
+    _send(status, news)
     return code if news.endswith("e") else None
-
-
-@contextlib.contextmanager
-def _watching(parent: int) -> Iterator[None]:
-    """End this process when the parent ends, without a thread, which a fork would not survive."""
-
-    def look(*_: object) -> None:
-        if os.getppid() != parent:
-            os._exit(1)
-
-    signal.signal(signal.SIGALRM, look)
-    signal.siginterrupt(signal.SIGALRM, False)
-    signal.setitimer(signal.ITIMER_REAL, _POLL_S, _POLL_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
 def make_ready_for_copies() -> None:
@@ -344,12 +309,11 @@ def main(control_fd: int, parent: int, preload: bool) -> None:
     control = socket.socket(fileno=control_fd)
     work: Callable[[int, int], None] | None = None
     if preload:
-        with _watching(parent):
-            gc.disable()
-            from unisono.launchers.job.worker import work
+        gc.disable()
+        from unisono.launchers.job.worker import work
 
-            for name in LIKELY:
-                getattr(sys.modules["unisono"], name)
+        for name in LIKELY:
+            getattr(sys.modules["unisono"], name)
         make_ready_for_copies()
         gc.enable()
     serve(control, parent, work)

@@ -22,7 +22,6 @@ from unisono.launchers.job.failure import Failure
 from unisono.launchers.job.forkserver import die_with
 from unisono.launchers.job.lifetime import PEERS_S, Lifetime, flush, seed_generators, skip_ours
 from unisono.launchers.job.pickling import load_from_parent
-from unisono.launchers.job.process_state import Surroundings
 from unisono.launchers.job.title import name_process
 from unisono.launchers.variables import rank_variables
 from unisono.pickling import dumps
@@ -32,7 +31,7 @@ from unisono.tracebacks import fold, summary
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a worker is told."""
+    """A worker's task."""
 
     entry: bytes
     info: RankInfo
@@ -40,7 +39,7 @@ class Task:
     path: list[str]
     argv: list[str]
     directory: str
-    surroundings: Surroundings | None = None
+    umask: int | None = None
 
     @classmethod
     def of(
@@ -50,11 +49,11 @@ class Task:
         environ: Mapping[str, str],
         path: list[str],
         directory: str,
-        surroundings: Surroundings | None = None,
+        umask: int | None = None,
     ) -> Task:
         """Write what a process is told that is a rank."""
         variables = {**environ, **rank_variables(info)}
-        return cls(entry, info, variables, path, list(sys.argv), directory, surroundings)
+        return cls(entry, info, variables, path, list(sys.argv), directory, umask)
 
     def message(self) -> memoryview:
         """Write the message that tells it a worker."""
@@ -124,13 +123,10 @@ def _settle_in(task: Task) -> None:
     seed_generators()
     importlib.invalidate_caches()  # files may be newer than the process that this one is a copy of
     sys.argv[:] = task.argv
-    try:
+    with contextlib.suppress(OSError):  # another host may lack it
         os.chdir(task.directory)
-    except OSError:
-        if task.surroundings is not None:  # else it may be on another host
-            raise
-    if task.surroundings is not None:
-        task.surroundings.enter()
+    if task.umask is not None:
+        os.umask(task.umask)
     threads = task.environ.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads) > 0 and "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(int(threads))

@@ -10,22 +10,18 @@ import re
 import selectors
 import signal
 import socket
-import struct
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import starmap
-from typing import Any, Protocol
+from typing import Any
 
 from unisono.errors import LaunchError, WorkerFailedError
 from unisono.launchers.job import channel as messages
 from unisono.launchers.job.failure import signal_name
 from unisono.launchers.job.job import Job, Ranks
-from unisono.launchers.job.process_state import why_aborted
 from unisono.launchers.job.signals import TO_SAVE
 from unisono.tracebacks import hides
 
@@ -34,49 +30,30 @@ __tracebackhide__ = hides
 _log = logging.getLogger(__name__)
 _FLUSH_S = 0.3  # after END, before SIGTERM
 _TERM_S = 1.2  # after SIGTERM, before SIGKILL
-_KILL_S = 5.0  # after SIGKILL, before the process that makes ranks is ended, too
+_KILL_S = 5.0  # after SIGKILL, before the fork server is ended, too
 _NEWS = re.compile(rb"([0-9]+)([psecx])")
 _EXIT_S = 5.0  # for `LastCalls` of ranks, after all results have come
-_FD = struct.Struct("i")
 _TICK_S = 1.0  # between two looks at what no descriptor tells
-_SAY_S = 2.0  # from a rank's end until the process that made it says how it ended
+_SAY_S = 2.0  # from the end of a channel to the news of its process
 _MAKE_S = 300.0  # until the ranks are there, which includes importing torch for the first ones
 _STOP_GRACE_S = 1.0  # ranks that wait for one that is stopped know more: their error comes first
 _TakeIn = Callable[[], None]
 
 
-class Maker(Protocol):
-    """The child of this process that makes ranks; a ``Popen`` is one."""
-
-    pid: int
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end and reap it."""
-
-    def send_signal(self, sig: int) -> None:
-        """Signal it unless it has ended."""
-
-    def kill(self) -> None:
-        """End it."""
-
-
 @dataclass(slots=True)
 class Worker:
-    """One worker process: its channel, its status socket, and what came of it."""
+    """One worker process: its channel, its status socket, and its state."""
 
     rank: int
     channel: socket.socket
     status: socket.socket
     task: memoryview = field(default_factory=lambda: memoryview(b""))
     inbox: messages.Inbox = field(init=False)
-    heard: list[Any] = field(default_factory=list)
     unread: bytes = b""
     asked_at: float = field(default_factory=time.monotonic)
     pid: int | None = None
-    pidfd: int | None = None
     refusal: int | None = None
     wait_status: int | None = None
-    ended_at: float | None = None
     has_ended: bool = False
     is_silent: bool = False
     stopped_by: int | None = None
@@ -86,37 +63,14 @@ class Worker:
         self.inbox = messages.Inbox(self.channel)
 
     def signal(self, number: int) -> None:
-        """Signal it, whatever state the process is in that made it."""
+        """Have the process that looks after it signal it."""
         with contextlib.suppress(OSError):
-            if self.pidfd is not None:
-                signal.pidfd_send_signal(self.pidfd, number)
-            elif not self.has_ended:
-                self.status.send(bytes([number]), socket.MSG_DONTWAIT)
-
-    def listen(self) -> bytes:
-        """Take in what the process that makes it says, a descriptor of its process among it."""
-        how = (4096, socket.CMSG_LEN(_FD.size), socket.MSG_DONTWAIT)
-        with contextlib.suppress(OSError):
-            # In one call of C: an interrupt can't come between having a descriptor and keeping it.
-            self.heard.extend(starmap(self.status.recvmsg, (how,)))
-        come = b""
-        while self.heard:
-            data, ancillary = self.heard[0][:2]
-            for _, _, number in ancillary:
-                self.pidfd = int.from_bytes(number[: _FD.size], sys.byteorder)
-            come += data
-            self.unread += data
-            del self.heard[0]
-        return come
+            self.status.send(bytes([number]), socket.MSG_DONTWAIT)
 
     def close(self) -> None:
-        """Close what leads to it; harmless the second time."""
-        self.listen()
+        """Close its sockets, which ends it."""
         self.channel.close()
         self.status.close()
-        pidfd, self.pidfd = self.pidfd, None  # before it is closed: Ctrl-C may lead here again
-        if pidfd is not None:
-            os.close(pidfd)
 
 
 class Workers(Ranks):
@@ -127,7 +81,7 @@ class Workers(Ranks):
     def __init__(self, world_size: int, held: ExitStack, stop_limit_s: float) -> None:
         self.workers: list[Worker] = []
         self.world_size: int = world_size
-        self.maker: Maker | None = None
+        self.fork_server: subprocess.Popen[bytes] | None = None
         self.is_idle: bool = False  # whether the last look brought no news
         self._held = held
         self._stop_limit_s = stop_limit_s + _STOP_GRACE_S
@@ -159,7 +113,7 @@ class Workers(Ranks):
 
     def end(self, job: Job[Any]) -> None:
         """End all workers that still run, within seconds."""
-        self._roused_at = 0.0  # in case the workers hear of it from their maker alone
+        self._roused_at = 0.0  # workers may hear of it from their fork server alone
         for worker in self.workers:
             if not worker.has_ended:
                 with contextlib.suppress(OSError):
@@ -180,7 +134,7 @@ class Workers(Ranks):
         self._held.close()
 
     def lost(self, job: Job[Any], rank: int) -> LaunchError:
-        """Say how a worker ended, which its maker is about to tell."""
+        """Return the error of a worker that ended without a report."""
         worker = next(worker for worker in self.workers if worker.rank == rank)
         limit = time.monotonic() + _SAY_S
         while not worker.has_ended and time.monotonic() < limit:
@@ -189,13 +143,11 @@ class Workers(Ranks):
         if worker.refusal is not None:
             return LaunchError(f"{who} can't be made: {os.strerror(worker.refusal)}; see ulimit -a")
         if worker.wait_status is None:
-            why = "died" if self._is_alone() else "doesn't say how it ended"
-            return WorkerFailedError(f"{who} is lost: the process that made it {why}", rank)
+            return WorkerFailedError(f"{who} is lost: the process that made it died", rank)
         code = os.waitstatus_to_exitcode(worker.wait_status)
         if code < 0:
             name = signal_name(-code)
-            why = why_aborted() if name == "SIGABRT" else ""
-            return WorkerFailedError(f"{who} was ended by {name}{why}", rank, signal=name)
+            return WorkerFailedError(f"{who} was ended by {name}", rank, signal=name)
         return WorkerFailedError(
             f"{who} ended with exit code {code} before its work was done", rank, code
         )
@@ -208,12 +160,12 @@ class Workers(Ranks):
         )
 
     def _give_up(self, job: Job[Any]) -> None:
-        """Leave workers that no signal ends, or that their maker can't reap."""
+        """Leave workers that no signal ends, or that their fork server cannot reap."""
         left = [worker for worker in self.workers if not worker.has_ended]
         if not left:
             return
-        if self.maker is not None:
-            self.maker.kill()  # the kernel ends its children with it
+        if self.fork_server is not None:
+            self.fork_server.kill()  # the kernel ends its children with it
         self._run(job, _SAY_S)
         left = [worker for worker in left if not worker.has_ended]
         for worker in left:
@@ -240,15 +192,12 @@ class Workers(Ranks):
             if not worker.has_ended:
                 look: _TakeIn = partial(self._look_at, job, worker)
                 selector.register(worker.status, selectors.EVENT_READ, look)
-                if worker.pidfd is not None and worker.ended_at is None:
-                    note: _TakeIn = partial(self._note_end, worker)
-                    selector.register(worker.pidfd, selectors.EVENT_READ, note)
             if not worker.is_silent:
                 events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.task else 0)
                 selector.register(worker.channel, events, partial(self._talk, job, worker))
 
     def _look_after(self, job: Job[Any]) -> None:
-        """See to what no descriptor tells: a maker that is stopped, and times that have passed."""
+        """Wake a stopped fork server, and check the limits of time."""
         now = time.monotonic()
         # If this process was stopped too, the time counts for nobody.
         passed = min(now - self._looked_at, 2 * _TICK_S)
@@ -258,8 +207,6 @@ class Workers(Ranks):
                 worker.stopped_s += passed
                 if worker.stopped_s > self._stop_limit_s and worker.rank not in job.results:
                     job.stop(self._stopped(worker))
-            if worker.ended_at is not None and now > worker.ended_at + _SAY_S:
-                self._bury(job, worker, None)
         unmade = [
             w.rank
             for w in self.workers
@@ -271,10 +218,10 @@ class Workers(Ranks):
                     f"ranks {unmade} of {self.world_size} weren't there after {_MAKE_S:g} s"
                 )
             )
-        if self.maker is not None and now > self._roused_at + _TICK_S:
+        if self.fork_server is not None and now > self._roused_at + _TICK_S:
             self._roused_at = now
             with contextlib.suppress(OSError):
-                self.maker.send_signal(signal.SIGCONT)  # nobody but us has a use for its stop
+                self.fork_server.send_signal(signal.SIGCONT)  # nobody but us has a use for its stop
 
     def _talk(self, job: Job[Any], worker: Worker) -> None:
         with contextlib.suppress(OSError):  # its end is seen when it is listened to
@@ -306,7 +253,10 @@ class Workers(Ranks):
 
     def _look_at(self, job: Job[Any], worker: Worker) -> None:
         """Take in what became of a worker's process: it is there, stopped, goes on, has ended."""
-        come = worker.listen()
+        come = b""
+        with contextlib.suppress(OSError):
+            come = worker.status.recv(4096, socket.MSG_DONTWAIT)
+        worker.unread += come
         news = [(int(number), kind) for number, kind in _NEWS.findall(worker.unread)]
         worker.unread = _NEWS.sub(b"", worker.unread)
         for number, kind in news:
@@ -331,11 +281,6 @@ class Workers(Ranks):
         else:
             self._bury(job, worker, number)
 
-    def _note_end(self, worker: Worker) -> None:
-        """Take note that a process has ended; how is said by the one that made it."""
-        worker.ended_at = time.monotonic()
-        self._roused_at = 0.0
-
     def _bury(self, job: Job[Any], worker: Worker, wait_status: int | None) -> None:
         # All that it sent is there; a child that it left behind may hold the channel open forever.
         while not worker.is_silent and self._hear(job, worker):
@@ -343,15 +288,6 @@ class Workers(Ranks):
         worker.wait_status = wait_status
         worker.has_ended = True
         self._silence(job, worker)
-
-    def _is_alone(self) -> bool:
-        """Tell whether the maker is dead, whose connections close a moment before, and reap it."""
-        if self.maker is None:
-            return False
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.maker.wait(_SAY_S)
-            return True
-        return False
 
     def _stopped(self, worker: Worker) -> WorkerFailedError:
         name = signal_name(worker.stopped_by or 0)

@@ -26,7 +26,7 @@ from unisono.launchers.job import channel as messages
 from unisono.launchers.job.failure import Failure, exit_code_of
 from unisono.launchers.job.job import Job
 from unisono.launchers.job.pickling import pickle_for_worker
-from unisono.launchers.job.process_state import directory, search_path
+from unisono.launchers.job.process_state import search_path
 from unisono.launchers.job.tail import Tail
 from unisono.launchers.job.worker import Task
 from unisono.launchers.job.worker_handles import Worker, Workers
@@ -333,7 +333,7 @@ class RemoteWorkers(Workers):
         assert isinstance(who, RankInfo)
         self._make_room(job, who, arrival.attempt)
         variables = {**self._environ, **arrival.environ}
-        task = Task.of(self._entry, who, variables, search_path(), directory())
+        task = Task.of(self._entry, who, variables, search_path(), os.getcwd())
         self.workers.append(Worker(who.rank, arrival.channel, arrival.status, task.message()))
         if len(self.workers) == self._spec.n_ranks and not self._spec.may_start_again:
             self._listener.sock.close()

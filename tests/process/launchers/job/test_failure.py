@@ -297,18 +297,6 @@ def test_ctrl_c_is_two_lines_and_reaches_the_users_code(traceback: str, tmp_path
     ]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="processes are named on Linux alone")
-def test_processes_are_named_after_their_ranks() -> None:
-    def fn(local_rank: int) -> tuple[str, str]:
-        return Path("/proc/self/comm").read_text(), Path("/proc/self/cmdline").read_text()
-
-    found = unisono.spawn("gloo", fn, nproc_per_node=2)
-    assert [comm for comm, _ in found] == ["rank 0 of 2\n", "rank 1 of 2\n"]
-    program = Path(sys.argv[0]).name
-    for rank, (_, line) in enumerate(found):
-        assert line.rstrip("\0") == f"unisono rank {rank} of 2: {program}"
-
-
 def test_a_failed_test_shows_no_line_of_ours(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(
         "import unisono\n"

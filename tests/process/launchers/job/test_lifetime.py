@@ -207,7 +207,7 @@ def test_ranks_and_spawns_draw_different_numbers_unless_they_are_seeded() -> Non
 # Each case is a fork of a program that has loaded torch, and has started no process yet.
 CASES = """
 import os, resource, sys, unisono
-from unisono.errors import WorkerFailedError
+from unisono.errors import LaunchError
 
 METHODS = ("forkserver", "spawn", "fork")
 
@@ -240,9 +240,10 @@ def has_no_directory():
     os.mkdir("gone")
     os.chdir("gone")
     os.rmdir("../gone")
-    for method in METHODS:
-        found = run(lambda local_rank: (os.path.exists("."), os.listdir(".")), method)
-        assert found == [(True, [])], method
+    try:
+        run(add)
+    except LaunchError as error:
+        return str(error)
 
 def has_many_descriptors():
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -252,43 +253,6 @@ def has_many_descriptors():
         assert run(add, method, 2) == [2, 2], method
     with unisono.WorkerPool("gloo", 2) as pool:
         assert pool.run(add) == [2, 2]
-
-def aborts_where_threads_are_few(count):
-    run(add, "fork")  # loads what the other user may not read
-    os.chdir("/")
-    os.setgid(65534)
-    os.setuid(65534)
-    resource.setrlimit(resource.RLIMIT_NPROC, (count, count))
-    try:
-        run(lambda local_rank: os.abort(), "fork")
-    except WorkerFailedError as error:
-        return str(error).splitlines()[0]
-
-def speak(local_rank):
-    print("out"), print("err", file=sys.stderr)
-    streams = sys.stdout, sys.stderr
-    sys.stderr = None
-    for fd in range(3):
-        os.fstat(fd)
-    sys.stdout, sys.stderr = streams
-    return unisono.all_reduce(1)
-
-def spoil(local_rank):
-    sys.stderr = None
-
-def has_closed(*fds):
-    for fd in fds:
-        os.close(fd)
-    if 1 in fds: sys.stdout = None
-    if 2 in fds: sys.stderr = None
-    for method in METHODS if len(fds) == 3 else ("forkserver", "fork"):
-        assert run(speak, method, 2) == [2, 2], method
-        if method != "spawn":
-            with unisono.WorkerPool("gloo", 2, start_method=method) as pool:
-                assert pool.run(speak) == [2, 2]
-                pool.run(spoil)
-                assert pool.run(speak) == [2, 2]
-    return [fd for fd in fds if os.path.exists(f"/proc/self/fd/{fd}")] or None
 
 unisono.spawn  # with torch, which can't be imported where there is no directory
 for number, case in enumerate(sys.argv[1:]):
@@ -302,21 +266,20 @@ for number, case in enumerate(sys.argv[1:]):
         sys.exit()
     os.wait()
 """
-STREAMS = [f"has_closed({fds})" for fds in ("0", "1", "2", "0, 1, 2")]
-FEW, MANY = (f"aborts_where_threads_are_few({count})" for count in (12, 9999))
-PARENTS = (
-    "has_what_its_parent_has_by_then()", "has_no_directory()", "has_many_descriptors()", *STREAMS
-)  # fmt: skip
+PARENTS = {
+    "has_what_its_parent_has_by_then()": "None",
+    "has_no_directory()": "the working directory has been removed: change to one that exists",
+    "has_many_descriptors()": "None",
+}
 
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What each case gave: None where nothing is wrong."""
-    cases = (*PARENTS, *((FEW, MANY) if os.geteuid() == 0 else ()))
+    """What each case gave."""
     folder = tmp_path_factory.mktemp("cases")
-    done = python("-c", CASES, *cases, cwd=folder, limit_s=2 * LIMIT_S)
+    done = python("-c", CASES, *PARENTS, cwd=folder, limit_s=2 * LIMIT_S)
     assert done.returncode == 0, done.stderr
-    return {case: (folder / str(number)).read_text() for number, case in enumerate(cases)}
+    return {case: (folder / str(number)).read_text() for number, case in enumerate(PARENTS)}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="affinity is Linux's")
@@ -324,14 +287,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_ranks_have_what_their_parent_has_and_need_nothing_more(
     case: str, said: dict[str, str]
 ) -> None:
-    assert said[case] == "None"
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user without processes")
-def test_a_rank_that_aborts_where_threads_are_few_says_so(said: dict[str, str]) -> None:
-    few = "rank 0 of 1 was ended by SIGABRT; this user may have 12 processes and"
-    assert said[FEW].startswith(few)
-    assert said[MANY] == "rank 0 of 1 was ended by SIGABRT"
+    assert said[case] == PARENTS[case]
 
 
 CLASSES = """

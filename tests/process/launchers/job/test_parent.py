@@ -20,14 +20,13 @@ from tests.support.faults import FAULTS
 from tests.support.measures import slack
 from tests.support.processes import SOURCES, Pipe, gone, say, until
 from unisono.errors import CollectiveTimeoutError, WorkerFailedError
-from unisono.launchers.job.worker_handles import Workers
 
 
 def add(local_rank: int) -> int:
     return int(unisono.all_reduce(1))
 
 
-def maker(local_rank: int) -> int:
+def server_of(local_rank: int) -> int:
     return os.getppid()
 
 
@@ -38,9 +37,9 @@ def limit_s() -> float:
 
 
 @pytest.fixture
-def helper() -> Iterator[int]:
-    """Give the id of the process that makes ranks; it goes on at the end whatever a test did."""
-    (pid,) = unisono.spawn("gloo", maker)
+def fork_server() -> Iterator[int]:
+    """Give the id of the fork server; it goes on at the end whatever a test did."""
+    (pid,) = unisono.spawn("gloo", server_of)
     yield pid
     if psutil.pid_exists(pid):
         os.kill(pid, signal.SIGCONT)
@@ -56,8 +55,8 @@ def stop(pid: int) -> None:
     until(is_stopped, 60)
 
 
-def test_a_maker_that_is_stopped_while_ranks_work_or_before_costs_seconds(
-    limit_s: float, helper: int
+def test_a_fork_server_that_is_stopped_while_ranks_work_or_before_costs_seconds(
+    limit_s: float, fork_server: int
 ) -> None:
     def fn(local_rank: int) -> int:
         unisono.barrier()
@@ -69,11 +68,11 @@ def test_a_maker_that_is_stopped_while_ranks_work_or_before_costs_seconds(
         start = time.monotonic()
         assert unisono.spawn("gloo", work, nproc_per_node=2, timeout=15) == [2, 2]
         assert time.monotonic() - start < limit_s
-        assert unisono.spawn("gloo", maker) == [helper]
-        stop(helper)
+        assert unisono.spawn("gloo", server_of) == [fork_server]
+        stop(fork_server)
 
 
-def test_a_rank_that_dies_while_its_maker_is_stopped_is_named(helper: int) -> None:
+def test_a_rank_that_dies_while_its_fork_server_is_stopped_is_named(fork_server: int) -> None:
     def fn(local_rank: int) -> None:
         unisono.barrier()
         if local_rank == 1:
@@ -85,10 +84,7 @@ def test_a_rank_that_dies_while_its_maker_is_stopped_is_named(helper: int) -> No
         unisono.spawn("gloo", fn, nproc_per_node=2, timeout=15)
 
 
-@pytest.mark.parametrize("is_stopped", [True, False])
-def test_ranks_are_ended_though_their_maker_stays_stopped(
-    limit_s: float, helper: int, is_stopped: bool, tmp_path: Path
-) -> None:
+def test_ranks_are_ended_though_they_ignore_sigterm(limit_s: float, tmp_path: Path) -> None:
     def fn(local_rank: int, path: str) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         say(path, os.getpid())
@@ -97,10 +93,6 @@ def test_ranks_are_ended_though_their_maker_stays_stopped(
     with Pipe(tmp_path) as pipe:
         job = unisono.spawn("gloo", fn, (pipe.path,), nproc_per_node=2, join=False)
         pids = [int(pid) for pid in pipe.read(2)]
-    if is_stopped:
-        stop(helper)
-        assert isinstance(job.ranks, Workers)
-        job.ranks.maker = None  # nobody wakes it
     start = time.monotonic()
     job.terminate()
     assert time.monotonic() - start < limit_s
@@ -110,14 +102,13 @@ def test_ranks_are_ended_though_their_maker_stays_stopped(
     job.terminate()
 
 
-def test_a_maker_that_died_is_no_zombie_and_the_next_job_has_another(helper: int) -> None:
+def test_a_fork_server_that_died_is_named_and_the_next_job_has_another() -> None:
     def fn(local_rank: int) -> None:
         os.kill(os.getppid(), signal.SIGKILL)
         signal.pause()
 
     with pytest.raises(WorkerFailedError, match="the process that made it died"):
         unisono.spawn("gloo", fn, nproc_per_node=2)
-    assert not psutil.pid_exists(helper)
     assert unisono.spawn("gloo", add, nproc_per_node=2) == [2, 2]
 
 
@@ -239,7 +230,7 @@ if os.fork() == 0:  # a child of the user's own, which holds all that its parent
 signal.pause()
 """
 STARTING = """
-job = unisono.spawn("gloo", compute, start_method="{method}", join=False)
+job = unisono.spawn("gloo", compute, start_method="spawn", join=False)
 signal.pause()
 """
 INTERRUPTED = """
@@ -252,15 +243,15 @@ INTERRUPTED_POOL = """
 with unisono.WorkerPool("gloo", 2) as pool:
     pool.run(lambda local_rank: [hold_the_gil, stop][local_rank](local_rank))
 """
-# Stops each process that imports torch in order to become a helper or a worker.
+# Stops each process that imports torch in order to become a worker.
 SITE = """
 import os, signal, sys
 
 class Stop:
     @staticmethod
     def find_spec(name, path=None, target=None):
-        if name == "torch" and "{mark}" in "".join(sys.orig_argv):
-            os.write({fd}, b"%d\\n" % os.getpid())
+        if name == "torch" and "launchers.job.worker" in "".join(sys.orig_argv):
+            os.write(1, b"%d\\n" % os.getpid())
             while True:
                 signal.pause()
 
@@ -301,22 +292,13 @@ def test_no_replica_outlives_a_parent_that_is_killed() -> None:
         assert len(gone([-pid for pid in said if pid < 0], 0)) == 1
 
 
-@pytest.mark.parametrize(
-    ("method", "mark", "fd"),
-    [("forkserver", "unisono_helper", 2), ("spawn", "launchers.job.worker", 1)],
-    ids=["the helper", "a worker"],
-)
-def test_nobody_who_is_still_starting_outlives_a_parent_that_is_killed(
-    method: str, mark: str, fd: int, tmp_path: Path
-) -> None:
-    limit_s = slack()
-    (tmp_path / "sitecustomize.py").write_text(SITE.format(mark=mark, fd=fd))
-    with parent_of(STARTING.format(method=method), tmp_path) as parent:
-        stream = parent.stdout if fd == 1 else parent.stderr
-        assert stream is not None
-        starting = int(stream.readline())
+def test_a_worker_that_is_still_starting_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SITE)
+    with parent_of(STARTING, tmp_path) as parent:
+        assert parent.stdout is not None
+        starting = int(parent.stdout.readline())
         parent.kill()
-        assert not gone([starting], limit_s)
+        assert not gone([starting], slack())
 
 
 @pytest.mark.parametrize(
