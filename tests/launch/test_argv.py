@@ -20,14 +20,14 @@ from unisono.errors import ArgumentError
 from unisono.host import memory
 from unisono.launchers import mpi, slurm, torchrun
 from unisono.launchers.ray.actor import seats
-from unisono.launchers.script.rank.program import OutputOptions, variables
+from unisono.launchers.script.rank.program import RankOptions, variables
 from unisono.launchers.script.rank.report import Reader, Report, encode
 from unisono.launchers.script.script import RANK, Script, env_for, without_job
 from unisono.launchers.variables import LINK
 from unisono.topology import LaunchPlan, RankInfo
 
 PROGRAM = (sys.executable, "train.py", "--lr", "0.1", "two words")
-RANK_WORDS = [sys.executable, RANK, "--", *PROGRAM]
+RANK_WORDS = [sys.executable, RANK, "{}", *PROGRAM]
 OPEN_MPI, HYDRA = "mpirun (Open MPI) 4.1.4", "HYDRA build details:"
 
 
@@ -189,8 +189,8 @@ def test_a_program_gets_torchs_variables_and_a_prefix_and_keeps_its_own_variable
     assert [found[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["3", "4", "0"]
     assert (found["OMP_NUM_THREADS"], found["MASTER_PORT"]) == ("5", "1")
     assert variables(None, {}) == {"PYTHONUNBUFFERED": "1"}
-    assert OutputOptions().prefix(info) == b"[3] "
-    assert OutputOptions(is_coloured=True).prefix(infos((2,))[1]) == b"\x1b[33m[1] \x1b[0m"
+    assert RankOptions().prefix(info) == b"[3] "
+    assert RankOptions(is_coloured=True).prefix(infos((2,))[1]) == b"\x1b[33m[1] \x1b[0m"
 
 
 def test_a_report_survives_being_torn_and_labelled() -> None:

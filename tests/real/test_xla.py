@@ -154,12 +154,9 @@ def test_a_dead_process_is_reported_with_what_it_printed(n: int) -> None:
 
 
 def test_a_graph_without_all_replicas_ends_the_job_in_the_end() -> None:
-    with pytest.raises(WorkerFailedError, match="only 1 of 2 replicas") as caught:
+    with pytest.raises(WorkerFailedError, match="Expected 2 threads to join") as caught:
         launch(xla_job.alone_in_a_graph, 2)
-    text = str(caught.value)
-    assert "rank 0 was in alone_in_a_graph" in text
-    assert "rank 1 was in alone_in_a_graph" in text
-    assert "rank 1: Thread" in text
+    assert str(caught.value).count(" in alone_in_a_graph") == 2
 
 
 def test_a_user_may_start_xla_in_many_ways() -> None:

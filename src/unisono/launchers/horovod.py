@@ -7,15 +7,10 @@ network: ranks connect to this process, as those of other launchers do.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
-import sys
-import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -23,9 +18,9 @@ from functools import partial
 from typing import Any
 
 from unisono.deadlines import DEFAULT_TIMEOUT_S
-from unisono.errors import ArgumentError, LaunchError
+from unisono.errors import ArgumentError
 from unisono.launchers.job.job import Job
-from unisono.launchers.job.tail import Tail, show_error
+from unisono.launchers.job.output import show
 from unisono.launchers.job.wrapper import boot
 from unisono.launchers.script.remote_workers import (
     ConnectedRank,
@@ -41,10 +36,7 @@ _HOST = re.compile(r"([\w.-]+):([1-9][0-9]*)")
 # Horovodrun's own address, which it made sure that every host can reach.
 _HOST_VARIABLE = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 _NAMES = tuple(f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-_RESOLVE_S = 5.0
 _FROM_RANK = re.compile(rb"\[\d+\]<(stdout|stderr)>:")
-_LINE = re.compile(rb"(?<=[\r\n])")
-_SHELL_SAYS = frozenset({"Terminated", "Killed", "Aborted"})
 
 
 def launch(
@@ -61,7 +53,6 @@ def launch(
     if use_gloo is False:
         raise ArgumentError("use_gloo=False: ranks are started over gloo; start others by mpirun")
     slots = _slots(plan, hosts)
-    _resolve(list(slots))
     is_local = set(slots) <= {"localhost", "127.0.0.1"}
     spec = LauncherSpec(
         "horovodrun",
@@ -85,19 +76,17 @@ class _Ranks(RemoteWorkers):
 
     def __init__(self, nodes: Sequence[int], is_verbose: bool, *args: Any) -> None:
         super().__init__(*args)
-        self._nodes = nodes
-        self._is_verbose, self._is_ending = is_verbose, False
-        self._notes: deque[str] = deque(maxlen=40)
+        self._nodes, self._is_verbose = nodes, is_verbose
 
-    def listen_to(self, process: subprocess.Popen[bytes]) -> list[Tail]:
-        """Print what ranks print without horovodrun's marks, and keep what horovodrun says."""
-        return [Tail(pipe, self._taker()) for pipe in (process.stdout, process.stderr)]
-
-    def last_lines(self) -> str:
-        """Return what horovodrun said."""
-        for tail in self.tails:
-            tail.has_ended(1.0)
-        return "\n".join(self._notes)
+    def print(self, target: int, line: bytes) -> None:
+        """Print a rank's line without horovodrun's mark, and horovodrun's own if asked for."""
+        mark = _FROM_RANK.match(line)
+        if mark is not None:
+            show(2 if mark[1] == b"stderr" else 1, line[mark.end() :])
+        elif self._is_verbose:
+            super().print(2, line)
+        else:
+            self.last.append(line.decode(errors="replace").rstrip())
 
     def seat(self, job: Job[Any], arrival: ConnectedRank) -> None:
         """Add a rank to the workers, with its node, which horovodrun doesn't pass on."""
@@ -110,38 +99,6 @@ class _Ranks(RemoteWorkers):
         # Horovod aborts a process whose peer is lost while it has groups.
         status = next(worker.wait_status for worker in self.workers if worker.rank == rank)
         return int(status is None or os.waitstatus_to_exitcode(status) == -signal.SIGABRT)
-
-    def end(self, job: Job[Any]) -> None:
-        """End all ranks and horovodrun, within seconds."""
-        self._is_ending = True  # of which the ranks' shells tell
-        super().end(job)
-
-    def _taker(self) -> Callable[[bytes], None]:
-        """Make what takes the pieces of one stream, the last of them empty."""
-        rest = b""
-
-        def take(data: bytes) -> None:
-            nonlocal rest
-            *lines, rest = _LINE.split(rest + data) if data else (rest, b"")
-            for line in filter(None, lines):
-                self._sort(line)
-
-        return take
-
-    def _sort(self, line: bytes) -> None:
-        match = _FROM_RANK.match(line)
-        if match is None:
-            self._notes.append(line.decode(errors="replace").rstrip())
-            if self._is_verbose:
-                show_error(line)
-            return
-        text = line[match.end() :].decode(errors="replace")
-        if self._is_ending and text.rstrip() in _SHELL_SAYS:
-            return
-        stream: Any = sys.stderr if match[1] == b"stderr" else sys.stdout
-        with contextlib.suppress(Exception):  # it may be closed, or a user's own
-            stream.write(text)
-            stream.flush()
 
 
 def _slots(plan: LaunchPlan, hosts: str | None) -> dict[str, int]:
@@ -169,28 +126,6 @@ def _slots(plan: LaunchPlan, hosts: str | None) -> dict[str, int]:
     if plan.nnodes not in (1, len(slots)):
         raise ArgumentError(f"hosts={hosts!r} has {len(slots)} hosts, but nnodes={plan.nnodes}")
     return slots
-
-
-def _resolve(names: list[str]) -> None:
-    """Refuse hosts without an address, and names that no name server answers for."""
-    unknown: dict[str, object] = dict.fromkeys(names, f"no answer in {_RESOLVE_S:g} s")
-
-    def look_up(name: str) -> None:
-        try:
-            socket.gethostbyname(name)
-        except OSError as error:
-            unknown[name] = error
-        else:
-            del unknown[name]
-
-    lookups = [threading.Thread(target=look_up, args=(name,), daemon=True) for name in names]
-    for lookup in lookups:
-        lookup.start()
-    for lookup in lookups:
-        lookup.join(_RESOLVE_S)
-    if unknown:
-        why = "; ".join(f"{name}: {reason}" for name, reason in unknown.items())
-        raise LaunchError(f"hosts that don't resolve ({why}): nothing was started; check hosts=")
 
 
 def _prepare(

@@ -26,7 +26,7 @@ from unisono.launchers.job.store import hold
 from unisono.launchers.job.worker import Task, work
 from unisono.launchers.job.worker_handles import Worker, Workers
 from unisono.launchers.script.script import Script, env_for, without_job
-from unisono.launchers.script.supervisor import Outcome, Supervisor, restart, start
+from unisono.launchers.script.supervisor import Outcome, Supervisor, restart
 from unisono.launchers.variables import share_of_cores
 from unisono.topology import PREFIXED, PRIVATE_STORE, LaunchPlan, RankInfo
 from unisono.tracebacks import hides
@@ -66,7 +66,7 @@ def _attempt(script: Script, base: Mapping[str, str], attempt: int) -> Outcome:
                     own["PYTHONBREAKPOINT"] = "0"  # nobody could answer there
                 terminal = lent if script.stdin_rank == info.rank else ()
                 arguments = script.rank_argv(os.getpid(), terminal)
-                supervisor.processes.append(start(arguments, {**base, **own}, terminal))
+                supervisor.start(arguments, {**base, **own}, terminal)
         except LaunchError:
             supervisor.kill()
             raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import os
 import signal
@@ -22,8 +21,6 @@ from unisono.launchers.script.remote_workers import LauncherSpec, run_function
 from unisono.launchers.script.script import Script, without_job
 from unisono.launchers.script.supervisor import Outcome, run_launcher
 from unisono.topology import LaunchPlan, RankInfo
-
-_log = logging.getLogger(__name__)
 
 _TRY_S = 0.2
 _TIMEOUT_S = 600.0  # what torch's agents wait for each other
@@ -94,43 +91,30 @@ def run(script: Script) -> Outcome:
 
 
 def _reach(script: Script, addr: str, port: int) -> None:
-    """Wait until node 0's name is known and somebody listens there, unless that is this node."""
-    who = f"node {script.node_rank}" if script.node_rank is not None else "this node"
+    """Wait until somebody listens at node 0's address, unless that is this node."""
     timeout_s = script.timeout_s or _TIMEOUT_S
     deadline = time.monotonic() + timeout_s
-    address = _resolve(who, addr, port, timeout_s, deadline)
-    if script.node_rank == 0 or (script.node_rank is None and _is_here(address)):
-        return
-    reason = why_unreachable(addr, port, max(_TRY_S, deadline - time.monotonic()))
+    reason = _why_not(script, addr, port, timeout_s)
     while reason is not None and (left := deadline - time.monotonic()) > 0:
-        time.sleep(min(_TRY_S, left))
-        reason = why_unreachable(addr, port, max(_TRY_S, deadline - time.monotonic()))
+        time.sleep(min(_TRY_S, left))  # a pod may start before DNS knows the first one
+        reason = _why_not(script, addr, port, max(_TRY_S, deadline - time.monotonic()))
     if reason is not None:
+        who = f"node {script.node_rank}" if script.node_rank is not None else "this node"
         raise LaunchError(
             f"{who} of {script.nnodes} couldn't reach node 0 at {addr}:{port} in {timeout_s:g} s "
-            f"({reason}): is it started there, is --master-addr right, is the port open?"
+            f"({reason}): is it started there, is --master-addr right, is the port open? On "
+            "Kubernetes, create the headless Service that the pods' subdomain names"
         ) from reason
 
 
-def _resolve(who: str, addr: str, port: int, timeout_s: float, deadline: float) -> str:
-    """Look a name up until it is known: a pod may start before DNS knows the first one."""
-    is_told = False
-    while True:
-        try:
-            return str(socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)[0][4][0])
-        except OSError as error:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise LaunchError(
-                    f"{who}: --master-addr {addr!r} still doesn't resolve after {timeout_s:g} s: "
-                    f"{error}; correct it, or make the name known to this host; on Kubernetes, "
-                    "create the headless Service that the pods' subdomain names"
-                ) from error
-            if not is_told:
-                text = "%s: --master-addr %r doesn't resolve yet (%s); trying again for %g s"
-                _log.warning(text, who, addr, error, timeout_s)
-                is_told = True
-        time.sleep(min(_TRY_S, left))
+def _why_not(script: Script, addr: str, port: int, limit_s: float) -> OSError | None:
+    try:
+        address = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError as error:
+        return error
+    if script.node_rank == 0 or (script.node_rank is None and _is_here(address)):
+        return None
+    return why_unreachable(addr, port, limit_s)
 
 
 def _is_here(address: Any) -> bool:

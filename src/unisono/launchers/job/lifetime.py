@@ -57,26 +57,21 @@ class Lifetime:
     def join_threads() -> None:
         """Wait for threads that aren't daemons and for executors, as interpreters do."""
         shutdown: Callable[[], None] = threading._shutdown  # type: ignore[attr-defined]
-        with _told_when_slow(_threads):
+        with _warned_when_slow():
             shutdown()
 
     @staticmethod
     def run_exit_handlers() -> None:
         """Run what was registered with atexit; what a handler raises is printed."""
         # The end of what the ranks share comes after the result: see `LastCalls`.
-        with _told_when_slow(_main_stack), LastCalls.held():
+        with _warned_when_slow(), LastCalls.held():
             atexit._run_exitfuncs()
 
 
 @contextlib.contextmanager
-def _told_when_slow(what: Callable[[], str]) -> Iterator[None]:
-    """Say once what an end waits for: nobody else knows why the job doesn't end."""
-    rank = os.environ.get("RANK", "?")
-
-    def tell() -> None:
-        _log.warning("the function of rank %s has returned; its process waits for %s", rank, what())
-
-    timer = threading.Timer(host_s(warn_after_s()), tell)
+def _warned_when_slow() -> Iterator[None]:
+    """Warn once if the block is slow, and name what it waits for."""
+    timer = threading.Timer(host_s(warn_after_s()), _warn)
     timer.daemon = True
     timer.start()
     try:
@@ -85,14 +80,15 @@ def _told_when_slow(what: Callable[[], str]) -> Iterator[None]:
         timer.cancel()
 
 
-def _threads() -> str:
+def _warn() -> None:
     main = threading.main_thread()
     names = [t.name for t in threading.enumerate() if not t.daemon and t is not main]
-    return f"threads that aren't daemons: {', '.join(names) or 'none any more'}"
-
-
-def _main_stack() -> str:
-    return f"an exit handler, which is at {stack_of(threading.main_thread().ident or 0)}"
+    why = f"threads that aren't daemons: {', '.join(names)}"
+    _log.warning(
+        "the function of rank %s has returned; its process waits for %s",
+        os.environ.get("RANK", "?"),
+        why if names else f"an exit handler, which is at {stack_of(main.ident or 0)}",
+    )
 
 
 @contextlib.contextmanager

@@ -1,13 +1,21 @@
-"""What ranks print: each line begins with the rank, and is written whole."""
+"""Output of ranks in whole lines: streams that prefix them, and the pipes of processes."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import selectors
+import subprocess
 import sys
 import threading
-from collections.abc import Iterable
-from typing import Any, TextIO
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import IO, Any, TextIO
 
-_LONGEST_LINE = 64 * 1024  # in characters
+from unisono.errors import LaunchError
+
+_LONGEST_LINE = 64 * 1024
+_POLL_S = 0.02  # between two looks once all pipes have ended
 
 
 def begin_lines_with_rank(rank: int) -> None:
@@ -23,7 +31,6 @@ class ByThread:
 
     def __init__(self, stream: TextIO) -> None:
         self.stream: TextIO = stream
-        """As above."""
         self.streams: dict[int, Any] = {}
         """Streams of threads, by their ids."""
 
@@ -63,29 +70,23 @@ class _Prefixed:
     def __init__(self, stream: TextIO, prefix: str) -> None:
         self._stream = stream
         self._prefix = prefix
-        self._held: list[str] = []
-        self._n_held = 0
+        self._rest = ""
         self._is_at_start = True
 
     def write(self, text: str) -> int:
-        whole, newline, rest = text.rpartition("\n")
+        whole, newline, self._rest = (self._rest + text).rpartition("\n")
         if newline:
-            self._put(self._take() + whole + newline)
-        self._held.append(rest)
-        self._n_held += len(rest)
-        if self._n_held > _LONGEST_LINE:
-            self._put(self._take() + "\n")
+            self._put(whole + newline)
+        if len(self._rest) > _LONGEST_LINE:
+            self.write("\n")
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
         self.write("".join(lines))
 
     def flush(self) -> None:
-        self._put(self._take())
-
-    def _take(self) -> str:
-        held, self._held, self._n_held = self._held, [], 0
-        return "".join(held)
+        rest, self._rest = self._rest, ""
+        self._put(rest)
 
     def _put(self, text: str) -> None:
         if text:
@@ -97,3 +98,103 @@ class _Prefixed:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+class Pipes:
+    """The outputs of processes, read in whole lines; a carriage return ends one, too."""
+
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.logs: dict[int, IO[bytes]] = {}
+        """Files that get what is read of stdout (1) and stderr (2)."""
+        self._rests: dict[int, bytes] = {}
+
+    def start(
+        self,
+        arguments: Sequence[str],
+        environ: Mapping[str, str],
+        *,
+        cwd: str | None = None,
+        stdout: int | None = subprocess.PIPE,
+        terminal: Sequence[int] = (),
+    ) -> subprocess.Popen[bytes]:
+        """Start a process in a session of its own: this one decides on Ctrl-C."""
+        try:
+            process = subprocess.Popen(
+                list(arguments),
+                env=dict(environ),
+                cwd=cwd,
+                stdin=None if terminal else subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=subprocess.PIPE,
+                pass_fds=terminal,
+                start_new_session=True,
+                bufsize=0,
+            )
+        except OSError as error:
+            raise LaunchError(f"can't start {arguments[0]!r}: {error}") from error
+        self.add(process)
+        return process
+
+    def add(self, process: subprocess.Popen[bytes]) -> None:
+        """Read the pipes of a process."""
+        for target, pipe in ((1, process.stdout), (2, process.stderr)):
+            if pipe is not None:
+                self.selector.register(pipe, selectors.EVENT_READ, target)
+
+    @property
+    def open(self) -> list[Any]:
+        """The pipes that haven't ended."""
+        return [key.fileobj for key in (self.selector.get_map() or {}).values()]
+
+    def read(self, timeout_s: float) -> list[tuple[int, bytes]]:
+        """Wait for output; return each line after 1 for stdout or 2 for stderr."""
+        if not self.open:
+            time.sleep(max(0.0, min(timeout_s, _POLL_S)))
+            return []
+        found = []
+        for key, _ in self.selector.select(max(0.0, timeout_s)):
+            chunk = os.read(key.fd, 65536)
+            if not chunk:
+                self._end(key.fileobj)
+            if key.data in self.logs:
+                self.logs[key.data].write(chunk)
+            found += [(key.data, line) for line in self._lines(key.fd, chunk)]
+        return found
+
+    def rests(self) -> list[tuple[int, bytes]]:
+        """Take the lines without an end of pipes that others hold open."""
+        keys = list(self.selector.get_map().values())
+        return [(key.data, line) for key in keys for line in self._lines(key.fd, b"")]
+
+    def close(self) -> None:
+        """Close all pipes; harmless the second time."""
+        for pipe in self.open:
+            self._end(pipe)
+        self.selector.close()
+
+    def _end(self, pipe: Any) -> None:
+        self.selector.unregister(pipe)
+        pipe.close()
+
+    def _lines(self, fd: int, chunk: bytes) -> list[bytes]:
+        text = self._rests.pop(fd, b"") + chunk
+        lines = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+        rest = lines.pop()
+        if chunk and len(rest) <= _LONGEST_LINE:
+            self._rests[fd] = rest
+        elif rest:
+            lines.append(rest)
+        return [line + b"\n" for line in lines]
+
+
+def show(target: int, line: bytes) -> None:
+    """Print a line of a rank to stdout (1) or stderr (2) as it is."""
+    stream = sys.stdout if target == 1 else sys.stderr
+    buffer: IO[bytes] | None = getattr(stream, "buffer", None)
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # it may be closed
+        if buffer is None:
+            stream.write(line.decode(errors="replace"))
+        else:
+            buffer.write(line)
+        stream.flush()

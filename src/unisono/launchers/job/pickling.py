@@ -32,7 +32,6 @@ _ONE_IN_A_PROCESS = (  # and its own is meant in each: ``from os import environ`
     *(("os", "environ"), ("os", "environb"), ("random", "_inst")),
     *(("numpy.random.mtrand", "_rand"), ("torch", "default_generator")),
 )
-_LARGEST_CLASS_BYTES = 1 << 20  # of one that may not even be needed
 
 
 @dataclass(slots=True)
@@ -40,7 +39,6 @@ class _Definitions:
     """What the parent's own modules define."""
 
     used: dict[str, dict[str, Any]] = field(default_factory=dict)
-    others: dict[str, bytes] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
 
 
@@ -53,8 +51,6 @@ def pickle_for_worker(value: object, *, with_main: bool = True) -> bytes:
     with _lock:
         try:
             pickler.dump(value)
-            if with_main:
-                definitions.others.update(_other_classes(definitions.used.get(_MAIN, {})))
             pickler.dump(definitions)  # with the memo of the value: the same objects
         except Exception as error:  # an object's own __reduce__ may raise anything
             text = f"the function or its arguments can't be pickled: {error}"
@@ -157,22 +153,6 @@ def _is_importable(name: str, module: ModuleType) -> bool:
     return False
 
 
-def _other_classes(used: dict[str, Any]) -> dict[str, bytes]:
-    """Pickle the classes of ``__main__`` that aren't used; files may name them."""
-    pickles = {}
-    for name, obj in list(vars(sys.modules[_MAIN]).items()):
-        is_own = isinstance(obj, type) and obj.__module__ == _MAIN and _is_at_top(obj)
-        if not is_own or name in used:
-            continue
-        try:
-            data = dumps(obj)
-        except Exception:  # what can't be pickled can't be needed there
-            continue
-        if len(data) <= _LARGEST_CLASS_BYTES:
-            pickles[name] = data
-    return pickles
-
-
 def _define(definitions: _Definitions) -> None:
     for file, text in definitions.sources.items():
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
@@ -182,16 +162,6 @@ def _define(definitions: _Definitions) -> None:
         if name in sys.modules:
             _define_in(sys.modules[name], objects)
     main = sys.modules[_MAIN]
-    known = vars(main)
-    others = {  # a fork of the parent has them
-        name: data
-        for name, data in definitions.others.items()
-        if getattr(known.get(name), "__module__", None) != _MAIN
-    }
-    if others and "__getattr__" not in known:
-        for name in others:
-            known.pop(name, None)  # of the line that started this process
-        main.__getattr__ = _Others(others)  # type: ignore[method-assign]
     if hasattr(main, "__file__"):  # multiprocessing runs that file in a fresh process
         return
     if not hasattr(ForkingPickler, "reducer_override"):  # somebody else's stays
@@ -211,20 +181,6 @@ def _can_be_found(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):  # its package can't be
         return False
-
-
-@dataclass(frozen=True, slots=True)
-class _Others:
-    """The ``__getattr__`` of ``__main__``: classes that are loaded when something asks for them."""
-
-    pickles: dict[str, bytes]
-
-    def __call__(self, name: str) -> Any:
-        if name not in self.pickles:
-            raise AttributeError(f"module {_MAIN!r} has no attribute {name!r}")
-        loaded = pickle.loads(self.pickles[name])
-        setattr(sys.modules[_MAIN], name, loaded)
-        return loaded
 
 
 def _reduce_for_child(_: ForkingPickler, obj: Any) -> Any:

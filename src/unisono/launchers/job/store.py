@@ -16,17 +16,6 @@ from unisono.errors import LaunchError
 from unisono.topology import PRIVATE_STORE, LaunchPlan
 
 
-def private_folder() -> tempfile.TemporaryDirectory[str]:
-    """Make a folder that no other user can look into."""
-    try:
-        return tempfile.TemporaryDirectory(prefix="unisono-")
-    except OSError as error:
-        raise LaunchError(
-            f"nothing was started, since the launcher's files can't be written: {error}; make room "
-            "there, or name another folder in TMPDIR"
-        ) from error
-
-
 def private_store(held: ExitStack) -> dict[str, str]:
     """Make the file that the ranks of one host meet in, where no other user can come."""
     # On Linux it has no name: ranks open it in this process's folder of ``/proc``, which the
@@ -37,7 +26,7 @@ def private_store(held: ExitStack) -> dict[str, str]:
             file = os.memfd_create("unisono-store")
             held.callback(os.close, file)
             return {PRIVATE_STORE: f"/proc/{os.getpid()}/fd/{file}"}
-    folder = held.enter_context(private_folder())
+    folder = held.enter_context(tempfile.TemporaryDirectory(prefix="unisono-"))
     return {PRIVATE_STORE: str(Path(folder, "store"))}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from unisono.launchers.job.failure import Failure
+from unisono.launchers.job.output import Pipes
 from unisono.launchers.job.pickling import load_from_parent
 from unisono.launchers.job.store import host
 from unisono.launchers.job.worker import describe
@@ -61,33 +61,16 @@ class RankActor:
 
     def start(self, script: Script, environ: Mapping[str, str], directory: str) -> None:
         """Start a program."""
-        self._process = subprocess.Popen(
-            script.rank_argv(os.getpid()),
-            env={**os.environ, **environ},
-            cwd=directory if os.path.isdir(directory) else None,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            bufsize=0,
-        )
-        self._selector = selectors.DefaultSelector()
-        for stream, target in ((self._process.stdout, 1), (self._process.stderr, 2)):
-            assert stream is not None
-            self._selector.register(stream, selectors.EVENT_READ, target)
+        cwd = directory if os.path.isdir(directory) else None
+        self._pipes = Pipes()
+        variables = {**os.environ, **environ}
+        self._process = self._pipes.start(script.rank_argv(os.getpid()), variables, cwd=cwd)
 
     def poll(self) -> tuple[list[tuple[int, bytes]], int | None]:
-        """Wait a little for output; gives it, and the exit code once the program has ended."""
+        """Wait a little for lines; return them, and the exit code once the program has ended."""
         assert self._process is not None
-        chunks = []
-        for key, _ in self._selector.select(_POLL_S):
-            chunk = os.read(key.fd, 65536)
-            if chunk:
-                chunks.append((key.data, chunk))
-            else:
-                self._selector.unregister(key.fileobj)
-        has_ended = not self._selector.get_map()
-        return chunks, self._process.wait() if has_ended else None
+        lines = self._pipes.read(_POLL_S)
+        return lines, None if self._pipes.open else self._process.wait()
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         """Send the program a signal."""

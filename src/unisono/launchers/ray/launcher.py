@@ -308,14 +308,13 @@ class _Programs(Programs):
     def _take(self, job: Job[Any], ref: Any, rank: int) -> None:
         """Take in what one rank has to say."""
         try:
-            chunks, code = ray.get(ref)
+            lines, code = ray.get(ref)
         except ray.exceptions.RayError as error:
             output = f"its actor has died: {error}"
             self.note(job, Report(rank, job.world_size, "unknown", -1, 1, words=output))
             self._codes[rank] = 1
             return
-        for target, chunk in chunks:
-            self.pass_on(job, (rank, target), target, chunk)
+        self.pass_on(job, lines)
         if code is None:
             self._polls[self._actors[rank].poll.remote()] = rank
         elif code == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import pickle
 import secrets
@@ -11,6 +12,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -25,9 +27,9 @@ from unisono.errors import LaunchError
 from unisono.launchers.job import channel as messages
 from unisono.launchers.job.failure import Failure, exit_code_of
 from unisono.launchers.job.job import Job
+from unisono.launchers.job.output import Pipes, show
 from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.launchers.job.process_state import search_path
-from unisono.launchers.job.tail import Tail
 from unisono.launchers.job.worker import Task
 from unisono.launchers.job.worker_handles import Worker, Workers
 from unisono.launchers.job.wrapper import Link, boot
@@ -38,7 +40,6 @@ _log = logging.getLogger(__name__)
 _POLL_S = 0.1  # between two looks at the launcher
 _COME_S = 300.0  # from the first rank's connection to the last one's
 _TERM_S = 3.0  # for the launcher's end after that of its ranks, and after SIGTERM
-_LAST_LINES = 12
 _STRANGERS = 256  # connections at a time that aren't ranks'
 
 
@@ -84,7 +85,6 @@ class ConnectedRank:
     who: RankInfo | str | None
     """Who it is; else why it doesn't know."""
     environ: dict[str, str]
-    thread: int
     channel: socket.socket
     status: socket.socket
 
@@ -144,7 +144,7 @@ class _RankListener:
             half[kind] = sock
             if len(half) == 2:
                 del self._halves[pid, thread, str(who)]
-                yield ConnectedRank(who, environ, thread, half[b"c"], half[b"s"])
+                yield ConnectedRank(who, environ, half[b"c"], half[b"s"])
 
     def close(self) -> None:
         """Close the socket and all connections; harmless the second time."""
@@ -162,15 +162,18 @@ class RemoteWorkers(Workers):
 
     stdout: int | None = None
     """Where the launcher's stdout goes: None for this process's."""
+    n_last: int = 12
+    """Last lines of the launcher that an error has."""
     drain_s: float = 1.0
-    """Seconds for the end of what the launcher's processes print."""
+    """Seconds for the last lines of the launcher's processes."""
 
     def __init__(
         self, spec: LauncherSpec, entry: bytes, environ: Mapping[str, str], held: ExitStack
     ) -> None:
         super().__init__(spec.world_size, held, spec.stop_limit_s)
         self.process: subprocess.Popen[bytes] | None = None
-        self.tails: list[Tail] = []
+        self.pipes: Pipes = Pipes()
+        self.last: deque[str] = deque(maxlen=self.n_last)
         self._spec, self._entry, self._environ = spec, entry, environ
         self._listener = _RankListener(spec, held)
         self._came_at = self._begin
@@ -184,36 +187,40 @@ class RemoteWorkers(Workers):
 
     def start(self, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
         """Start the launcher."""
-        # In a session of its own: this process decides what Ctrl-C means.
-        try:
-            self.process = subprocess.Popen(
-                list(arguments),
-                env={**self._environ, **variables, **self.link.variables()},
-                stdin=subprocess.DEVNULL,
-                stdout=self.stdout,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise LaunchError(f"can't start {arguments[0]!r}: {error}") from error
-        self.tails = self.listen_to(self.process)
+        environ = {**self._environ, **variables, **self.link.variables()}
+        self.process = self.pipes.start(arguments, environ, stdout=self.stdout)
         self._begin = self._came_at = time.monotonic()
 
-    def listen_to(self, process: subprocess.Popen[bytes]) -> list[Tail]:
-        """Pass on what the launcher prints."""
-        return [Tail(process.stderr)]
+    def print(self, target: int, line: bytes) -> None:
+        """Print a line, and keep the last ones for errors."""
+        self.last.append(line.decode(errors="replace").rstrip())
+        show(target, line)
+
+    def pass_on(self, timeout_s: float = 0.0) -> None:
+        """Print the launcher's lines; wait a little for them."""
+        for target, line in self.pipes.read(timeout_s):
+            self.print(target, line)
+
+    def has_ended(self, within_s: float | None = 0.0) -> bool:
+        """Wait for the launcher's end, and print its lines meanwhile."""
+        if self.process is None:
+            return False
+        until = math.inf if within_s is None else time.monotonic() + within_s
+        while self.process.poll() is None and time.monotonic() < until:
+            self.pass_on(_POLL_S)
+        return self.process.poll() is not None
 
     def last_lines(self) -> str:
-        """Return what the launcher printed last."""
-        lines = self.tails[0].read().strip().splitlines()[-_LAST_LINES:]
-        return "\n".join(lines) or "(none)"
+        """Return the launcher's last lines."""
+        until = time.monotonic() + self.drain_s
+        while self.pipes.open and time.monotonic() < until:
+            self.pass_on(_POLL_S)
+        return "\n".join(self.last).strip() or "(none)"
 
     def early_end(self, job: Job[Any]) -> LaunchError:
         """Return the error of a launcher that ended before its ranks were done."""
         assert self.process is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(_TERM_S)
-        code = self.process.returncode
+        code = self.process.returncode if self.has_ended(_TERM_S) else None
         how = "doesn't end" if code is None else f"ended with exit code {exit_code_of(code)}"
         seated = {worker.rank for worker in self.workers}
         missing = [rank for rank in job.late if rank not in seated]
@@ -224,12 +231,12 @@ class RemoteWorkers(Workers):
 
     def may_start_again(self, job: Job[Any]) -> bool:
         """Return whether the launcher may start all ranks again, which it does until it ends."""
-        return self._spec.may_start_again and not job.orders.came and not self._has_ended()
+        return self._spec.may_start_again and not job.orders.came and not self.has_ended()
 
     def poll(self, job: Job[Any], until: float) -> None:
         """Wait a little for news of any worker or of the launcher."""
         super().poll(job, min(until, time.monotonic() + _POLL_S))
-        if not self._has_ended() or job.failures or not job.late:
+        if not self.has_ended() or job.failures or not job.late:
             return
         now = time.monotonic()
         self._ended_at = self._ended_at or now
@@ -247,12 +254,10 @@ class RemoteWorkers(Workers):
                 messages.send(worker.channel, messages.DONE)
         super().see_out(job)
         until = time.monotonic() + (limit_of(self._spec.exit_s) or 0.0)
-        while time.monotonic() < until and self.process is not None and not self._has_ended():
+        while time.monotonic() < until and not self.has_ended(_POLL_S):
             # It would start again what has crashed after its result.
             if job.orders.came or any(worker.wait_status for worker in self.workers):
                 break
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(_POLL_S)
 
     def end(self, job: Job[Any]) -> None:
         """End all ranks and the launcher, within seconds."""
@@ -266,13 +271,12 @@ class RemoteWorkers(Workers):
             return
         first_s = _TERM_S if is_by_itself else 0.0
         for number, wait_s in ((signal.SIGTERM, first_s), (signal.SIGKILL, _TERM_S), (0, _TERM_S)):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(wait_s)
+            if self.has_ended(wait_s):
                 break
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
-        for tail in self.tails:
-            tail.has_ended(self.drain_s)
+        self.last_lines()
+        self.pipes.close()
 
     def lost(self, job: Job[Any], rank: int) -> LaunchError:
         """Return the error of a rank that ended without a report, or of one that never came."""
@@ -281,12 +285,11 @@ class RemoteWorkers(Workers):
         is_whole = len(self.workers) >= self._spec.n_ranks
         return error if is_whole and status is not None else self.early_end(job)
 
-    def _has_ended(self) -> bool:
-        return self.process is not None and self.process.poll() is not None
-
     def _register(self, job: Job[Any], selector: BaseSelector) -> None:
         super()._register(job, selector)
         self._listener.register(selector)
+        for pipe in self.pipes.open:
+            selector.register(pipe, EVENT_READ, self.pass_on)
 
     def _look_after(self, job: Job[Any]) -> None:
         for arrival in self._listener.arrivals():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from unisono.errors import ArgumentError
 from unisono.launchers.variables import OF_TORCH, node_variables, rank_variables, without
@@ -79,22 +81,18 @@ class Script:
         """Write the command line of each rank; one of a function needs nothing beside it."""
         if self.is_function:
             return list(self.program)
-        arguments = [sys.executable, RANK]
-        if parent:
-            arguments += ["--parent", str(parent)]
-        if terminal:
-            arguments += ["--terminal", *map(str, terminal)]
-        if self.log_dir is not None:
-            arguments += ["--log-dir", str(Path(self.log_dir).absolute())]
-        if self.token:
-            arguments += ["--token", self.token]
-        if self.local_ranks:
-            arguments += ["--local-ranks-filter", *map(str, self.local_ranks)]
-        if self.is_coloured:
-            arguments += ["--colour"]
+        options = {
+            "parent": parent,
+            "terminal": terminal,
+            "log_dir": self.log_dir and str(Path(self.log_dir).absolute()),
+            "token": self.token,
+            "local_ranks": self.local_ranks,
+            "is_coloured": self.is_coloured,
+        }
+        given: dict[str, Any] = {name: value for name, value in options.items() if value}
         if self.grace_s != GRACE_S:
-            arguments += ["--grace", f"{self.grace_s:g}"]
-        return [*arguments, "--", *self.program]
+            given["grace_s"] = self.grace_s
+        return [sys.executable, RANK, json.dumps(given), *self.program]
 
     def require_one_node(self, launcher: str, instead: str) -> None:
         """Refuse what only launchers of several nodes can do."""
@@ -111,8 +109,8 @@ class Script:
 
 def dying_with(parent: int, number: int, arguments: list[str]) -> list[str]:
     """Write the command line of a launcher that gets a signal when `parent` ends."""
-    options = ["--exec", str(int(number)), "--parent", str(parent)]
-    return [sys.executable, RANK, *options, "--", *arguments]
+    options = {"exec": int(number), "parent": parent}
+    return [sys.executable, RANK, json.dumps(options), *arguments]
 
 
 def without_job(environ: Mapping[str, str]) -> dict[str, str]:

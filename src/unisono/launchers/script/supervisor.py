@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
-import selectors
 import signal
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import IO, Any
+from typing import Any
 
-from unisono.deadlines import limit_of, overdue
 from unisono.errors import CollectiveTimeoutError, LaunchError
 from unisono.launchers.job.failure import exit_code_of
 from unisono.launchers.job.job import Job, Ranks
+from unisono.launchers.job.output import Pipes, show
 from unisono.launchers.job.signals import END_S, OTHERS, TO_END, TO_SAVE
 from unisono.launchers.job.title import OF_RANKS
 from unisono.launchers.script.rank.report import Reader, Report
@@ -31,8 +28,6 @@ _POLL_S = 0.2
 _OWN_END_S = 2.0  # how long a launcher has to end its job by itself after a failure
 _KILL_S = 0.5  # for ranks that kill their programs at once
 _DRAIN_S = 2.0
-_ROUSE_S = 1.0
-_OTHERS_S = 1.0  # until others have reported, too, where a launcher starts all again
 _MOST_ALSO = 8  # lines about further ranks
 _OF_A_RANK = re.compile(rb"(?:^|\W|\dm)\[(?:\d+|\?)\] ")  # where a line's prefix ends
 _LAUNCHER = -1  # stands for a launcher that makes the ranks itself
@@ -45,29 +40,8 @@ class Outcome:
     code: int
     failed: Report | None = None
     interrupted: int | None = None
-    is_late: bool = False
     others: Sequence[Report] = ()
     is_ended: bool = True
-
-
-def start(
-    arguments: Sequence[str], environ: Mapping[str, str], terminal: Sequence[int] = ()
-) -> subprocess.Popen[bytes]:
-    """Start a launcher, or a rank."""
-    # It is in a session of its own: this process decides what Ctrl-C means.
-    try:
-        return subprocess.Popen(
-            list(arguments),
-            env=dict(environ),
-            stdin=None if terminal else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=terminal,
-            start_new_session=True,
-            bufsize=0,
-        )
-    except OSError as error:
-        raise LaunchError(f"can't start {arguments[0]!r}: {error}") from error
 
 
 def run_launcher(
@@ -78,9 +52,9 @@ def run_launcher(
     reach: Callable[[int, int], bool] | None = None,
 ) -> Outcome:
     """Run a launcher that makes the ranks of a script, and that ends with this process."""
-    front = Supervisor(script, end_signal=end_signal, reach=reach)
-    front.processes.append(start(dying_with(os.getpid(), end_signal, list(arguments)), environ))
-    return front.run()
+    supervisor = Supervisor(script, end_signal=end_signal, reach=reach)
+    supervisor.start(dying_with(os.getpid(), end_signal, list(arguments)), environ)
+    return supervisor.run()
 
 
 class Programs(Ranks):
@@ -89,7 +63,6 @@ class Programs(Ranks):
     def __init__(self, token: str) -> None:
         self.reports: list[Report] = []
         self._reader = Reader(token)
-        self._rests: dict[Hashable, bytes] = {}
 
     def doubt(self, rank: int) -> int:
         """Doubt that a rank failed by itself which hasn't reported that."""
@@ -101,12 +74,9 @@ class Programs(Ranks):
         self.reports.append(report)
         job.fail(report.rank, report)
 
-    def pass_on(self, job: Job[Any], source: Hashable, target: int, chunk: bytes) -> None:
-        """Print the whole lines of a chunk, and note the reports among them."""
-        lines = (self._rests.pop(source, b"") + chunk).splitlines(keepends=True)
-        if chunk and lines and not lines[-1].endswith((b"\n", b"\r")):
-            self._rests[source] = lines.pop()
-        for line in lines:
+    def pass_on(self, job: Job[Any], lines: Iterable[tuple[int, bytes]]) -> None:
+        """Print lines, and note the reports among them."""
+        for target, line in lines:
             report = self._reader.read(line)
             if isinstance(report, Report):
                 self.note(job, report)
@@ -133,7 +103,6 @@ class Supervisor(Programs):
     ) -> None:
         super().__init__(script.token)
         self.processes: list[subprocess.Popen[bytes]] = []
-        """What was started, outputs as pipes."""
         self._restarts = script.may_restart and not infos
         self._max_restarts = script.max_restarts
         self._grace_s = script.grace_s
@@ -141,30 +110,28 @@ class Supervisor(Programs):
         self._reach = reach or self._reach_below
         self._infos = infos
         self._ranks = [info.rank for info in infos] or [_LAUNCHER]
-        self._selector = selectors.DefaultSelector()
+        self._pipes = Pipes()
         self._unsent: list[int] = []
         self._told: set[Any] = set()
         self._codes: list[int | None] = []
-        self._is_late = False
-        self._roused_at = 0.0
-        self._attempt = 0  # those before have been reported
-        self._restart_at = math.inf
+        self._attempt = 0  # restarts before it have been reported
         self._of_launcher: list[bytes] = []
+
+    def start(
+        self, arguments: Sequence[str], environ: Mapping[str, str], terminal: Sequence[int] = ()
+    ) -> None:
+        """Start a launcher, or a rank."""
+        self.processes.append(self._pipes.start(arguments, environ, terminal=terminal))
 
     def run(self) -> Outcome:
         """Pass on what they print until all have ended; end all if one fails."""
         grace_s = self._grace_s + END_S  # the one that looks after a rank ends it before
         job: Job[None] = Job(self, len(self._ranks), self._ranks, grace_s=grace_s)
-        with self._selector:
-            for process in self.processes:
-                for stream, target in ((process.stdout, 1), (process.stderr, 2)):
-                    assert stream is not None
-                    self._selector.register(stream, selectors.EVENT_READ, target)
-            try:
-                with contextlib.suppress(LaunchError, CollectiveTimeoutError):
-                    job.finish()
-            finally:
-                self.kill()
+        try:
+            with contextlib.suppress(LaunchError, CollectiveTimeoutError):
+                job.finish()
+        finally:
+            self.kill()
         outcome = self._outcome(job)
         if outcome.failed is None and outcome.interrupted is None:
             for line in self._of_launcher:
@@ -177,9 +144,7 @@ class Supervisor(Programs):
         for process in self.processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_DRAIN_S)
-            for stream in (process.stdout, process.stderr):
-                if stream is not None:
-                    stream.close()
+        self._pipes.close()
 
     def signal(self, number: int) -> None:
         """Signal all ranks, at the next look."""
@@ -192,10 +157,12 @@ class Supervisor(Programs):
         """Take a report in; it ends the job unless the launcher starts that again."""
         if not self._restarts:
             super().note(job, report)
-        elif report.attempt >= self._attempt:
-            self.reports.append(report)
-            soon = min(self._restart_at, time.monotonic() + _OTHERS_S)
-            self._restart_at = soon if report.attempt < self._max_restarts else math.inf
+            return
+        self.reports.append(report)
+        is_new = self._attempt <= report.attempt < self._max_restarts
+        if is_new and not report.is_secondary:
+            self._attempt = report.attempt + 1
+            restart(verdict([report]), self._attempt, self._max_restarts)
 
     def print(self, job: Job[Any], target: int, line: bytes) -> None:
         """Print a line, but what a launcher says of a report or a signal only if need be."""
@@ -207,18 +174,10 @@ class Supervisor(Programs):
 
     def poll(self, job: Job[Any], until: float) -> None:
         """Pass on what they print, and take in who has ended."""
-        self._is_late = limit_of(None) == 0
-        if self._is_late:
-            raise CollectiveTimeoutError(overdue(job.late, job.world_size))
-        if self._infos and time.monotonic() > self._roused_at + _ROUSE_S:
-            self._roused_at = time.monotonic()
-            self._signal(signal.SIGCONT)  # wrappers: nobody but us has a use for their stop
         self._obey()
         if self._restarts and job.orders.came and not _below(self.processes[0].pid) <= self._told:
             job.stop(LaunchError("ranks that ended of a signal were started again"))
-        self._read(job, min(_POLL_S, until - time.monotonic()))
-        if time.monotonic() > self._restart_at and not job.orders.came:
-            self._restart()
+        self.pass_on(job, self._pipes.read(min(_POLL_S, until - time.monotonic())))
         codes = [process.poll() for process in self.processes]
         for rank, code in zip(self._ranks, codes, strict=True):
             if code == 0:
@@ -231,7 +190,7 @@ class Supervisor(Programs):
     def end(self, job: Job[Any]) -> None:
         """Let what still runs end in peace, within seconds; read what it still says."""
         came = bool(job.orders.came)
-        if not self._infos and not came and not self._is_late:  # a launcher ends its job by itself
+        if not self._infos and not came:  # a launcher ends its job by itself
             self._read_until(job, job.failures.began_at + _OWN_END_S)
         begin = time.monotonic()
         self._codes = [process.poll() for process in self.processes]
@@ -243,31 +202,13 @@ class Supervisor(Programs):
         if all(process.poll() is not None for process in self.processes):
             self._read_until(job, begin + _DRAIN_S)
 
-    def _restart(self) -> None:
-        """Report the attempt after which the launcher starts all ranks again."""
-        self._attempt = max(report.attempt for report in self.reports) + 1
-        restart(verdict(self.reports), self._attempt, self._max_restarts)
-        self._restart_at = math.inf
-        self.reports.clear()
-        self._of_launcher.clear()
-
     def _read_until(self, job: Job[Any], limit: float) -> None:
         """Pass on what they print until all have ended and say no more."""
         while time.monotonic() < limit:
             has_ended = all(process.poll() is not None for process in self.processes)
-            if has_ended and not self._selector.get_map():
+            if has_ended and not self._pipes.open:
                 return
-            self._read(job, _POLL_S / 4)
-
-    def _read(self, job: Job[Any], timeout_s: float) -> None:
-        if not self._selector.get_map():
-            time.sleep(max(0.0, min(timeout_s, 0.02)))
-            return
-        for key, _ in self._selector.select(max(0.0, timeout_s)):
-            chunk = os.read(key.fd, 65536)
-            if not chunk:
-                self._selector.unregister(key.fileobj)
-            self.pass_on(job, key.fd, key.data, chunk)
+            self.pass_on(job, self._pipes.read(_POLL_S / 4))
 
     def _obey(self) -> None:
         """Let ranks have the signals to this process, of which their launcher makes its own."""
@@ -313,12 +254,8 @@ class Supervisor(Programs):
     def _outcome(self, job: Job[Any]) -> Outcome:
         if job.orders.came:
             return after_signal(job, self.reports)
-        if self._is_late:
-            return Outcome(1, is_late=True)
         codes = [process.returncode for process in self.processes]
         if not job.failures and not any(codes):
-            if self._restart_at < math.inf:
-                self._restart()
             return Outcome(0)
         outcome = verdict([*self.reports, *self._lost()])
         if outcome.failed is not None:
@@ -366,44 +303,16 @@ def verdict(reports: Sequence[Report]) -> Outcome:
 
 
 def failure(outcome: Outcome) -> list[str]:
-    """Write the lines of a job's failure for the screen: who failed first, and how others did."""
+    """Return the lines of a job's failure: the first one, and others of their own."""
     if outcome.failed is None:
         return []
-    also = _also(outcome.failed, outcome.others)
-    return [f"error: {outcome.failed.text()}", *(f"also: {line}" for line in also)]
-
-
-def _also(first: Report, others: Sequence[Report]) -> list[str]:
-    """Say in one line each how further ranks failed; ranks that failed the same way share one."""
-    groups: dict[tuple[int, str], list[Report]] = {}
-    for each in others:
-        groups.setdefault(each.cause, []).append(each)
-    same = len(groups.pop(first.cause, ()))
-    lines = [f"{_count_of(same)} in the same way"] if same else []
-    for group in groups.values():
-        more = f"; and {_count_of(len(group) - 1)} in the same way" if len(group) > 1 else ""
-        lines.append(group[0].headline + more)
-    left = len(lines) - _MOST_ALSO
-    return lines if left <= 0 else [*lines[:_MOST_ALSO], f"and {left} more"]
-
-
-def _count_of(ranks: int) -> str:
-    return "1 more rank" if ranks == 1 else f"{ranks} more ranks"
+    also = [f"also: {each.headline}" for each in outcome.others[:_MOST_ALSO]]
+    left = len(outcome.others) - len(also)
+    more = [f"also: {left} more" if left else ""]
+    return [f"error: {outcome.failed.text()}", *also, *filter(None, more)]
 
 
 def restart(outcome: Outcome, number: int, most: int) -> None:
     """Print why all ranks start again."""
     for line in (*failure(outcome), f"restart {number} of {most}"):
         show(2, f"{line}\n".encode())
-
-
-def show(target: int, line: bytes) -> None:
-    """Print a line of a rank to stdout (1) or stderr (2) as it is."""
-    stream = sys.stdout if target == 1 else sys.stderr
-    buffer: IO[bytes] | None = getattr(stream, "buffer", None)
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody may be left to read it
-        if buffer is None:
-            stream.write(line.decode(errors="replace"))
-        else:
-            buffer.write(line)
-        stream.flush()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,11 +33,9 @@ from unisono.launchers.script.remote_workers import (
 from unisono.launchers.script.script import Script
 from unisono.launchers.variables import OF_XLA, without
 from unisono.launchers.xla.child import FORK_DIED
-from unisono.launchers.xla.crash_report import explain, with_ranks
 from unisono.topology import LaunchPlan, RankInfo
 
 _SERVE = "from unisono.launchers.xla.child import serve; serve({})"
-_SHOWN_CHARS = 8192
 
 
 def launch(
@@ -69,22 +66,20 @@ class _Replicas(RemoteWorkers):
     """Replicas of one fresh process; each has connections of its own."""
 
     takes: Sequence[int] = ()
+    n_last = 200
 
     def __init__(self, plan: LaunchPlan, *args: Any) -> None:
         super().__init__(*args)
         self._plan = plan
-        self._threads: dict[int, int] = {}
 
     def see_out(self, job: Job[Any]) -> None:
         """Wait for the process's end: what it still does may be a checkpoint."""
         assert self.process is not None
-        try:
-            self.process.wait(limit_of(None))
-        except subprocess.TimeoutExpired as error:
+        if not self.has_ended(limit_of(None)):
             raise CollectiveTimeoutError(
                 "the block's deadline is over: XLA's replicas have returned, but their process "
                 "still had threads or exit handlers"
-            ) from error
+            )
         if self.process.returncode != 0:
             job.stop(self.early_end(job))
 
@@ -105,18 +100,15 @@ class _Replicas(RemoteWorkers):
         return self.early_end(job)
 
     def early_end(self, job: Job[Any]) -> WorkerFailedError:
-        """Say how the process ended, and where each replica was."""
+        """Return the error of the process, with its threads' stacks if it printed them."""
         del job
         assert self.process is not None
-        code, printed = self.process.returncode, self.tails[0].read()
+        code = self.process.returncode
         name = signal_name(-code) if code < 0 else None
         how = f" by {name}" if name else f" with exit code {code}" if code != FORK_DIED else ""
-        last_words = with_ranks(printed, self._threads)[-_SHOWN_CHARS:]
-        last_words = last_words or "(none; the kernel kills without a word where memory is short)"
-        why = explain(printed, self._threads)
         return WorkerFailedError(
-            f"the process of XLA's replicas ended{how} before they were done"
-            f"{'. ' if why else ''}{why}; its last words:\n{last_words}",
+            f"the process of XLA's replicas ended{how} before they were done; its last words:\n"
+            f"{self.last_lines()}",
             exit_code=code if code >= 0 and code != FORK_DIED else None,
             signal=name,
         )
@@ -133,8 +125,7 @@ class _Replicas(RemoteWorkers):
         return super().problem_with(who)
 
     def seat(self, job: Job[Any], arrival: ConnectedRank) -> None:
-        """Add a replica to the workers, and record which thread it is."""
+        """Add a replica to the workers, with its node."""
         assert isinstance(arrival.who, RankInfo)
-        self._threads[arrival.thread] = arrival.who.rank
         who = replace(arrival.who, node_rank=self._plan.node_rank, nnodes=self._plan.nnodes)
         super().seat(job, replace(arrival, who=who))

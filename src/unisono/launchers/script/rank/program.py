@@ -13,20 +13,21 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from unisono.errors import UnisonoError
 from unisono.launchers.job.failure import signal_name
 from unisono.launchers.job.forkserver import die_with
+from unisono.launchers.job.output import Pipes
 from unisono.launchers.job.signals import OTHERS, TO_END, TO_SAVE, Orders, handled
 from unisono.launchers.job.title import name_process
 from unisono.launchers.script.rank.report import Report, encode
 from unisono.launchers.variables import node_variables, rank_variables, share_of_cores
 from unisono.plugins import read_environment
-from unisono.topology import PREFIXED, RankInfo
+from unisono.topology import GRACE_S, PREFIXED, RankInfo
 from unisono.tracebacks import last_exception
 
 _DRAIN_S = 0.5  # after the program's end, for what its children still print
@@ -36,19 +37,19 @@ _LAST_LINES = 100
 _HEAD = b"Traceback (most recent call last):"
 _OF_PYTHON = 1  # exit code of a program that nobody caught an exception of
 _MOST_AFTER = 10  # lines of a long message, and warnings of libraries at the program's exit
-_LONGEST_LINE = 64 * 1024
 _COLOURS = (36, 33, 35, 32, 34, 31, 96, 93, 95, 92, 94, 91)
 
 
 @dataclass(frozen=True, slots=True)
-class OutputOptions:
-    """How a rank's output is treated."""
+class RankOptions:
+    """Options of one rank."""
 
     log_dir: str | None = None
     token: str = ""
     is_coloured: bool = False
     terminal: Sequence[int] | None = None
     local_ranks: Sequence[int] = ()
+    grace_s: float = GRACE_S
 
     def hides(self, info: RankInfo | None) -> bool:
         """Return whether a rank's lines aren't printed."""
@@ -78,21 +79,21 @@ def variables(
     return merged
 
 
-def run(program: Sequence[str], manner: OutputOptions, grace_s: float) -> int:
+def run(program: Sequence[str], options: RankOptions) -> int:
     """Run the program as the rank that this process's variables say it is."""
     try:
         info = read_environment(os.environ)
     except UnisonoError as error:
-        return _refuse(f"{type(error).__name__}: {error}", manner.token)
+        return _refuse(f"{type(error).__name__}: {error}", options.token)
     if info is not None:
         name_process(info.rank, info.world_size, _script_of(program))
-    running = _Running(info, manner, grace_s)
+    running = _Running(info, options)
     with handled((*TO_END, *OTHERS), lambda number, _: running.came.append(number)):
         try:
-            running.open_logs(manner.log_dir)
+            running.open_logs(options.log_dir)
             running.start(program)
         except OSError as error:
-            return _refuse(f"can't run {program[0]!r}: {error}", manner.token, info)
+            return _refuse(f"can't run {program[0]!r}: {error}", options.token, info)
         return running.wait()
 
 
@@ -119,20 +120,19 @@ def _send(report: Report, token: str) -> None:
 class _Running:
     """One run of the program."""
 
-    def __init__(self, info: RankInfo | None, manner: OutputOptions, grace_s: float) -> None:
-        self._info, self._token, self._terminal = info, manner.token, manner.terminal
-        self._prefix = manner.prefix(info)
-        self._is_hidden = manner.hides(info)
+    def __init__(self, info: RankInfo | None, options: RankOptions) -> None:
+        self._info, self._token, self._terminal = info, options.token, options.terminal
+        self._prefix = options.prefix(info)
+        self._is_hidden = options.hides(info)
         self._last: deque[bytes] = deque(maxlen=_LAST_LINES)
         self._raised_at = math.inf  # when the last traceback began before a signal to end
         self._is_interrupted = False
         mark = rb"^\[rank%d\]: " % (info.rank if info else -1)
         self._mark = re.compile(mark if self._prefix else rb"(?!)")  # torch's own
-        self._rest = {1: b"", 2: b""}
-        self._logs: dict[int, IO[bytes]] = {}
+        self._pipes = Pipes()
         self.came: list[int] = []
         """Signals that haven't been obeyed yet."""
-        self._orders = Orders(grace_s)
+        self._orders = Orders(options.grace_s)
         self._parent = os.getppid()
         self._sent: set[int] = set()
 
@@ -145,7 +145,7 @@ class _Running:
         name = f"rank{self._info.rank}" if self._info else f"pid{os.getpid()}"
         for fd, kind in ((1, "out"), (2, "err")):
             file = Path(log_dir, f"{name}.{kind}").open(mode, buffering=0)  # noqa: SIM115 - to its end
-            self._logs[fd] = file
+            self._pipes.logs[fd] = file
 
     def start(self, program: Sequence[str]) -> None:
         """Start the program in a process group of its own."""
@@ -174,23 +174,18 @@ class _Running:
 
     def wait(self) -> int:
         """Pass the program's lines on until it ends, and report a failure."""
-        with selectors.DefaultSelector() as selector:
-            for fd, pipe in ((1, self._process.stdout), (2, self._process.stderr)):
-                if pipe is not None:
-                    selector.register(pipe, selectors.EVENT_READ, fd)
-            selector.register(self._wake, selectors.EVENT_READ, 0)
-            ended_at: float | None = None
-            while len(selector.get_map()) > 1 or self._process.poll() is None:
-                if self._process.poll() is not None:
-                    ended_at = ended_at or time.monotonic()
-                self._obey()
-                for key, _ in selector.select(self._patience(ended_at is not None)):
-                    self._read(selector, key)
-                self._look()
-                if ended_at and (self.came or time.monotonic() > ended_at + _DRAIN_S):
-                    break
-        for fd in (1, 2):
-            self._print(fd, self._rest[fd] + b"\n" if self._rest[fd] else b"")
+        self._pipes.add(self._process)
+        self._pipes.selector.register(self._wake, selectors.EVENT_READ, 0)
+        ended_at: float | None = None
+        while len(self._pipes.open) > 1 or self._process.poll() is None:
+            if self._process.poll() is not None:
+                ended_at = ended_at or time.monotonic()
+            self._obey()
+            self._print(self._pipes.read(self._patience(ended_at is not None)))
+            self._look()
+            if ended_at and (self.came or time.monotonic() > ended_at + _DRAIN_S):
+                break
+        self._print(self._pipes.rests())
         return self._bury()
 
     def _look(self) -> None:
@@ -215,26 +210,8 @@ class _Running:
             return _POLL_S
         return min(_POLL_S, max(0.01, self._orders.until - time.monotonic()))
 
-    def _read(self, selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
-        if key.data == 0:
-            with contextlib.suppress(BlockingIOError):
-                os.read(self._wake, 4096)
-            return
-        chunk = os.read(key.fd, 65536)
-        if not chunk:
-            selector.unregister(key.fileobj)
-            return
-        if key.data in self._logs:
-            self._logs[key.data].write(chunk)
-        text = (self._rest[key.data] + chunk).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        end = text.rfind(b"\n") + 1
-        if len(text) - end > _LONGEST_LINE:
-            text, end = text + b"\n", len(text) + 1
-        self._rest[key.data] = text[end:]
-        self._print(key.data, text[:end])
-
-    def _print(self, fd: int, lines: bytes) -> None:
-        for line in lines.splitlines(keepends=True):
+    def _print(self, lines: Iterable[tuple[int, bytes]]) -> None:
+        for fd, line in lines:
             if fd == 2:
                 line = self._mark.sub(b"", line)
                 if line.startswith(_HEAD):
@@ -242,7 +219,7 @@ class _Running:
                 if self._is_interrupted:
                     continue
                 self._last.append(line)
-            if not self._is_hidden:
+            if fd and not self._is_hidden:
                 _write(fd, self._prefix + line)
 
     def _note_traceback(self) -> None:
@@ -257,8 +234,6 @@ class _Running:
             return
         while self.came:
             number = self._orders.take(self.came.pop(0), os.getppid() != self._parent)
-            if number in TO_SAVE:
-                self._guard()
             self._signal(number)
             if number in TO_SAVE:
                 self._signal(signal.SIGCONT)  # a stopped program hears it once it goes on
@@ -270,18 +245,6 @@ class _Running:
                     f"{signal_name(self._orders.came[0])} and is killed: --grace gives it more"
                 )
             self._signal(signal.SIGKILL)
-
-    def _guard(self) -> None:
-        """Have the program and its children end with this process, which mpiexec may kill."""
-        reader, writer = os.pipe()  # this process holds the writer to its end
-        if os.fork() == 0:
-            os.setsid()
-            os.close(writer)
-            os.read(reader, 1)
-            with contextlib.suppress(OSError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            os._exit(0)
-        os.close(reader)
 
     def _signal(self, number: int) -> None:
         """Signal the program; its children, too, on Ctrl-C as a terminal does, and at the end."""

@@ -83,11 +83,6 @@ class Report:
             return WorkerFailedError.text(self._who, self.raised, "", "").partition("\n")[0]
         return f"{self._end}: {self._last}" if self._last else self._end
 
-    @property
-    def cause(self) -> tuple[int, str]:
-        """What is the same for ranks that failed the same way, whatever their numbers are."""
-        return self.code, re.sub(rf"\b{self.rank}\b", "R", self._last)
-
     def text(self) -> str:
         """Return who is at fault and why, and where."""
         if self.raised:

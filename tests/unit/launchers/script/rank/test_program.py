@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,13 +49,12 @@ signal.pause()
 """
 
 
-def wrapper(program: str, *options: str, stderr: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
-    return wrapper_of([*options, "--", sys.executable, "-c", program], stderr)
-
-
-def wrapper_of(words: list[str], stderr: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
+def wrapper(
+    program: str, *words: str, stderr: int = subprocess.PIPE, **options: Any
+) -> subprocess.Popen[bytes]:
+    said = json.dumps({"token": "t", **options})
     return subprocess.Popen(
-        [sys.executable, RANK, "--token", "t", *words],
+        [sys.executable, RANK, said, sys.executable, "-c", program, *words],
         env={**os.environ, **INFO}, stdout=subprocess.PIPE, stderr=stderr,
     )  # fmt: skip
 
@@ -94,12 +95,11 @@ int("oops")
 """
 
 
-@pytest.mark.parametrize(("local_ranks", "is_shown"), [(["1"], False), (["1", "0"], True)])
+@pytest.mark.parametrize(("local_ranks", "is_shown"), [([1], False), ([1, 0], True)])
 def test_lines_of_other_ranks_than_those_asked_for_go_to_files_alone(
-    local_ranks: list[str], is_shown: bool, tmp_path: Path
+    local_ranks: list[int], is_shown: bool, tmp_path: Path
 ) -> None:
-    words = ["--log-dir", str(tmp_path), "--local-ranks-filter", *local_ranks]
-    with wrapper(PRINTS, *words) as process:
+    with wrapper(PRINTS, log_dir=str(tmp_path), local_ranks=local_ranks) as process:
         out, err = process.communicate()
     assert out == b"[0] a line\n" * is_shown
     assert err.startswith(b"[0] a warning\n[0] Traceback" if is_shown else b"\x1e")
@@ -139,11 +139,10 @@ def saving(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
                 signal.signal(number, signal.SIG_DFL)
                 stack.callback(signal.signal, number, signal.SIG_IGN)
 
-        def start(*options: str) -> subprocess.Popen[bytes]:
+        def start(**options: Any) -> subprocess.Popen[bytes]:
             to_end, others = [*map(int, TO_END)], [*map(int, OTHERS)]
             text = SAVES.format(to_end=to_end, numbers=to_end + others)
-            words = [*options, "--", sys.executable, "-c", text, str(tmp_path / "go")]
-            process = stack.enter_context(wrapper_of(words))
+            process = stack.enter_context(wrapper(text, str(tmp_path / "go"), **options))
             stack.callback(process.kill)
             assert said(process) == "READY"
             return process
@@ -173,7 +172,7 @@ def test_a_program_has_time_to_save(
 def test_its_time_is_an_option_and_is_over_on_ctrl_c(
     saving: Callable[..., subprocess.Popen[bytes]],
 ) -> None:
-    late, hurried = saving("--grace", "0.5"), saving("--grace", "600")
+    late, hurried = saving(grace_s=0.5), saving(grace_s=600)
     for process in (late, hurried):
         process.send_signal(signal.SIGTERM)
         assert said(process).startswith("HEARD")
