@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 NAME = "unisono"
 """What ``torch.distributed`` calls the backend."""
@@ -59,29 +59,14 @@ class _Registrar:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
-        if spec is not None and hasattr(spec.loader, "exec_module"):
-            spec.loader = cast("Any", _Then(spec.loader, self._act))
+        loader: Any = spec and spec.loader
+        if loader is not None:
+            load = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                del loader.exec_module  # its class has the same
+                load(module)
+                self._act()
+
+            loader.exec_module = exec_module
         return spec
-
-
-class _Then:
-    """The loader of that module, after which something is done."""
-
-    def __init__(self, loader: Any, act: Callable[[], None]) -> None:
-        self._loader, self._act = loader, act
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Make the module as its own loader does."""
-        made: ModuleType | None = self._loader.create_module(spec)
-        return made
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Load it as its own loader does, which it keeps, and act."""
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        self._act()

@@ -36,7 +36,7 @@ from unisono.host.collectives import HostCollectives
 from unisono.host.folding import folds
 from unisono.host.status_page import IN_FLIGHT
 from unisono.host.turns import Turn
-from unisono.model.reduction import ReduceOp
+from unisono.model.reduction import ReduceOp, parse_op
 from unisono.models.native.gloo_threads import settle_at_exit
 from unisono.payload.tensors import from_bytes, to_bytes
 from unisono.recording import CallLog, Token, job_of, plane_is
@@ -50,33 +50,51 @@ _PACKAGE = f"{OUR_FRAMES[0]}{os.sep}"
 _c10d: Any = _distributed_c10d  # whose stubs say other parameters in each version of torch
 _ProcessGroup: Any = dist.ProcessGroup
 _Work: Any = dist.Work
-_NAMES = {"allreduce": "all_reduce", "allgather": "all_gather"}  # the others are torch's own
 _UNREADY = (UninitializedParameter, UninitializedBuffer)  # which have no memory yet
-_Kinds: Any = dist.ReduceOp.RedOpType
+_NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 _OPS: dict[Any, ReduceOp] = {
-    _Kinds.SUM: ReduceOp.SUM,
-    _Kinds.AVG: ReduceOp.AVERAGE,
-    _Kinds.PRODUCT: ReduceOp.PRODUCT,
-    _Kinds.MIN: ReduceOp.MIN,
-    _Kinds.MAX: ReduceOp.MAX,
-    _Kinds.BAND: ReduceOp.AND,
-    _Kinds.BOR: ReduceOp.OR,
-    _Kinds.BXOR: ReduceOp.XOR,
+    getattr(dist.ReduceOp.RedOpType, name): parse_op(name) for name in _NAMES
 }
 
 
-def _of_lists(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave torch's other forms of a call, with tensors in place of lists, to gloo."""
+def _carried(name: str, at: int, is_list: bool = True) -> Callable[..., Any]:
+    """Decorate a collective through memory of the tensor that is its argument `at`, or in it.
 
-    @functools.wraps(method)
-    def call(self: Any, *args: Any, **others: Any) -> Any:
-        is_other = any(isinstance(arg, Tensor) for arg in args[:2]) or others.keys() - {"opts"}
-        if is_other:
-            given = [each for each in (*args, *others.values()) if isinstance(each, Tensor)]
-            start = functools.partial(getattr(self._gloo, method.__name__), *args, **others)
-            name = _NAMES.get(method.__name__, method.__name__)
-            return self._by_gloo(name, given[0] if given else None, start)
-        return method(self, *args, **others)
+    The method returns False where gloo carries it. So does gloo where the tensor has no such
+    memory, and torch's other forms, with tensors in place of lists.
+    """
+
+    def decorate(method: Callable[..., bool | None]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, opts: Any = None, **others: Any) -> Any:
+            args = args if opts is None else (*args, opts)
+            while args and args[-1] is None:
+                args = args[:-1]
+            by_gloo = functools.partial(getattr(self._gloo, method.__name__), *args, **others)
+            given = [each for each in args[:2] if is_list and isinstance(each, Tensor)]
+            if given or others or len(args) <= at:
+                return self._by_gloo(name, given[0] if given else None, by_gloo)
+            tensor = _only(args[at]) if is_list else args[at]
+            host = self._shared if _has_memory(tensor) else None
+            if host is None:
+                return self._by_gloo(name, tensor, by_gloo)
+            with self._operation(name, tensor) as token:
+                if method(self, host, tensor, *args) is False:
+                    return _going_on(token, by_gloo)
+            return _done(args[0] if is_list else [args[0]])
+
+        return call
+
+    return decorate
+
+
+def _one_by_one(name: str) -> Callable[..., Any]:
+    """Return the coalesced form of a collective from one tensor to another."""
+
+    def call(self: Any, outputs: Any, tensors: Any, opts: Any = None) -> Any:
+        for output, tensor in zip(outputs, tensors, strict=True):
+            getattr(self, name)(output, tensor, opts=opts).wait()
+        return _done(outputs)
 
     return call
 
@@ -141,10 +159,6 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     # What every call does
 
-    def _host(self, tensor: Any) -> HostCollectives | None:
-        """Return what carries a tensor besides gloo."""
-        return self._shared if _has_memory(tensor) else None
-
     @contextmanager
     def _operation(
         self, name: str, tensor: Tensor | None = None, plane: str = "memory"
@@ -199,12 +213,31 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     # Reductions
 
-    @_of_lists
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+    @_carried("all_reduce", 0)
+    def allreduce(
+        self, host: HostCollectives, tensor: Tensor, _: Any, opts: Any = None
+    ) -> bool | None:
         """Reduce in place. Collective."""
-        return self._reduced(
-            tensors, opts, None, lambda: self._gloo.allreduce(tensors, *_given(opts))
-        )
+        return self._reduced(host, tensor, opts, None)
+
+    @_carried("reduce", 0)
+    def reduce(self, host: HostCollectives, tensor: Tensor, _: Any, opts: Any) -> bool | None:
+        """Reduce to one rank. Collective."""
+        return self._reduced(host, tensor, opts, self._members[opts.rootRank])
+
+    def _reduced(self, host: HostCollectives, tensor: Tensor, opts: Any, dst: int | None) -> bool:
+        op = _operation(opts)
+        if op is None:
+            return False
+        call = f"all_reduce {op.name}" if dst is None else f"reduce {op.name} to {dst}"
+        self._compare(call, tensor)
+        if not _can_reduce(tensor, op):
+            return False
+        mine = _reducible(tensor, op)
+        total = host.all_reduce(mine, op) if dst is None else host.reduce(mine, dst, op)
+        if total is not None:
+            _give_back(total, tensor)
+        return True
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         """Reduce several tensors in place. Collective."""
@@ -215,88 +248,53 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
             self.allreduce([tensor], single).wait()
         return _done(tensors)
 
-    @_of_lists
-    def reduce(self, tensors: Any, opts: Any) -> Any:
-        """Reduce to one rank. Collective."""
-        dst = self._members[opts.rootRank]
-        return self._reduced(tensors, opts, dst, lambda: self._gloo.reduce(tensors, opts))
-
-    def _reduced(self, tensors: Any, opts: Any, dst: int | None, by_gloo: Callable[[], Any]) -> Any:
-        op, tensor = _operation(opts), _only(tensors)
-        host, name = self._host(tensor), "all_reduce" if dst is None else "reduce"
-        if host is None or op is None:
-            return self._by_gloo(name, tensor, by_gloo)
-        call = f"all_reduce {op.name}" if dst is None else f"reduce {op.name} to {dst}"
-        with self._operation(name, tensor) as token:
-            self._compare(call, tensor)
-            if not _can_reduce(tensor, op):
-                return _going_on(token, by_gloo)
-            mine = _reducible(tensor, op)
-            total = host.all_reduce(mine, op) if dst is None else host.reduce(mine, dst, op)
-            if total is not None:
-                _give_back(total, tensor)
-        return _done(tensors)
-
-    def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
+    @_carried("reduce_scatter", 1, is_list=False)
+    def _reduce_scatter_base(
+        self, host: HostCollectives, tensor: Tensor, output: Tensor, _: Any, opts: Any = None
+    ) -> bool:
         """Reduce, and give each rank its part. Collective."""
-        op, host = _operation(opts), self._host(tensor)
-
-        def by_gloo() -> Any:
-            return self._gloo._reduce_scatter_base(output, tensor, *_given(opts))
-
-        if host is None or op is None or not _is_times(tensor, output, host.size):
-            return self._by_gloo("reduce_scatter", tensor, by_gloo)
-        with self._operation("reduce_scatter", tensor) as token:
-            self._compare(f"reduce_scatter {op.name}", tensor)
-            if not _can_reduce(tensor, op):
-                return _going_on(token, by_gloo)
-            rows = _reducible(tensor, op).view(host.size, -1)
-            _give_back(host.reduce_scatter(rows, op), output)
-        return _done([output])
+        op = _operation(opts)
+        if op is None or not _is_times(tensor, output, host.size):
+            return False
+        self._compare(f"reduce_scatter {op.name}", tensor)
+        if not _can_reduce(tensor, op):
+            return False
+        rows = _reducible(tensor, op).view(host.size, -1)
+        _give_back(host.reduce_scatter(rows, op), output)
+        return True
 
     reduce_scatter_single = _reduce_scatter_base
-
-    def reduce_scatter_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> Any:
-        """Reduce several tensors, and give each rank its part of each. Collective."""
-        for output, tensor in zip(outputs, tensors, strict=True):
-            self._reduce_scatter_base(output, tensor, *_given(opts)).wait()
-        return _done(outputs)
-
+    reduce_scatter_single_coalesced = _one_by_one("_reduce_scatter_base")
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    @_of_lists
-    def reduce_scatter(self, outputs: Any, tensors: Any, opts: Any = None) -> Any:
+    @_carried("reduce_scatter", 0)
+    def reduce_scatter(
+        self, host: HostCollectives, output: Tensor, _: Any, tensors: Any, opts: Any = None
+    ) -> bool:
         """Reduce a list, and give each rank its item. Collective."""
-        parts, output = _only(tensors), _only(outputs)
-        is_even = parts is not None and all(_is_alike(part, output) for part in parts)
-        if is_even and self._host(output) is not None:
-            return self._reduce_scatter_base(output, torch.stack(list(parts)), opts)
-        return self._by_gloo(
-            "reduce_scatter",
-            output,
-            lambda: self._gloo.reduce_scatter(outputs, tensors, *_given(opts)),
+        parts = _only(tensors)
+        if parts is None or not _are_alike(parts, output, len(parts)):
+            return False
+        reduce_scatter: Any = _UnisonoGroup._reduce_scatter_base
+        done: bool = reduce_scatter.__wrapped__(
+            self, host, torch.stack(list(parts)), output, None, opts
         )
+        return done
 
     # Movement
 
-    @_of_lists
-    def broadcast(self, tensors: Any, opts: Any) -> Any:
+    @_carried("broadcast", 0)
+    def broadcast(self, host: HostCollectives, tensor: Tensor, _: Any, opts: Any) -> None:
         """Overwrite with the tensor of one rank. Collective."""
-        tensor = _only(tensors)
-        host = self._host(tensor)
-        if host is None:
-            return self._by_gloo("broadcast", tensor, lambda: self._gloo.broadcast(tensors, opts))
         root, is_inline = opts.rootRank, self._fits_round(tensor)
         src, is_src = self._members[root], root == self.rank()
-        with self._operation("broadcast", tensor):
-            mine = _memory_of(tensor)
-            value = to_bytes(mine) if is_src and is_inline else b""
-            values = self._compare(f"broadcast from {src}", tensor, value)
-            if not is_inline:
-                _give_back(host.broadcast(mine, src), tensor)
-            elif not is_src:
-                _give_back(from_bytes(values[root], tensor.dtype, tuple(tensor.shape)), tensor)
-        return _done(tensors)
+        mine = _memory_of(tensor)
+        value = to_bytes(mine) if is_src and is_inline else b""
+        values = self._compare(f"broadcast from {src}", tensor, value)
+        if not is_inline:
+            _give_back(host.broadcast(mine, src), tensor)
+        elif not is_src:
+            _give_back(from_bytes(values[root], tensor.dtype, tuple(tensor.shape)), tensor)
 
     def _gathered(self, host: HostCollectives, call: str, tensor: Tensor) -> Sequence[Tensor]:
         """Return the tensors of all ranks, each of the shape of this one's."""
@@ -307,110 +305,87 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         values = self._compare(call, tensor, to_bytes(mine))
         return [from_bytes(value, tensor.dtype, tuple(tensor.shape)) for value in values]
 
-    def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
+    @_carried("all_gather", 1, is_list=False)
+    def _allgather_base(
+        self, host: HostCollectives, tensor: Tensor, output: Tensor, _: Any, opts: Any = None
+    ) -> bool:
         """Gather to one tensor. Collective."""
-        host = self._host(tensor)
-        if host is None or not _is_times(output, tensor, host.size):
-            return self._by_gloo(
-                "all_gather",
-                tensor,
-                lambda: self._gloo._allgather_base(output, tensor, *_given(opts)),
-            )
-        with self._operation("all_gather", tensor):
-            rows = self._gathered(host, "all_gather", tensor)
-            into = output.data
-            if into.is_contiguous():
-                for part, row in zip(into.view(host.size, -1), rows, strict=True):
-                    part.copy_(row.view(-1))
-            else:
-                into.copy_(torch.stack(list(rows)).view(output.shape))
-        return _done([output])
+        if not _is_times(output, tensor, host.size):
+            return False
+        rows, into = self._gathered(host, "all_gather", tensor), output.data
+        if into.is_contiguous():
+            for part, row in zip(into.view(host.size, -1), rows, strict=True):
+                part.copy_(row.view(-1))
+        else:
+            into.copy_(torch.stack(list(rows)).view(output.shape))
+        return True
 
     all_gather_single = _allgather_base
-
-    def all_gather_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> Any:
-        """Gather several tensors, each to one. Collective."""
-        for output, tensor in zip(outputs, tensors, strict=True):
-            self._allgather_base(output, tensor, *_given(opts)).wait()
-        return _done(outputs)
-
+    all_gather_single_coalesced = _one_by_one("_allgather_base")
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    @_of_lists
-    def allgather(self, outputs: Any, tensors: Any, opts: Any = None) -> Any:
+    @_carried("all_gather", 1)
+    def allgather(
+        self, host: HostCollectives, tensor: Tensor, outputs: Any, _: Any, opts: Any = None
+    ) -> bool:
         """Gather to a list. Collective."""
-        tensor, into = _only(tensors), _only(outputs)
-        host = None if into is None else self._host(tensor)
-        if host is None or not _are_alike(into, tensor, host.size):
-            return self._by_gloo(
-                "all_gather",
-                tensor,
-                lambda: self._gloo.allgather(outputs, tensors, *_given(opts)),
-            )
-        with self._operation("all_gather", tensor):
-            for each, row in zip(into, self._gathered(host, "all_gather", tensor), strict=True):
-                _give_back(row, each)
-        return _done(outputs)
+        return len(outputs) == 1 and self._gather_into(host, "all_gather", tensor, outputs)
 
-    @_of_lists
-    def gather(self, outputs: Any, tensors: Any, opts: Any) -> Any:
+    @_carried("gather", 1)
+    def gather(
+        self, host: HostCollectives, tensor: Tensor, outputs: Any, _: Any, opts: Any
+    ) -> bool:
         """Gather to a list of one rank. Collective."""
-        tensor = _only(tensors)
-        host = self._host(tensor)
-        if host is None or (outputs and not _are_alike(outputs[0], tensor, host.size)):
-            return self._by_gloo(
-                "gather", tensor, lambda: self._gloo.gather(outputs, tensors, opts)
-            )
-        dst = self._members[opts.rootRank]
-        with self._operation("gather", tensor):
-            rows = self._gathered(host, f"gather to {dst}", tensor)
-            if outputs:
-                for each, row in zip(outputs[0], rows, strict=True):
-                    _give_back(row, each)
-        return _done(outputs)
+        call = f"gather to {self._members[opts.rootRank]}"
+        return self._gather_into(host, call, tensor, outputs)
 
-    @_of_lists
-    def scatter(self, outputs: Any, tensors: Any, opts: Any) -> Any:
+    def _gather_into(self, host: HostCollectives, call: str, tensor: Tensor, outputs: Any) -> bool:
+        if outputs and not _are_alike(outputs[0], tensor, host.size):
+            return False
+        rows = self._gathered(host, call, tensor)
+        if outputs:
+            for each, row in zip(outputs[0], rows, strict=True):
+                _give_back(row, each)
+        return True
+
+    @_carried("scatter", 0)
+    def scatter(
+        self, host: HostCollectives, output: Tensor, _: Any, tensors: Any, opts: Any
+    ) -> None:
         """Give each rank its item of one rank's list. Collective."""
-        output, parts = _only(outputs), _only(tensors)
-        host = self._host(output)
-        if host is None:
-            return self._by_gloo(
-                "scatter", output, lambda: self._gloo.scatter(outputs, tensors, opts)
-            )
-        src = self._members[opts.rootRank]
-        with self._operation("scatter", output):
-            rows = None if parts is None else torch.stack([part.data for part in parts])
-            self._compare(f"scatter from {src}", output)
-            _give_back(host.scatter(rows, _memory_of(output), src), output)
-        return _done(outputs)
+        src, parts = self._members[opts.rootRank], _only(tensors)
+        rows = None if parts is None else torch.stack([part.data for part in parts])
+        self._compare(f"scatter from {src}", output)
+        _give_back(host.scatter(rows, _memory_of(output), src), output)
 
+    @_carried("all_to_all", 1, is_list=False)
     def alltoall_base(
-        self, output: Tensor, tensor: Tensor, output_sizes: Any, sizes: Any, opts: Any = None
-    ) -> Any:
+        self,
+        host: HostCollectives,
+        tensor: Tensor,
+        output: Tensor,
+        _: Any,
+        into: Any,
+        of: Any,
+        *opts: Any,
+    ) -> bool:
         """Give each rank its part of this rank's, and take theirs. Collective."""
-        is_even = not output_sizes and not sizes and _is_times(output, tensor, 1)
-        host = self._host(tensor)
-
-        def by_gloo() -> Any:
-            return self._gloo.alltoall_base(output, tensor, output_sizes, sizes, *_given(opts))
-
-        if host is None:
-            return self._by_gloo("all_to_all", tensor, by_gloo)
-        with self._operation("all_to_all", tensor) as token:
-            size = b"%d" % tensor.numel() if is_even else b""  # which some ranks alone may know
-            every = self._compare(f"all_to_all of {str(tensor.dtype)[6:]}", None, size)
-            if not size or any(other != size for other in every):
-                return _going_on(token, by_gloo)
-            rows = host.all_to_all(_memory_of(tensor).view(host.size, -1))
-            _give_back(rows, output)
-        return _done([output])
+        is_even = not into and not of and _is_times(output, tensor, 1)
+        size = b"%d" % tensor.numel() if is_even else b""  # which some ranks alone may know
+        every = self._compare(f"all_to_all of {str(tensor.dtype)[6:]}", None, size)
+        if not size or any(other != size for other in every):
+            return False
+        rows = host.all_to_all(_memory_of(tensor).view(host.size, -1))
+        _give_back(rows, output)
+        return True
 
     all_to_all_single = alltoall_base
 
-    @_of_lists
-    def barrier(self, opts: Any = None) -> Any:
+    def barrier(self, *args: Any, **others: Any) -> Any:
         """Wait for all ranks. Collective."""
+        if others.keys() - {"opts"}:
+            start = functools.partial(self._gloo.barrier, *args, **others)
+            return self._by_gloo("barrier", None, start)
         with self._operation("barrier", None, "control"):
             self._compare("barrier")
         return _done([])
@@ -532,10 +507,6 @@ def _only(tensors: Sequence[Any]) -> Any:
     return tensors[0] if len(tensors) == 1 else None
 
 
-def _given(opts: Any) -> tuple[Any, ...]:
-    return () if opts is None else (opts,)
-
-
 def _operation(opts: Any) -> ReduceOp | None:
     """Read the operation of torch's options; None for one that gloo alone might have."""
     if opts is None:
@@ -560,12 +531,10 @@ def _has_memory(tensor: Any) -> bool:
     )
 
 
-def _is_alike(tensor: Tensor, other: Tensor) -> bool:
-    return tensor.shape == other.shape and tensor.dtype == other.dtype
-
-
 def _are_alike(tensors: Sequence[Tensor], other: Tensor, count: int) -> bool:
-    return len(tensors) == count and all(_is_alike(tensor, other) for tensor in tensors)
+    return len(tensors) == count and all(
+        tensor.shape == other.shape and tensor.dtype == other.dtype for tensor in tensors
+    )
 
 
 def _is_times(whole: Tensor, part: Tensor, count: int) -> bool:
