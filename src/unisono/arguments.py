@@ -65,6 +65,13 @@ def check_names(call: str, given: Mapping[str, Any], known: Iterable[str]) -> No
             )
 
 
+def only_timeout_s(call: str, options: Mapping[str, Any]) -> float | None:
+    """Return the seconds of ``timeout``, the only option of a call; None if it isn't given."""
+    check_names(call, options, {"timeout"})
+    timeout = options.get("timeout")
+    return None if timeout is None else float(timeout.total_seconds())
+
+
 def suggestion(name: Any, known: Iterable[str]) -> str:
     """Write which known name is near to a wrong one, if any; it begins with a space."""
     names = {each.lower(): each for each in known}

@@ -39,7 +39,9 @@ from tests.support.command import run
 from tests.support.measures import slack
 from tests.support.requirements import require, require_backend
 from tests.support.tops import check, job_of_processes, told
+from unisono.arguments import only_timeout_s
 from unisono.context import communicator
+from unisono.deadlines import DEFAULT_TIMEOUT_S
 from unisono.errors import (
     ArgumentError,
     CollectiveMismatchError,
@@ -143,11 +145,10 @@ def test_what_needs_no_peers() -> None:
 def launch(entry: Callable[[Any], Any], plan: LaunchPlan | int = 2, **options: Any) -> list[Any]:
     """Launch with a model in each replica."""
     from unisono.launchers import horovod as launcher
-    from unisono.models.horovod import context
     from unisono.models.horovod.model import HorovodModel
 
     of_model = {"timeout": options.pop("timeout")} if "timeout" in options else {}
-    limit_s = context.seconds(of_model.get("timeout"))
+    limit_s = only_timeout_s("launch", of_model) or DEFAULT_TIMEOUT_S
     run = partial(with_model, HorovodModel, "horovod", entry, of_model)
     plan = plan if isinstance(plan, LaunchPlan) else LaunchPlan(plan)
     return launcher.launch(run, plan, stop_limit_s=limit_s, **options)

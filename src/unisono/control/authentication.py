@@ -10,16 +10,13 @@ from __future__ import annotations
 import hmac
 import secrets
 import struct
-from typing import TYPE_CHECKING
 
 import torch
 
 from unisono.errors import PeerRefusedError
+from unisono.model.contract import ComputationModel
 from unisono.payload.tensors import from_bytes, to_bytes
 from unisono.topology import Group
-
-if TYPE_CHECKING:
-    from unisono.model.contract import ComputationModel
 
 _BYTES = 32
 

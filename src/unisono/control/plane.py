@@ -6,12 +6,10 @@ A model without one gets the default, which adds nothing to the model's own `exc
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import sys
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -24,13 +22,9 @@ from unisono.control.hub import Hub
 from unisono.control.peers import Peers
 from unisono.control.rendezvous import checks_by, connect_group
 from unisono.control.signatures import SequenceNumbers, site, unpack
-from unisono.deadlines import allowed_s, end_of_call, format_s, host_s, limit_of
-from unisono.errors import (
-    CollectiveTimeoutError,
-    ContextError,
-    GroupMembershipError,
-    PeerFailedError,
-)
+from unisono.control.waiting import Wait
+from unisono.deadlines import end_of_call
+from unisono.errors import GroupMembershipError
 from unisono.host.arena import Check
 from unisono.host.collectives import HostCollectives
 from unisono.host.levels import MemoryCollectives, TwoLevels
@@ -44,8 +38,6 @@ if TYPE_CHECKING:
     from unisono.model.contract import ComputationModel
 
 __tracebackhide__ = hides
-
-_log = logging.getLogger(__name__)
 
 INLINE_BYTES = 1 << 16
 """Longest blob that travels through the hub; longer ones follow on the data plane.
@@ -393,7 +385,7 @@ class SocketControlPlane(ControlPlane):
 
     def begin(self, group: Group | None, call: str) -> Check:
         """Record an operation through memory that begins; return what is called while it waits."""
-        return _Wait(self, group, call, self.steps.begin(name_of(group), call))
+        return Wait(self, group, call, self.steps.begin(name_of(group), call))
 
     def gone(self, group: Group | None, step: int = 0) -> Absent | None:
         """Return which rank of a group is known to be gone, if any, waiting for its farewell."""
@@ -429,45 +421,3 @@ class SocketControlPlane(ControlPlane):
         """Return the seconds after which a wait on the data plane names the missing ranks."""
         hub = next(iter(self._connected()), None)
         return math.inf if hub is None else hub.warn_after_s
-
-
-class _Wait:
-    """A wait for other ranks inside of an operation through memory."""
-
-    def __init__(
-        self, control: SocketControlPlane, group: Group | None, call: str, step: int
-    ) -> None:
-        self._control, self._group, self._call, self._step = control, group, call, step
-        self._begun = time.monotonic()
-        self._limit_s = math.nan  # until the first look: mostly there is none
-        self._is_warned = False
-
-    def __call__(self, position: int) -> None:
-        """Raise where a rank is gone, the group has failed or the time is over."""
-        control, now = self._control, time.monotonic()
-        if math.isnan(self._limit_s):
-            limit_s = limit_of(allowed_s(control, self._group))
-            self._limit_s = math.inf if limit_s is None else limit_s
-        absent = control.gone(self._group, self._step)
-        if absent is not None:
-            raise PeerFailedError(f"{control.where(self._call)}: {absent.how}", absent.rank)
-        hub = control.hubs.get(name_of(self._group))
-        if hub is None:
-            raise ContextError("finalize() was called meanwhile, by another thread")
-        hub.peers.raise_failure()
-        if now >= self._begun + host_s(self._limit_s):
-            late = self._late(position, is_over=True)
-            text = (
-                f"{late}\n  {control.where(self._call)}: not done after {format_s(self._limit_s)}"
-            )
-            hub.peers.give_up(text)  # the others can't go on without this rank
-            raise CollectiveTimeoutError(text)
-        if not self._is_warned and now >= self._begun + host_s(control.warn_after_s()):
-            self._is_warned = True
-            late = self._late(position, is_over=False)
-            _log.warning("%s is still waiting: %s", control.where(self._call), late)
-
-    def _late(self, position: int, is_over: bool) -> str:
-        rank = self._control.model.topology.members(self._group)[position]
-        late = self._control.late(self._group, self._step, is_over)
-        return late or f"rank {rank} came, and didn't go on"

@@ -41,11 +41,11 @@ from unisono.host import arena, mailbox, memory
 from unisono.host.arena import Arena
 from unisono.host.mailbox import MAILBOX_BYTES, Mailbox
 from unisono.model import fallback
+from unisono.model.contract import ComputationModel
 from unisono.topology import Group, boot_id, name_of, usable_cores
 
 if TYPE_CHECKING:
     from unisono.control.plane import SocketControlPlane
-    from unisono.model.contract import ComputationModel
 
 _log = logging.getLogger(__name__)
 _SET_UP_S = 10.0
@@ -318,7 +318,7 @@ def _exchange_adverts(
     return _exchange(model, advert, group), listeners
 
 
-def _exchange(model: fallback.CollectiveTransport, own: T, group: Group | None) -> list[T]:
+def _exchange(model: ComputationModel, own: T, group: Group | None) -> list[T]:
     """Give every rank the records of all."""
     fields: Any = own
     blobs = fallback.exchange(model, json.dumps(asdict(fields)).encode(), group)

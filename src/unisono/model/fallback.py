@@ -8,27 +8,18 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from unisono.errors import CollectiveError
 from unisono.payload.tensors import from_bytes, to_bytes
-from unisono.topology import Group, Topology
+from unisono.topology import Group
 from unisono.tracebacks import hides
 
-__all__ = (
-    "FRAME_BYTES",
-    "INLINE_TENSOR_BYTES",
-    "CollectiveTransport",
-    "as_frame",
-    "at_least_one",
-    "exchange",
-    "exchange_bodies",
-    "inline_part",
-    "length_of",
-)
+if TYPE_CHECKING:
+    from unisono.model.contract import ComputationModel
 
 __tracebackhide__ = hides
 
@@ -38,24 +29,6 @@ INLINE_TENSOR_BYTES = 128
 _LENGTH = struct.Struct("<Q")
 _LARGEST_BYTES = 2**47  # what one process can address
 _INLINE_BYTES = FRAME_BYTES - _LENGTH.size
-
-
-class CollectiveTransport(Protocol):
-    """What the exchange needs of a model."""
-
-    @property
-    def topology(self) -> Topology:
-        """Where this replica stands."""
-
-    @property
-    def transport_device(self) -> torch.device:
-        """The device that the collectives take tensors on."""
-
-    def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
-        """Gather [*shape] to [n, *shape]."""
-
-    def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
-        """Give every rank the tensor of `src`."""
 
 
 def as_frame(blob: bytes) -> bytes:
@@ -80,7 +53,7 @@ def at_least_one(size_bytes: int) -> int:
 
 
 def exchange(
-    model: CollectiveTransport,
+    model: ComputationModel,
     blob: bytes,
     group: Group | None,
     bucket: Callable[[int], int] = at_least_one,
@@ -96,7 +69,7 @@ def exchange(
 
 
 def exchange_bodies(
-    model: CollectiveTransport,
+    model: ComputationModel,
     blob: bytes,
     sizes: list[int],
     group: Group | None,
@@ -113,7 +86,7 @@ def exchange_bodies(
 
 
 def _one_by_one(
-    model: CollectiveTransport,
+    model: ComputationModel,
     blob: bytes,
     sizes: list[int],
     group: Group | None,
@@ -131,5 +104,5 @@ def _one_by_one(
     return blobs
 
 
-def _tensor(model: CollectiveTransport, data: bytes) -> Tensor:
+def _tensor(model: ComputationModel, data: bytes) -> Tensor:
     return from_bytes(data, torch.uint8, (len(data),)).to(model.transport_device)

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ("FORMATS", "Format", "Layout", "Span", "add", "layout", "rounded", "span")
-
 _ROOM_BITS = 62
 """Of the 63 bits of an int64 one stays free for rounding."""
 _DOUBLE_BITS = 960

@@ -70,7 +70,7 @@ class ThreadExchange:
         rank: int,
         call: str,
         item: T,
-        timeout_s: float,
+        timeout_s: float | None,
     ) -> list[T]:
         """Bring an item and take everybody's. Collective over `ranks`."""
         with self._condition.lock:
@@ -107,10 +107,11 @@ class ThreadExchange:
         entries: _Round,
         rank: int,
         call: str,
-        timeout_s: float,
+        timeout_s: float | None,
     ) -> None:
         """Wait until no rank is missing; a rank that gives up leaves `entries`."""
-        limit_s = limit_of(timeout_s) or 0.0
+        given_s = limit_of(timeout_s)
+        limit_s = math.inf if given_s is None else given_s
         until = time.monotonic() + host_s(limit_s)
         warn_at = time.monotonic() + host_s(self.warn_after_s)
         while True:

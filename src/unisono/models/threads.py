@@ -7,17 +7,16 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from unisono.arguments import check_names
+from unisono.arguments import only_timeout_s
 from unisono.control import signatures
 from unisono.control.absent_ranks import Missing, report, stack_of, warn_after_s
 from unisono.control.plane import ControlPlane
-from unisono.deadlines import DEFAULT_TIMEOUT_S, end_of_block, format_s, overdue
+from unisono.deadlines import DEFAULT_TIMEOUT_S, allowed_s, end_of_block, format_s, overdue
 from unisono.errors import CollectiveTimeoutError, PeerFailedError, WorkerFailedError
 from unisono.model.contract import COMMON_DTYPES, ComputationModel
 from unisono.model.launching import LaunchHooks
@@ -41,10 +40,10 @@ _log = logging.getLogger(__name__)
 class _World(ThreadExchange):
     """What the replicas of one job share: their rounds, messages and first failure."""
 
-    def __init__(self, size: int, timeout_s: float) -> None:
+    def __init__(self, size: int, timeout_s: float | None) -> None:
         super().__init__(warn_after_s())
         self.size = size
-        self.timeout_s = timeout_s
+        self.timeout_s: float = timeout_s or DEFAULT_TIMEOUT_S
         self.failure: tuple[int, str] | None = None
         self.is_lost: bool = False
         self.is_late: bool = False  # whether the failure is that of a deadline
@@ -93,7 +92,7 @@ class _World(ThreadExchange):
             self._letters.setdefault(key, []).append(tensor)
             self._condition.notify_all()
 
-    def fetch(self, key: tuple[object, int, int], rank: int, timeout_s: float) -> Tensor:
+    def fetch(self, key: tuple[object, int, int], rank: int, timeout_s: float | None) -> Tensor:
         """Take the oldest message from `key`."""
         letters, src = self._letters, key[1]
         missing = lambda: [] if letters.get(key) else [src]  # noqa: E731
@@ -174,7 +173,7 @@ class ThreadsModel(ComputationModel, LaunchHooks):
 
     @classmethod
     def initialize(cls, backend: str, info: RankInfo, **options: Any) -> Self:
-        return cls(_World(1, _seconds(options.get("timeout"))), 0)
+        return cls(_World(1, only_timeout_s(backend, options)), 0)
 
     def finalize(self) -> None:
         return
@@ -192,7 +191,7 @@ class ThreadsModel(ComputationModel, LaunchHooks):
 
     @classmethod
     def launch(cls, entry: Callable[[Self], T], plan: LaunchPlan, **options: Any) -> list[T]:
-        world = _World(plan.nproc_per_node, _seconds(options.get("timeout")))
+        world = _World(plan.nproc_per_node, only_timeout_s("threads", options))
         results: dict[int, T] = {}
         failures: list[tuple[int, BaseException]] = []
 
@@ -230,11 +229,7 @@ class ThreadsModel(ComputationModel, LaunchHooks):
     def _swap(self, call: str, item: T, group: Group | None) -> list[T]:
         handle = None if group is None else group.handle
         ranks, rank = self._topology.members(group), self._topology.rank
-        return self._world.swap(handle, ranks, rank, call, item, self._allowed_s(group))
-
-    def _allowed_s(self, group: Group | None) -> float:
-        allowed_s = None if group is None else group.timeout_s
-        return self._world.timeout_s if allowed_s is None else allowed_s
+        return self._world.swap(handle, ranks, rank, call, item, allowed_s(self._world, group))
 
     def _swap_tensors(self, call: str, tensor: Tensor, group: Group | None) -> list[Tensor]:
         return self._swap(f"{call} {tensor.dtype} {list(tensor.shape)}", tensor, group)
@@ -265,19 +260,13 @@ class ThreadsModel(ComputationModel, LaunchHooks):
     def recv(self, into: Tensor, src: int, group: Group | None = None) -> Tensor:
         owner = None if group is None else group.handle
         rank = self._topology.rank
-        return self._world.fetch((owner, src, rank), rank, self._allowed_s(group))
+        return self._world.fetch((owner, src, rank), rank, allowed_s(self._world, group))
 
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
-        timeout = options.pop("timeout", None)
-        check_names("new_group on threads", options, {"timeout"})
+        timeout_s = only_timeout_s("new_group on threads", options)
         count = self._groups_made[ranks] = self._groups_made.get(ranks, 0) + 1
-        timeout_s = None if timeout is None else timeout.total_seconds()
         return Group(ranks, (ranks, count), f"{ranks} {count}", timeout_s)
 
 
 def _left(until: float) -> float:
     return max(0.0, until - time.monotonic())
-
-
-def _seconds(timeout: timedelta | None) -> float:
-    return DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()

@@ -6,7 +6,6 @@ import ctypes
 import json
 import os
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -15,24 +14,14 @@ import torch
 from torch.optim import Optimizer
 
 from unisono.control.rendezvous import host_of_this_process
-from unisono.errors import AlreadyInitializedError, ArgumentError, ContextError
+from unisono.errors import AlreadyInitializedError, ContextError
 from unisono.model.handle import Outcome
 from unisono.models.horovod.rendezvous import wait_for_all
 from unisono.topology import ContextHint, RankInfo, Topology
 
-DEFAULT_TIMEOUT_S = 1800.0
 LEAVE_S = 2.0
 """Seconds that a replica waits for Horovod's own end where a peer has failed or didn't come."""
 DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
-
-
-def seconds(timeout: timedelta | None) -> float:
-    """Check a timeout, None for the default."""
-    if timeout is None:
-        return DEFAULT_TIMEOUT_S
-    if not isinstance(timeout, timedelta) or timeout <= timedelta(0):
-        raise ArgumentError(f"timeout should be a timedelta over zero: {timeout!r}")
-    return timeout.total_seconds()
 
 
 def initialize(hvd: ModuleType, info: RankInfo, timeout_s: float) -> None:

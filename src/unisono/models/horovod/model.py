@@ -11,14 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from unisono.arguments import check_names
+from unisono.arguments import only_timeout_s
 from unisono.control.plane import SocketControlPlane
-from unisono.deadlines import limit_of
-from unisono.errors import (
-    ArgumentError,
-    CollectiveError,
-    UnsupportedOperation,
-)
+from unisono.deadlines import DEFAULT_TIMEOUT_S, limit_of
+from unisono.errors import CollectiveError, UnsupportedOperation
 from unisono.model.contract import ComputationModel
 from unisono.model.handle import Handle
 from unisono.model.reduction import ReduceOp
@@ -73,8 +69,8 @@ class HorovodModel(ComputationModel, TrainingHooks):
         self._topology = topology
         self._device = context.device_of(hvd)
         self._is_owner = is_owner
-        self._calls = Calls(hvd, timeout_s)
         self.control: SocketControlPlane = SocketControlPlane(self, timeout_s)
+        self._calls = Calls(hvd, self.control)
         self._made = 0
         HorovodModel._current = self
 
@@ -93,18 +89,14 @@ class HorovodModel(ComputationModel, TrainingHooks):
             return None
         model = cls._current
         if not isinstance(model, cls) or not model.is_alive():
-            model = cls(context.topology_of(hvd, hint), False, context.DEFAULT_TIMEOUT_S)
+            model = cls(context.topology_of(hvd, hint), False, DEFAULT_TIMEOUT_S)
         elif not model._is_owner:
             model._topology = context.topology_of(hvd, hint)
         return model
 
     @classmethod
     def initialize(cls, backend: str, info: RankInfo, **options: Any) -> Self:
-        timeout_s = context.seconds(options.pop("timeout", None))
-        if options:
-            raise ArgumentError(
-                f"initialize({backend!r}) takes timeout; {', '.join(sorted(options))} is for spawn"
-            )
+        timeout_s = only_timeout_s("initialize on horovod", options) or DEFAULT_TIMEOUT_S
         context.initialize(hvd, info, timeout_s)
         model = cls(context.topology_of(hvd, ContextHint()), True, timeout_s)
         if model._device.type != "cpu":
@@ -116,7 +108,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
         self.control.close()
         if not (self._is_owner and self.is_alive()):
             return
-        context.leave(self._end, (limit_of(self._calls.timeout_s) or 0.0) + context.LEAVE_S)
+        context.leave(self._end, (limit_of(self.control.timeout_s) or 0.0) + context.LEAVE_S)
 
     def _end(self) -> None:
         try:
@@ -215,8 +207,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
         return got
 
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
-        timeout = options.pop("timeout", None)
-        check_names("new_group on horovod", options, {"timeout"})
+        timeout_s = only_timeout_s("new_group on horovod", options)
         self._made += 1
         try:
             made = self._find_process_set(ranks) or hvd.add_process_set(list(ranks))
@@ -229,7 +220,6 @@ class HorovodModel(ComputationModel, TrainingHooks):
                     f"process_sets=[hvd.ProcessSet({list(ranks)})]",
                 ) from error
             self._calls.fail(f"new_group({list(ranks)})", None, error)
-        timeout_s = None if timeout is None else timeout.total_seconds()
         # Horovod has one process set for these ranks; operations of another name don't meet there.
         return Group(ranks, made, f"group{self._made}", timeout_s)
 

@@ -42,7 +42,7 @@ def wait_for_all(environ: Mapping[str, str], timeout_s: float) -> None:
     until = time.monotonic() + timeout_s
     try:
         store.put(str(rank), own_seat)
-        why = _await_all(store, size, until) if rank == 0 else _await_verdict(store, size, until)
+        why = _meet(store, rank, size, until)
         if why:
             store.put(str(rank), _GONE)
     except (OSError, http.client.HTTPException) as error:
@@ -57,42 +57,35 @@ def wait_for_all(environ: Mapping[str, str], timeout_s: float) -> None:
         )
 
 
-def _await_all(store: Store, size: int, until: float) -> str:
-    """Wait for all, clear, and tell them so; gives why not, empty if all came."""
-    seats: list[tuple[str, int]] = []
+def _meet(store: Store, rank: int, size: int, until: float) -> str:
+    """Return why not all have come; if they have, rank 0 clears, and tells the others."""
+    if rank > 0:
+        verdict = store.wait(_VERDICT, until, size)
+        return store.missing(size) if verdict is None else verdict
+    seats = [store.wait(str(other), until, size) for other in range(size)]
+    came = [json.loads(seat) for seat in seats if seat not in (None, _GONE)]
     why = ""
-    while len(seats) < size and not why:
-        seat = store.wait(str(len(seats)), until, size)
-        if seat == _GONE:
-            why = f"rank {len(seats)} had given up waiting"
-        elif seat is None:
-            why = store.missing(size)
-        else:
-            host, local_rank = json.loads(seat)
-            seats.append((host, local_rank))
-    if not why:
-        scopes = {f"local_{host}" for host, _ in seats} | {f"cross_{index}" for _, index in seats}
-        for scope in {"global", *scopes}:
+    if len(came) == size:
+        scopes = {f"local_{host}" for host, _ in came} | {f"cross_{index}" for _, index in came}
+        for scope in ("global", *scopes):
             _clear(store, scope, size)
+    elif _GONE in seats:
+        why = f"rank {seats.index(_GONE)} had given up waiting"
+    else:
+        why = store.missing(size)
     store.put(_VERDICT, why)
     return why
 
 
-def _await_verdict(store: Store, size: int, until: float) -> str:
-    """Wait for the verdict of rank 0, empty if all came."""
-    verdict = store.wait(_VERDICT, until, size)
-    return store.missing(size) if verdict is None else verdict
-
-
 def _clear(store: Store, scope: str, size: int) -> None:
     for _ in range(size):
-        if not store.has(scope, "0"):
+        if store.ask("GET", "0", scope) is None:
             return
-        store.delete(scope, "0")  # counted: the scope is cleared with the last of its size
+        store.ask("DELETE", "0", scope)  # counted: the scope is cleared with the last of its size
 
 
 class Store:
-    """The server's HTTP: scopes of keys."""
+    """The server's HTTP: keys of the barrier's scope, and of Horovod's own."""
 
     def __init__(self, address: str, port: int, scope: str) -> None:
         self._where = (address, port)
@@ -100,41 +93,34 @@ class Store:
 
     def put(self, key: str, value: str) -> None:
         """Set a key of the barrier."""
-        self._ask("PUT", self._scope, key, value)
-
-    def has(self, scope: str, key: str) -> bool:
-        """Return whether a scope has a key."""
-        return self._ask("GET", scope, key) is not None
-
-    def delete(self, scope: str, key: str) -> None:
-        """Count one rank of a scope of Horovod's own as done."""
-        self._ask("DELETE", scope, key)
+        self.ask("PUT", key, value=value)
 
     def missing(self, size: int) -> str:
         """Name the ranks that have put no key of theirs."""
-        ranks = [rank for rank in range(size) if not self.has(self._scope, str(rank))]
+        ranks = [rank for rank in range(size) if self.ask("GET", str(rank)) is None]
         return f"timed out: ranks {ranks} didn't come"
 
     def wait(self, key: str, until: float, size: int) -> str | None:
         """Wait for a key of the barrier; None if it doesn't come."""
         pause_s, slowest_s = _POLL_S, max(_SLOWEST_POLL_S, _POLL_PER_RANK_S * size)
-        while (value := self._ask("GET", self._scope, key)) is None:
+        while (value := self.ask("GET", key)) is None:
             if time.monotonic() > until:
                 return None
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, slowest_s)
         return value.decode()
 
-    def _ask(self, verb: str, scope: str, key: str, value: str = "") -> bytes | None:
+    def ask(self, verb: str, key: str, scope: str = "", value: str = "") -> bytes | None:
+        """Make a request; return the value of a key, None if there is none."""
         for _ in range(_TRIES - 1):  # it listens with a short queue
             with suppress(OSError, http.client.HTTPException):
-                return self._ask_once(verb, scope, key, value)
+                return self._ask_once(verb, f"/{scope or self._scope}/{key}", value)
             time.sleep(_SLOWEST_POLL_S)
-        return self._ask_once(verb, scope, key, value)
+        return self._ask_once(verb, f"/{scope or self._scope}/{key}", value)
 
-    def _ask_once(self, verb: str, scope: str, key: str, value: str) -> bytes | None:
+    def _ask_once(self, verb: str, path: str, value: str) -> bytes | None:
         with closing(http.client.HTTPConnection(*self._where, timeout=_REQUEST_S)) as connection:
-            connection.request(verb, f"/{scope}/{key}", value.encode())
+            connection.request(verb, path, value.encode())
             response = connection.getresponse()
             content = response.read()
         return content if response.status == http.client.OK else None

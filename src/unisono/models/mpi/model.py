@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from unisono.arguments import check_names
+from unisono.arguments import only_timeout_s
 from unisono.control.plane import ControlPlane
 from unisono.model import fallback
 from unisono.model.contract import ComputationModel
@@ -111,7 +110,7 @@ class MpiModel(ComputationModel):
         mpi = setup.live()
         if mpi is None or MpiModel._has_started_mpi:
             return None
-        topology = setup.adopted_topology(mpi, hint, os.environ)
+        topology = setup.adopted_topology(mpi, hint)
         if topology is None:
             return None
         adopted = cls._adopted  # what it shares with others stays if one rank looks again
@@ -312,13 +311,11 @@ class MpiModel(ComputationModel):
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
         """Make a communicator of some ranks; other ranks return at once."""
         # Collective at creation, over the members.
-        timeout = options.pop("timeout", None)
-        check_names("new_group on mpi4py", options, {"timeout"})
+        timeout_s = only_timeout_s("new_group on mpi4py", options)
         if self._topology.rank not in ranks:
             return Group(ranks)
         name = f"new_group({list(ranks)})"
         comm = self._calls.together(name, self._pairs, ranks, partial(self._create, ranks))
-        timeout_s = None if timeout is None else timeout.total_seconds()
         if timeout_s is not None:
             self._calls.allow(comm, timeout_s)
         return Group(ranks, comm, _name(comm), timeout_s)

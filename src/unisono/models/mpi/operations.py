@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -25,10 +24,10 @@ from unisono.errors import (
     PayloadError,
     PeerFailedError,
 )
-from unisono.model.error_mapping import ErrorRow, mapped
+from unisono.model.error_mapping import mapped
 from unisono.model.fallback import FRAME_BYTES, as_frame, inline_part, length_of
 from unisono.model.handle import BACKGROUND, Outcome
-from unisono.model.reduction import ReduceOp
+from unisono.model.reduction import TENSOR_STEPS, ReduceOp
 from unisono.models.mpi.liveness import LivenessProbe, bounded_barrier
 from unisono.tracebacks import hides
 
@@ -57,17 +56,12 @@ _OPS = {
     ReduceOp.OR: "BOR",
     ReduceOp.XOR: "BXOR",
 }
-_STEPS: dict[ReduceOp, Callable[..., Tensor]] = {
-    ReduceOp.SUM: torch.add,
-    ReduceOp.PRODUCT: torch.mul,
-}
 _log = logging.getLogger(__name__)
 # By the names of MPI's error classes, of which this MPI may lack some.
-_ERRORS = (
-    ErrorRow(Exception, "ERR_PROC_FAILED|ERR_PROC_ABORTED|ERR_REVOKED", PeerFailedError),
-    ErrorRow(Exception, "ERR_TRUNCATE", CollectiveMismatchError),
-    ErrorRow(Exception, "", CollectiveError),
-)
+_ERRORS: dict[str, type[CollectiveError]] = {
+    "ERR_PROC_FAILED|ERR_PROC_ABORTED|ERR_REVOKED": PeerFailedError,
+    "ERR_TRUNCATE": CollectiveMismatchError,
+}
 _DIFFERENT = ": the ranks passed different sizes, or called different things"
 _SPINS_TO_LISTEN = 100  # 10 ms once it has waited a while
 _ASK_S = 0.4  # short: a rank that is stuck never answers, and the caller is past its deadline
@@ -101,7 +95,7 @@ class Calls:
         self._rules: dict[tuple[int, torch.dtype], Any] = {}
         self._folds: list[Any] = []
         self._one_test = threading.Lock()  # of a request, which two threads may not test at once
-        self._under_way: set[int] = set()  # numbers of what is held
+        self._under_way: dict[int, Any] = {}  # requests by their numbers among what is held
         self._datatypes = {dtype: getattr(mpi, name) for dtype, name in DATATYPES.items()}
         self._at = mpi.buffer.fromaddress
         self._lost = ""  # how a call was left half-way, after which this rank is out of step
@@ -131,8 +125,8 @@ class Calls:
         if rule is None:
             if op.is_bitwise and dtype.is_floating_point:
                 raise PayloadError(f"{op.name} works on integer tensors, not on {dtype}")
-            if op in _STEPS and is_folded_by_torch(dtype):
-                rule = self._mpi.Op.Create(_fold(_STEPS[op], dtype), commute=True)
+            if op in (ReduceOp.SUM, ReduceOp.PRODUCT) and is_folded_by_torch(dtype):
+                rule = self._mpi.Op.Create(_fold(TENSOR_STEPS[op], dtype), commute=True)
                 self._folds.append(rule)
             else:
                 rule = getattr(self._mpi, _OPS[op])
@@ -160,17 +154,13 @@ class Calls:
         # An interrupt at any moment leaves its memory to MPI.
         self._check_whole(name)
         number = next(_numbers)
-        entry = _held[number] = [None, args, *keep]
-        self._under_way.add(number)
-        request = entry[0] = start(*args)
+        entry = _held[number] = [args, *keep]
+        self._under_way[number] = request = start(*args)
+        entry.append(request)
         return number, request
 
-    def _requests(self) -> list[tuple[int, Any]]:
-        entries = [(number, _held.get(number)) for number in list(self._under_way)]
-        return [(number, entry[0]) for number, entry in entries if entry and entry[0] is not None]
-
     def _release(self, number: int) -> None:
-        self._under_way.discard(number)
+        self._under_way.pop(number, None)
         _held.pop(number, None)
 
     def _check_whole(self, name: str) -> None:
@@ -212,7 +202,7 @@ class Calls:
         self, name: str, comm: Any, tensor: Tensor, *args: Any
     ) -> tuple[Callable[[], Tensor], Callable[[], bool]]:
         """Call a non-blocking method that leaves its result in `tensor`. Collective over `comm`."""
-        for number, earlier in self._requests():
+        for number, earlier in list(self._under_way.items()):
             if self._is_done(earlier):
                 self._release(number)
         with self.edge(name):
@@ -238,30 +228,21 @@ class Calls:
         # Collective over `ranks`. Where MPI may be called from any thread, a thread does both:
         # Ctrl-C and alarms come to the main thread, and one that came between the two would leave
         # the other ranks in MPI for good.
-        act = partial(self._await_and_call, name, comm, ranks, call, limit_of(self.timeout_s))
-        if self._mpi.Query_thread() < self._mpi.THREAD_MULTIPLE:
+
+        def act() -> T:
+            with self.edge(name):
+                absent = limit_s is not None and bounded_barrier(mpi, comm, ranks, limit_s, name)
+                if not absent:
+                    return call()
+            self.lose(f"{name} was given up")
+            waited = f"{self._who} waited {format_s(limit_s or 0)}"
+            raise CollectiveTimeoutError(f"{named(absent)} never came to {name}: {waited}")
+
+        mpi, limit_s = self._mpi, limit_of(self.timeout_s)
+        if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
             return act()
         outcome, _ = Outcome.in_thread(act, f"{BACKGROUND}-{name}")
         return outcome.wait()
-
-    def _await_and_call(
-        self,
-        name: str,
-        comm: Any,
-        ranks: Sequence[int],
-        call: Callable[[], T],
-        limit_s: float | None,
-    ) -> T:
-        with self.edge(name):
-            absent = (
-                [] if limit_s is None else bounded_barrier(self._mpi, comm, ranks, limit_s, name)
-            )
-            if not absent:
-                return call()
-        self.lose(f"{name} was given up")
-        raise CollectiveTimeoutError(
-            f"{named(absent)} never came to {name}: {self._who} waited {format_s(limit_s or 0)}"
-        )
 
     def finish(self) -> bool:
         """Wait for what `start` has under way, and free our operations."""
@@ -269,7 +250,7 @@ class Calls:
             _held[next(_numbers)] = self._folds  # MPI may call them yet
             return False
         with self.edge("finalize"):
-            for number, request in self._requests():
+            for number, request in list(self._under_way.items()):
                 self._await("finalize", self._mpi.COMM_WORLD, request)
                 self._release(number)
             for rule in self._folds:
@@ -336,7 +317,7 @@ class Calls:
         number = error.Get_error_class()
         classes = [key for key in dir(self._mpi) if key.startswith("ERR_")]
         names = " ".join(key for key in classes if getattr(self._mpi, key) == number)
-        ours = mapped(_ERRORS, error, names) or CollectiveError
+        ours = mapped(_ERRORS, names)
         remedy = _DIFFERENT if ours is CollectiveMismatchError else ""
         raise ours(f"{self._who}: {name} failed: {error}{remedy}") from error
 

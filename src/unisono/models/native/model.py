@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from unisono.accelerators import accelerator
 from unisono.control.authentication import authenticate
 from unisono.control.plane import SocketControlPlane
-from unisono.deadlines import deadline, host_s, limit_of
+from unisono.deadlines import deadline
 from unisono.errors import (
     ArgumentError,
     ContextError,
@@ -26,11 +26,11 @@ from unisono.errors import (
 from unisono.model.contract import COMMON_DTYPES, ComputationModel
 from unisono.model.handle import Handle
 from unisono.model.launching import LaunchHooks
-from unisono.model.reduction import ReduceOp
+from unisono.model.reduction import ReduceOp, parse_op
 from unisono.model.training import TrainingHooks
 from unisono.models.native import process_group
 from unisono.models.native.gloo_threads import settle, settle_at_exit
-from unisono.models.native.operations import LEAST_S, Calls, set_timeout
+from unisono.models.native.operations import Calls
 from unisono.models.native.registration import NAME
 from unisono.models.native.rendezvous import (
     Rendezvous,
@@ -47,17 +47,8 @@ if TYPE_CHECKING:
 
 __tracebackhide__ = hides
 
-_EVERYWHERE = {
-    ReduceOp.SUM: dist.ReduceOp.SUM,
-    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
-    ReduceOp.MIN: dist.ReduceOp.MIN,
-    ReduceOp.MAX: dist.ReduceOp.MAX,
-}
-_BITWISE = {
-    ReduceOp.AND: dist.ReduceOp.BAND,
-    ReduceOp.OR: dist.ReduceOp.BOR,
-    ReduceOp.XOR: dist.ReduceOp.BXOR,
-}
+_NAMES = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")  # the last of gloo alone
+_OPS = {parse_op(name): getattr(dist.ReduceOp, name) for name in _NAMES}
 _MANY = 8  # ranks, from which on a ring takes longer than two operations over rank 0
 # Torch 2.13 deprecates the older names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -116,7 +107,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         if is_gloo:
             settle_at_exit()
         self._calls = Calls(self, self.transport_device.type == "cpu" and topology.world_size > 1)
-        self._ops = {**_EVERYWHERE, **_BITWISE} if is_gloo else _EVERYWHERE
+        self._ops = {op: _OPS[op] for op in _OPS if is_gloo or not op.is_bitwise}
         # That of gloo sums, whatever it is told to do: in torch 2.6, and no more in torch 2.9.
         only_sums = is_gloo and torch.__version__ < "2.9"
         self._scatter_ops = {ReduceOp.SUM: self._ops[ReduceOp.SUM]} if only_sums else self._ops
@@ -311,12 +302,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         return into
 
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
-        allowed = options.pop("timeout", None) or self._timeout
-        allowed_s = None if allowed is None else allowed.total_seconds()
-        limit_s = limit_of(allowed_s)
-        is_short = limit_s is not None and limit_s != allowed_s
-        short = timedelta(seconds=max(host_s(limit_s or 0), LEAST_S))
-        options["timeout"] = short if is_short else allowed
+        allowed = options.setdefault("timeout", self._timeout)
         try:
             # Not with use_local_synchronization: it names the group by how many groups this rank
             # has seen, which members of overlapping groups count differently (torch 2.13).
@@ -326,11 +312,9 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
             raise ArgumentError(f"new_group: {error}") from error
         except (RuntimeError, ValueError) as error:
             self._calls.fail(f"new_group({list(ranks)})", None, error)
-        is_member = self._topology.rank in ranks
-        if not is_member:
+        if self._topology.rank not in ranks:
             return Group(ranks)
-        if is_short and allowed is not None:
-            set_timeout(made, allowed)
+        allowed_s = None if allowed is None else allowed.total_seconds()
         group = Group(ranks, made, made.group_name, allowed_s)
         secret = self.control.secret
         if secret is not None and len(ranks) > 1:  # it has connections of its own

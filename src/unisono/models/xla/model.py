@@ -14,17 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from unisono.arguments import only_timeout_s
 from unisono.control.plane import ControlPlane
+from unisono.deadlines import DEFAULT_TIMEOUT_S
 from unisono.errors import (
     ArgumentError,
     BackendUnavailableError,
     CollectiveError,
     ContextError,
+    UnisonoError,
     UnsupportedOperation,
 )
 from unisono.model import fallback
 from unisono.model.contract import ComputationModel
-from unisono.model.error_mapping import ErrorRow, map_errors
 from unisono.model.fallback import FRAME_BYTES
 from unisono.model.launching import LaunchHooks
 from unisono.model.reduction import ReduceOp, fold_tensors
@@ -37,8 +39,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T")
-_DEFAULT_TIMEOUT_S = 1800.0
-_ERRORS = (ErrorRow((RuntimeError, ValueError), "", CollectiveError),)
 REPLICAS = ThreadExchange()
 """Where the replicas of this process exchange what is on the host before each graph.
 
@@ -107,7 +107,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
     dtypes: frozenset[torch.dtype] = _EVERYWHERE
 
     def __init__(
-        self, step: Any, topology: Topology, is_owner: bool, timeout_s: float = _DEFAULT_TIMEOUT_S
+        self, step: Any, topology: Topology, is_owner: bool, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> None:
         self._step = step
         self._topology = topology
@@ -160,10 +160,9 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
                 f"{backend}: this thread isn't a replica of XLA's runtime: make the call in the "
                 "function given to spawn or to torch_xla.launch, and without SPMD"
             )
-        timeout = options.get("timeout")
         REPLICAS.join(topology.rank)
-        timeout_s = _DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()
-        return cls(step, topology, True, timeout_s)
+        timeout_s = only_timeout_s(backend, options)
+        return cls(step, topology, True, timeout_s or DEFAULT_TIMEOUT_S)
 
     def finalize(self) -> None:
         self._is_live = False
@@ -294,12 +293,14 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
             if self._are_threads:
                 self._swap(what, None, None)
 
-        def failed(ours: type[CollectiveError], error: Exception) -> CollectiveError:
-            return ours(f"XLA failed in {what} on rank {self._topology.rank}: {error}")
-
-        with map_errors(_ERRORS, failed):
+        try:
             result: Tensor = self._step.run(tensor.to(self._device), build, wait_for_all)
             return result.to(self._transport)
+        except UnisonoError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            where = f"{what} on rank {self._topology.rank}"
+            raise CollectiveError(f"XLA failed in {where}: {error}") from error
 
     def _swap(self, call: str, item: T, group: Group | None) -> list[T]:
         ranks = tuple(self._topology.members(group))
