@@ -32,7 +32,7 @@ from unisono.control.envelopes import call_head
 from unisono.control.plane import SocketControlPlane
 from unisono.control.signatures import OUR_FRAMES, line, site, unpack
 from unisono.errors import ContextError
-from unisono.host.collectives import HostCollectives
+from unisono.host.collectives import HostCollectives as Host
 from unisono.host.folding import folds
 from unisono.host.status_page import IN_FLIGHT
 from unisono.host.turns import Turn
@@ -57,29 +57,30 @@ _OPS: dict[Any, ReduceOp] = {
 }
 
 
-def _carried(name: str, at: int, is_list: bool = True) -> Callable[..., Any]:
-    """Decorate a collective through memory of the tensor that is its argument `at`, or in it.
+def _carried(name: str, at: int, count: int, is_list: bool = True) -> Callable[..., Any]:
+    """Decorate a collective of `count` arguments before its options, by its name in records.
 
-    The method returns False where gloo carries it. So does gloo where the tensor has no such
-    memory, and torch's other forms, with tensors in place of lists.
+    Argument `at` has the tensor, or a list of one, whose memory is shared. The method gets that,
+    torch's options or None, and the other arguments; it returns False where gloo carries the call.
+    So does gloo where the tensor has no such memory, and torch's other forms, with tensors in place
+    of lists.
     """
 
     def decorate(method: Callable[..., bool | None]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def call(self: Any, *args: Any, opts: Any = None, **others: Any) -> Any:
-            args = args if opts is None else (*args, opts)
-            while args and args[-1] is None:
-                args = args[:-1]
-            by_gloo = functools.partial(getattr(self._gloo, method.__name__), *args, **others)
-            given = [each for each in args[:2] if is_list and isinstance(each, Tensor)]
-            if given or others or len(args) <= at:
-                return self._by_gloo(name, given[0] if given else None, by_gloo)
+        def call(self: Any, *args: Any, opts: Any = None, **named: Any) -> Any:
+            opts = args[count] if len(args) > count else opts
+            args = args[:count]
+            given = (*args, opts) if opts is not None else args
+            by_gloo = functools.partial(getattr(self._gloo, method.__name__), *given, **named)
+            others = [each for each in args[:2] if is_list and isinstance(each, Tensor)]
+            if others or named or len(args) < count:
+                return self._by_gloo(name, others[0] if others else None, by_gloo)
             tensor = _only(args[at]) if is_list else args[at]
             host = self._shared if _has_memory(tensor) else None
             if host is None:
                 return self._by_gloo(name, tensor, by_gloo)
             with self._operation(name, tensor) as token:
-                if method(self, host, tensor, *args) is False:
+                if method(self, host, tensor, opts, *args[:at], *args[at + 1 :]) is False:
                     return _going_on(token, by_gloo)
             return _done(args[0] if is_list else [args[0]])
 
@@ -93,7 +94,7 @@ def _one_by_one(name: str) -> Callable[..., Any]:
 
     def call(self: Any, outputs: Any, tensors: Any, opts: Any = None) -> Any:
         for output, tensor in zip(outputs, tensors, strict=True):
-            getattr(self, name)(output, tensor, opts=opts).wait()
+            getattr(self, name)(output, tensor, opts).wait()
         return _done(outputs)
 
     return call
@@ -213,24 +214,21 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     # Reductions
 
-    @_carried("all_reduce", 0)
-    def allreduce(
-        self, host: HostCollectives, tensor: Tensor, _: Any, opts: Any = None
-    ) -> bool | None:
-        """Reduce in place. Collective."""
+    @_carried("all_reduce", 0, 1)
+    def allreduce(self, host: Host, tensor: Tensor, opts: Any) -> bool:
         return self._reduced(host, tensor, opts, None)
 
-    @_carried("reduce", 0)
-    def reduce(self, host: HostCollectives, tensor: Tensor, _: Any, opts: Any) -> bool | None:
-        """Reduce to one rank. Collective."""
+    @_carried("reduce", 0, 1)
+    def reduce(self, host: Host, tensor: Tensor, opts: Any) -> bool:
         return self._reduced(host, tensor, opts, self._members[opts.rootRank])
 
-    def _reduced(self, host: HostCollectives, tensor: Tensor, opts: Any, dst: int | None) -> bool:
+    def _reduced(self, host: Host, tensor: Tensor, opts: Any, dst: int | None) -> bool:
         op = _operation(opts)
         if op is None:
             return False
-        call = f"all_reduce {op.name}" if dst is None else f"reduce {op.name} to {dst}"
-        self._compare(call, tensor)
+        self._compare(
+            f"all_reduce {op.name}" if dst is None else f"reduce {op.name} to {dst}", tensor
+        )
         if not _can_reduce(tensor, op):
             return False
         mine = _reducible(tensor, op)
@@ -240,7 +238,6 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return True
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
-        """Reduce several tensors in place. Collective."""
         single = _c10d.AllreduceOptions()  # gloo takes no other for one tensor
         if opts is not None:
             single.reduceOp, single.timeout = opts.reduceOp, opts.timeout
@@ -248,47 +245,36 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
             self.allreduce([tensor], single).wait()
         return _done(tensors)
 
-    @_carried("reduce_scatter", 1, is_list=False)
-    def _reduce_scatter_base(
-        self, host: HostCollectives, tensor: Tensor, output: Tensor, _: Any, opts: Any = None
-    ) -> bool:
-        """Reduce, and give each rank its part. Collective."""
+    @_carried("reduce_scatter", 0, 2)
+    def reduce_scatter(self, host: Host, output: Tensor, opts: Any, tensors: Any) -> bool:
+        parts = _only(tensors)
+        is_even = parts is not None and _are_alike(parts, output, len(parts))
+        return is_even and self._scattered(host, torch.stack(list(parts)), opts, output)
+
+    @_carried("reduce_scatter", 1, 2, is_list=False)
+    def _reduce_scatter_base(self, host: Host, tensor: Tensor, opts: Any, output: Tensor) -> bool:
+        return self._scattered(host, tensor, opts, output)
+
+    def _scattered(self, host: Host, tensor: Tensor, opts: Any, output: Tensor) -> bool:
         op = _operation(opts)
         if op is None or not _is_times(tensor, output, host.size):
             return False
         self._compare(f"reduce_scatter {op.name}", tensor)
         if not _can_reduce(tensor, op):
             return False
-        rows = _reducible(tensor, op).view(host.size, -1)
-        _give_back(host.reduce_scatter(rows, op), output)
+        _give_back(host.reduce_scatter(_reducible(tensor, op).view(host.size, -1), op), output)
         return True
 
     reduce_scatter_single = _reduce_scatter_base
     reduce_scatter_single_coalesced = _one_by_one("_reduce_scatter_base")
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    @_carried("reduce_scatter", 0)
-    def reduce_scatter(
-        self, host: HostCollectives, output: Tensor, _: Any, tensors: Any, opts: Any = None
-    ) -> bool:
-        """Reduce a list, and give each rank its item. Collective."""
-        parts = _only(tensors)
-        if parts is None or not _are_alike(parts, output, len(parts)):
-            return False
-        reduce_scatter: Any = _UnisonoGroup._reduce_scatter_base
-        done: bool = reduce_scatter.__wrapped__(
-            self, host, torch.stack(list(parts)), output, None, opts
-        )
-        return done
-
     # Movement
 
-    @_carried("broadcast", 0)
-    def broadcast(self, host: HostCollectives, tensor: Tensor, _: Any, opts: Any) -> None:
-        """Overwrite with the tensor of one rank. Collective."""
+    @_carried("broadcast", 0, 1)
+    def broadcast(self, host: Host, tensor: Tensor, opts: Any) -> None:
         root, is_inline = opts.rootRank, self._fits_round(tensor)
-        src, is_src = self._members[root], root == self.rank()
-        mine = _memory_of(tensor)
+        src, is_src, mine = self._members[root], root == self.rank(), _memory_of(tensor)
         value = to_bytes(mine) if is_src and is_inline else b""
         values = self._compare(f"broadcast from {src}", tensor, value)
         if not is_inline:
@@ -296,7 +282,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         elif not is_src:
             _give_back(from_bytes(values[root], tensor.dtype, tuple(tensor.shape)), tensor)
 
-    def _gathered(self, host: HostCollectives, call: str, tensor: Tensor) -> Sequence[Tensor]:
+    def _gathered(self, host: Host, call: str, tensor: Tensor) -> Sequence[Tensor]:
         """Return the tensors of all ranks, each of the shape of this one's."""
         mine = _memory_of(tensor)
         if not self._fits_round(mine):
@@ -305,11 +291,8 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         values = self._compare(call, tensor, to_bytes(mine))
         return [from_bytes(value, tensor.dtype, tuple(tensor.shape)) for value in values]
 
-    @_carried("all_gather", 1, is_list=False)
-    def _allgather_base(
-        self, host: HostCollectives, tensor: Tensor, output: Tensor, _: Any, opts: Any = None
-    ) -> bool:
-        """Gather to one tensor. Collective."""
+    @_carried("all_gather", 1, 2, is_list=False)
+    def _allgather_base(self, host: Host, tensor: Tensor, _: Any, output: Tensor) -> bool:
         if not _is_times(output, tensor, host.size):
             return False
         rows, into = self._gathered(host, "all_gather", tensor), output.data
@@ -324,67 +307,46 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     all_gather_single_coalesced = _one_by_one("_allgather_base")
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    @_carried("all_gather", 1)
-    def allgather(
-        self, host: HostCollectives, tensor: Tensor, outputs: Any, _: Any, opts: Any = None
-    ) -> bool:
-        """Gather to a list. Collective."""
+    @_carried("all_gather", 1, 2)
+    def allgather(self, host: Host, tensor: Tensor, _: Any, outputs: Any) -> bool:
         return len(outputs) == 1 and self._gather_into(host, "all_gather", tensor, outputs)
 
-    @_carried("gather", 1)
-    def gather(
-        self, host: HostCollectives, tensor: Tensor, outputs: Any, _: Any, opts: Any
-    ) -> bool:
-        """Gather to a list of one rank. Collective."""
-        call = f"gather to {self._members[opts.rootRank]}"
-        return self._gather_into(host, call, tensor, outputs)
+    @_carried("gather", 1, 2)
+    def gather(self, host: Host, tensor: Tensor, opts: Any, outputs: Any) -> bool:
+        return self._gather_into(host, f"gather to {self._members[opts.rootRank]}", tensor, outputs)
 
-    def _gather_into(self, host: HostCollectives, call: str, tensor: Tensor, outputs: Any) -> bool:
+    def _gather_into(self, host: Host, call: str, tensor: Tensor, outputs: Any) -> bool:
         if outputs and not _are_alike(outputs[0], tensor, host.size):
             return False
         rows = self._gathered(host, call, tensor)
-        if outputs:
-            for each, row in zip(outputs[0], rows, strict=True):
-                _give_back(row, each)
+        for each, row in zip(outputs[0] if outputs else (), rows, strict=bool(outputs)):
+            _give_back(row, each)
         return True
 
-    @_carried("scatter", 0)
-    def scatter(
-        self, host: HostCollectives, output: Tensor, _: Any, tensors: Any, opts: Any
-    ) -> None:
-        """Give each rank its item of one rank's list. Collective."""
+    @_carried("scatter", 0, 2)
+    def scatter(self, host: Host, output: Tensor, opts: Any, tensors: Any) -> None:
         src, parts = self._members[opts.rootRank], _only(tensors)
         rows = None if parts is None else torch.stack([part.data for part in parts])
         self._compare(f"scatter from {src}", output)
         _give_back(host.scatter(rows, _memory_of(output), src), output)
 
-    @_carried("all_to_all", 1, is_list=False)
+    @_carried("all_to_all", 1, 4, is_list=False)
     def alltoall_base(
-        self,
-        host: HostCollectives,
-        tensor: Tensor,
-        output: Tensor,
-        _: Any,
-        into: Any,
-        of: Any,
-        *opts: Any,
+        self, host: Host, tensor: Tensor, _: Any, output: Tensor, *sizes: Any
     ) -> bool:
-        """Give each rank its part of this rank's, and take theirs. Collective."""
-        is_even = not into and not of and _is_times(output, tensor, 1)
+        is_even = not any(sizes) and _is_times(output, tensor, 1)
         size = b"%d" % tensor.numel() if is_even else b""  # which some ranks alone may know
         every = self._compare(f"all_to_all of {str(tensor.dtype)[6:]}", None, size)
         if not size or any(other != size for other in every):
             return False
-        rows = host.all_to_all(_memory_of(tensor).view(host.size, -1))
-        _give_back(rows, output)
+        _give_back(host.all_to_all(_memory_of(tensor).view(host.size, -1)), output)
         return True
 
     all_to_all_single = alltoall_base
 
-    def barrier(self, *args: Any, **others: Any) -> Any:
-        """Wait for all ranks. Collective."""
-        if others.keys() - {"opts"}:
-            start = functools.partial(self._gloo.barrier, *args, **others)
+    def barrier(self, *args: Any, **named: Any) -> Any:
+        if named.keys() - {"opts"}:
+            start = functools.partial(self._gloo.barrier, *args, **named)
             return self._by_gloo("barrier", None, start)
         with self._operation("barrier", None, "control"):
             self._compare("barrier")
