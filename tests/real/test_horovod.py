@@ -314,7 +314,7 @@ SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
 # is known without an import.
 BROKEN: dict[str, tuple[str | None, str, str, bool]] = {
     "missing": (None, torch.__version__, "without its C[+][+] part.*HOROVOD_WITH_PYTORCH=1", True),
-    "built for another Python": (".cpython-27m.so", torch.__version__, "another Python", True),
+    "built for another Python": (".cpython-27m.so", torch.__version__, "and this Python", True),
     "built for another torch": (SUFFIX, "1.5.0", "torch 1[.]5[.]0, but this is torch", True),
     "no library": (SUFFIX, torch.__version__, "mpi_lib_v2", False),
 }

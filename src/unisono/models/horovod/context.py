@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +14,7 @@ from torch.optim import Optimizer
 
 from unisono.control.rendezvous import host_of_this_process
 from unisono.errors import AlreadyInitializedError, ContextError
+from unisono.model.contract import ComputationModel
 from unisono.model.handle import Outcome
 from unisono.models.horovod.rendezvous import wait_for_all
 from unisono.topology import ContextHint, RankInfo, Topology
@@ -85,21 +85,11 @@ def topology_of(hvd: ModuleType, hint: ContextHint) -> Topology:
     return Topology(hvd.rank(), hvd.size(), local_rank, hvd.local_size(), node_rank, nnodes)
 
 
-def seat(hvd: ModuleType) -> bytes:
-    """Say on which node this replica is, for `place`."""
-    node = os.environ.get("HOROVOD_HOSTNAME") or host_of_this_process()
-    return json.dumps([node, hvd.local_rank()]).encode()
-
-
-def place(topology: Topology, seats: list[bytes]) -> Topology:
-    """Count the nodes."""
-    placed = [json.loads(blob) for blob in seats]
-    nodes = list(dict.fromkeys(node for node, _ in placed))
-    if len(nodes) != sum(local_rank == 0 for _, local_rank in placed):
-        return topology  # two nodes with one name: Horovod's own numbers are better
-    known = (topology.local_rank, topology.local_world_size)
-    node_rank = nodes.index(placed[topology.rank][0])
-    return Topology(topology.rank, topology.world_size, *known, node_rank, len(nodes))
+def placed(hvd: ModuleType, model: ComputationModel) -> Topology:
+    """Return where this replica stands, by the hosts of all. Collective over all ranks."""
+    host = os.environ.get("HOROVOD_HOSTNAME") or host_of_this_process()
+    own = Topology(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
+    return own.among(model.exchange(host.encode()))
 
 
 def device_of(hvd: ModuleType) -> torch.device:

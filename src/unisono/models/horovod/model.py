@@ -101,7 +101,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
         model = cls(context.topology_of(hvd, ContextHint()), True, timeout_s)
         if model._device.type != "cpu":
             torch.accelerator.set_device_index(model._device.index)
-        model._topology = context.place(model._topology, model.exchange(context.seat(hvd)))
+        model._topology = context.placed(hvd, model)
         return model
 
     def finalize(self) -> None:
