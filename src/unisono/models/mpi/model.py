@@ -35,19 +35,22 @@ _TAG = 32_767  # the highest that every MPI has: out of the way of a user's own 
 class _ControlPlane(ControlPlane):
     """Bytes travel in MPI, in calls that end on every rank alike."""
 
-    model: MpiModel
-    is_one_host = False  # until the world is ours, which all ranks learn together
+    is_one_host = has_world = False  # until the world is ours, which all ranks learn together
+
+    def __init__(self, model: MpiModel, calls: Calls) -> None:
+        super().__init__(model)
+        self._calls = calls
 
     @property
     def allows_threads(self) -> bool:
-        return self.model.allows_threads
+        return self._calls.allows("SERIALIZED")
 
     @property
     def separates_groups(self) -> bool:
-        return self.model.allows_many_threads and super().separates_groups
+        return self._calls.allows("MULTIPLE") and super().separates_groups
 
     def has_met(self, group: Group | None) -> bool:
-        return group is not None or self.model.is_duplicated
+        return group is not None or self.has_world
 
     def compares_calls(self, group: Group | None) -> bool:
         """Tell whether all ranks share a host, and tensors are there: it costs 10 to 20 us then."""
@@ -62,7 +65,7 @@ class _ControlPlane(ControlPlane):
 
     def interrupt(self, how: str) -> None:
         """Only the end of this process can tell the others, which it does at once then."""
-        self.model.lose(how)
+        self._calls.lose(how)
 
 
 class MpiModel(ComputationModel):
@@ -103,7 +106,7 @@ class MpiModel(ComputationModel):
         self._in_place = mpi.IN_PLACE
         self._comms: list[Any] = []
         self._is_live = True
-        self.control: _ControlPlane = _ControlPlane(self)
+        self.control: _ControlPlane = _ControlPlane(self, self._calls)
 
     @classmethod
     def from_context(cls, hint: ContextHint) -> Self | None:
@@ -167,31 +170,13 @@ class MpiModel(ComputationModel):
     def transport_device(self) -> torch.device:
         return self._transport
 
-    @property
-    def allows_threads(self) -> bool:
-        """Whether MPI may be called from another thread."""
-        return bool(self._mpi.Query_thread() >= self._mpi.THREAD_SERIALIZED)
-
-    @property
-    def allows_many_threads(self) -> bool:
-        """Whether several threads may call MPI at once."""
-        return bool(self._mpi.Query_thread() >= self._mpi.THREAD_MULTIPLE)
-
-    @property
-    def is_duplicated(self) -> bool:
-        """Whether all ranks have called something over all of them."""
-        return self._world is not None
-
-    def lose(self, how: str) -> None:
-        """Let no further call of MPI be made, and end the job with this process."""
-        self._calls.lose(how)
-
     def _over(self, group: Group | None) -> Any:
         if group is not None:
             return group.handle
         if self._world is None:
             with self._calls.edge("Comm_dup"):
                 self._world = self._keep(self._mpi.COMM_WORLD.Dup())
+                self.control.has_world = True
                 host = self._world.Split_type(self._mpi.COMM_TYPE_SHARED)
                 self.control.is_one_host = host.size == self._world.size
                 host.Free()
@@ -246,7 +231,7 @@ class MpiModel(ComputationModel):
         self, tensor: Tensor, op: ReduceOp, group: Group | None = None
     ) -> Handle[Tensor] | None:
         is_whole = tensor.numel() <= self.largest_count and tensor.is_cpu
-        if not is_whole or not self.allows_many_threads:
+        if not is_whole or not self._calls.allows("MULTIPLE"):
             return None
         calls, comm, rule = self._calls, self._over(group), self._calls.rule(op, tensor.dtype)
         args = (self._mpi.IN_PLACE, calls.buffer(tensor), rule)

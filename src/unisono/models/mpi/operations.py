@@ -116,6 +116,10 @@ class Calls:
         """Set how long a call over a communicator that is kept may take."""
         self._allowed_s[id(comm)] = timeout_s
 
+    def allows(self, level: str) -> bool:
+        """Return whether threads may call MPI, by the level's name."""
+        return bool(self._mpi.Query_thread() >= getattr(self._mpi, f"THREAD_{level}"))
+
     def _limit_s(self, comm: Any) -> float | None:
         return limit_of(self._allowed_s.get(id(comm), self.timeout_s))
 
@@ -239,7 +243,7 @@ class Calls:
             raise CollectiveTimeoutError(f"{named(absent)} never came to {name}: {waited}")
 
         mpi, limit_s = self._mpi, limit_of(self.timeout_s)
-        if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+        if not self.allows("MULTIPLE"):
             return act()
         outcome, _ = Outcome.in_thread(act, f"{BACKGROUND}-{name}")
         return outcome.wait()
