@@ -40,7 +40,7 @@ SAVED = Path(".nox", "saved.txt")  # tests that a second try has saved
 SITE = Path(".nox", "site")
 FEW = 3  # more tests than this don't fail by chance
 TWO = ("-n", "2", "--dist", "worksteal")
-OWN = ("-e", ".[demo]", "-e", "./tests/plugin")
+OWN = ("-e", ".[examples]", "-e", "./tests/plugin")
 GROUPS = (
     *("test", "lint", "types", "notebook", "metrics", "peers", "manifests", "recipes", "plugins"),
     *("docs", "perfetto"),

@@ -25,7 +25,7 @@ BLOCK = r"(?ms)^```{}\n(.*?)^```"  # of a page
 PROGRAM = "train.py"  # README's, in the form that runs under launchers
 RUN = ("-m", "unisono", "run", "--nproc-per-node", "2", "--launcher")
 EXTRAS = {  # what each is for, in a command
-    "demo": ("-m", "unisono", "demo", "--no-compare", "--backend", "threads"),
+    "examples": ("examples/digits.py", "--backend", "threads", "--nproc-per-node", "2"),
     "notebook": ("-m", "IPython", "-c", "%load_ext unisono"),
     "bench": ("benchmarks/scaling.py", "--ranks", "2", "--rounds", "1"),
     "mpi": (*RUN, "mpi", "--backend", "mpi4py", PROGRAM),  # mpiexec starts the ranks
@@ -78,8 +78,7 @@ def wheel(folder: Path, readme: list[str]) -> None:
     Path(folder, PROGRAM).write_text(readme[0])
     if "rank 1 is done" not in call(str(folder / PROGRAM)):
         raise SystemExit("README's program doesn't print what README says")
-    call("-m", "pip", "install", "-c", "constraints.txt", f"{made}[demo]")
-    call(*EXTRAS["demo"])
+    call("-m", "unisono", "demo")
 
 
 def extras(folder: Path, readme: list[str], *names: str) -> None:

@@ -7,7 +7,7 @@
     mpirun -n 2 python examples/digits.py --backend mpi4py            two processes of MPI
 
 Every way ends with the same parameters, but for rounding: compare the checksums.
-Needs scikit-learn for its digits: python -m pip install "unisono[demo]"
+Needs scikit-learn for its digits: python -m pip install "unisono[examples]"
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 Each worker grows some of the trees, and the votes of all are added. The seed of a tree is its
 number, and integers add up exactly: any number of workers gets the same forest, bit for bit.
-Needs scikit-learn: python -m pip install "unisono[demo]"
+Needs scikit-learn: python -m pip install "unisono[examples]"
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
 The third command goes on where the second stopped, with another number of workers. Every batch has
 the same images however many workers share it, so what is learnt doesn't depend on their number, but
-for rounding. Needs scikit-learn for its images: python -m pip install "unisono[demo]"
+for rounding. Needs scikit-learn for its images: python -m pip install "unisono[examples]"
 """
 
 from __future__ import annotations

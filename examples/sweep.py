@@ -5,7 +5,7 @@
 
 First each worker trains whichever setting comes next, by itself; then all of them train the best
 setting together. The processes are the same for both, and start once.
-Needs scikit-learn for its data: python -m pip install "unisono[demo]"
+Needs scikit-learn for its data: python -m pip install "unisono[examples]"
 """
 
 from __future__ import annotations

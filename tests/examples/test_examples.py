@@ -26,7 +26,7 @@ Work = Callable[..., list[Any]]
 @pytest.fixture(scope="module")
 def work() -> Iterator[Work]:
     """What runs a function on a number of ranks: here, or on workers that import things once."""
-    for name in ("images", "forest", "sweep", "actors"):
+    for name in ("images", "forest", "sweep", "actors", "digits"):
         load(name)  # scikit-learn sets variables, and ranks begin with those that there are
     threads = torch.get_num_threads()
     with ExitStack() as stack:
@@ -128,6 +128,19 @@ def test_actors_learn_the_same_on_any_number_of_ranks(work: Work) -> None:
         alone, *others = [each for size in SIZES for each in work(size, act, rounds, episodes, 0)]
         assert others == [pytest.approx(alone)] * (sum(SIZES) - 1)
     assert sum(alone[-3:]) / 3 > 2 * alone[0]
+
+
+def test_digits_is_the_same_on_any_number_of_workers(work: Work) -> None:
+    """Started by launchers, in tests/launch too."""
+    module = load("digits")
+    alone, *others = [
+        each for size in SIZES for each in work(size, module.train, module.load(), 10, 0)
+    ]
+    assert alone["accuracy"] > 0.9
+    assert len(others) == sum(SIZES[1:])
+    for other in others:
+        assert other["parameters"] == pytest.approx(alone["parameters"], abs=1e-5)
+        assert other["checksums"] == pytest.approx(alone["checksums"] * other["world_size"])
 
 
 def test_readme_names_every_example() -> None:

@@ -1,31 +1,45 @@
-"""``unisono bench``: how fast each collective is here, by payload and size."""
+"""``unisono bench``: the time of each collective here, by payload and size."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import platform
-from pathlib import Path
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Annotated, Any
 
+import torch
 import typer
+from rich.console import Console
+from rich.progress import track
 
-import unisono
+import unisono as idist
 from unisono.cli._tables import Column, folded, show
+from unisono.lifecycle import best_backend
+from unisono.topology import usable_cores
 
-_SIZES = "4 1K 64K 1M 16M"
 _UNITS = {"K": 10, "M": 20, "G": 30}
 _COLUMNS = (
     Column("operation"),
     Column("payload", rank=1),
-    Column("size", is_number=True),
-    Column("median", is_number=True),
-    Column("quartiles", is_number=True, rank=2),
-    Column("algorithm", is_number=True, rank=4),
-    Column("bus", is_number=True, rank=3),
+    Column("bytes", is_number=True),
+    Column("median us", is_number=True),
+    Column("quartiles us", is_number=True, rank=2),
+    Column("algorithm GB/s", is_number=True, rank=4),
+    Column("bus GB/s", is_number=True, rank=3),
 )
-_CPU_INFO = Path("/proc/cpuinfo")
+# Of the bytes of a payload, what crosses the bus for each rank: github.com/NVIDIA/nccl-tests,
+# doc/PERFORMANCE.md. A size is that of the whole result.
+_BUS: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1.0,
+}
 
 
 def bench(
@@ -34,12 +48,11 @@ def bench(
     nproc_per_node: Annotated[
         int, typer.Option("-n", "--nproc-per-node", min=1, metavar="N", help="Replicas.")
     ] = 2,
-    sizes: Annotated[str, typer.Option(help="Bytes of tensors, such as '4 64K 1M'.")] = _SIZES,
+    sizes: Annotated[
+        str, typer.Option(help="Bytes of tensors, such as '4 64K 1M'.")
+    ] = "4 1K 64K 1M 16M",
     rounds: Annotated[int, typer.Option(min=1, help="Calls, of which the median counts.")] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw times over sizes (needs matplotlib).")
-    ] = None,
 ) -> int:
     """Measure every collective on tensors of several sizes, and values of the control plane.
 
@@ -50,23 +63,19 @@ def bench(
     Returns:
         The exit code, 0.
     """
-    from unisono.cli._measure import measure
-    from unisono.lifecycle import best_backend, spawn
-
     sizes_bytes = [_bytes(text) for text in sizes.replace(",", " ").split()]
-    draw = None if plot is None else _drawing()
     name = best_backend() if backend is None else backend
-    rows = spawn(name, measure, (sizes_bytes, rounds, not as_json), nproc_per_node=nproc_per_node)[
-        0
-    ]
-    facts = {"backend": name, "ranks": nproc_per_node, "rounds": rounds, **_machine()}
+    arguments = (sizes_bytes, rounds, not as_json)
+    rows, *_ = idist.spawn(name, _measure, arguments, nproc_per_node=nproc_per_node)
+    load = round(os.getloadavg()[0], 1)
+    facts = {"backend": name, "ranks": nproc_per_node, "rounds": rounds}
+    facts |= {"machine": platform.machine(), "cores": usable_cores(), "load": load}
+    facts |= {"unisono": idist.__version__, "torch": torch.__version__}
     if as_json:
         typer.echo(json.dumps({**facts, "figures": rows}, indent=1))
-    else:
-        _show(rows, facts)
-    if plot is not None:
-        _draw(draw, rows, plot, facts)
-        typer.echo(f"wrote {plot}", err=True)
+        return 0
+    typer.echo(folded(", ".join(f"{name} {value}" for name, value in facts.items())))
+    show(f"{name}, ranks: {nproc_per_node}", _COLUMNS, [_cells(row) for row in rows])
     return 0
 
 
@@ -78,113 +87,82 @@ def _bytes(text: str) -> int:
     return int(number) << (unit or 0)
 
 
-def _machine() -> dict[str, Any]:
-    """Say what the figures depend on."""
-    import torch
-
-    from unisono.accelerators import accelerator_count
-    from unisono.topology import usable_cores
-
-    lines = _CPU_INFO.read_text().splitlines() if _CPU_INFO.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    devices = accelerator_count()
-    return {
-        "processor": models[0] if models else platform.processor() or platform.machine(),
-        "cores": usable_cores(),
-        "accelerators": devices,
-        "load": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "unisono": unisono.__version__,
-    }
+def _cells(row: dict[str, Any]) -> list[str]:
+    quartiles = f"{row['us_q1']:.1f} to {row['us_q3']:.1f}"
+    speeds = [row["algorithm_gb_s"], row["bus_gb_s"]]
+    size = str(row["bytes"] or "")
+    texts = ["" if speed is None else f"{speed:.3g}" for speed in speeds]
+    return [row["operation"], row["payload"], size, f"{row['us']:.1f}", quartiles, *texts]
 
 
-def _size(count: float) -> str:
-    """Write a number of bytes with its unit."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}" if unit == "B" else f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} GiB"
+def _measure(
+    _local_rank: int, sizes: list[int], rounds: int, shows_progress: bool
+) -> list[dict[str, Any]]:
+    """Time everything; return rows as ``--json`` prints them."""
+    n, rows = idist.get_world_size(), []
+    works = [*_values(), *_tensors(sizes)]
+    is_hidden = not (shows_progress and idist.is_main_process())
+    console = Console(stderr=True)
+    for operation, payload, size, call in track(
+        works, "measuring", console=console, disable=is_hidden, transient=True
+    ):
+        low, seconds, high = _time(call, rounds)
+        speed = size / seconds / 1e9 if payload == "tensor" else None
+        rows.append(
+            {
+                **{"operation": operation, "payload": payload, "bytes": size},
+                **{"us": seconds * 1e6, "us_q1": low * 1e6, "us_q3": high * 1e6},
+                "algorithm_gb_s": speed,
+                "bus_gb_s": None if speed is None else speed * _BUS[operation](n),
+            }
+        )
+    return rows
 
 
-def _time(us: float) -> str:
-    """Write microseconds with three digits and the unit that suits them."""
-    value, unit = (us, "us") if us < 1000 else (us / 1e3, "ms") if us < 1e6 else (us / 1e6, "s")
-    return f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
+def _time(call: Callable[[], object], rounds: int) -> list[float]:
+    """Return quartiles in seconds, of the rank whose median is the largest."""
+    call()
+    samples = []
+    for _ in range(rounds):
+        idist.barrier()
+        begin = time.perf_counter()
+        call()
+        if idist.device().type in ("cuda", "xpu"):
+            torch.accelerator.synchronize()
+        samples.append(time.perf_counter() - begin)
+    several = samples if rounds > 1 else samples * 2
+    quartiles = statistics.quantiles(several, n=4, method="inclusive")
+    return max(idist.all_gather(quartiles), key=lambda each: each[1])
 
 
-def _speed(gb_s: float | None) -> str:
-    """Write a bandwidth with the unit that suits it."""
-    if gb_s is None:
-        return ""
-    for factor, unit in ((1, "GB/s"), (1e3, "MB/s"), (1e6, "kB/s")):
-        if gb_s * factor >= 1:
-            return f"{gb_s * factor:.3g} {unit}"
-    return f"{gb_s * 1e9:.3g} B/s"
+Work = tuple[str, str, int, Callable[[], object]]
 
 
-def _title(facts: dict[str, Any]) -> str:
-    ranks = "1 rank" if facts["ranks"] == 1 else f"{facts['ranks']} ranks"
-    return f"{facts['backend']}, {ranks}, median of {facts['rounds']}"
-
-
-def _host(facts: dict[str, Any]) -> str:
-    return f"{facts['processor']}, {facts['cores']} cores, load {facts['load']}"
-
-
-def _versions(facts: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {facts[name]}" for name in ("unisono", "torch", "python"))
-
-
-def _show(rows: list[dict[str, Any]], facts: dict[str, Any]) -> None:
-    cells = [
-        [
-            row["operation"],
-            row["payload"],
-            _size(row["bytes"]) if row["bytes"] else "",
-            _time(row["us"]),
-            f"{_time(row['us_q1'])} to {_time(row['us_q3'])}",
-            _speed(row["algorithm_gb_s"]),
-            _speed(row["bus_gb_s"]),
-        ]
-        for row in rows
+def _values() -> list[Work]:
+    metrics = {f"metric{i}": i * 0.5 for i in range(20)}
+    return [
+        ("barrier", "", 0, idist.barrier),
+        ("all_gather", "str", 20, partial(idist.all_gather, "twenty characters ok")),
+        ("broadcast", "str", 20, partial(idist.broadcast, "twenty characters ok")),
+        ("all_reduce", "float", 8, partial(idist.all_reduce, 0.5)),
+        ("all_reduce", "dict of 20 floats", 160, partial(idist.all_reduce, metrics)),
+        ("all_gather", "str", 5000, partial(idist.all_gather, "x" * 5000)),
     ]
-    typer.echo(f"{folded(_host(facts))}\n{folded(_versions(facts))}")
-    show(_title(facts), _COLUMNS, cells)
 
 
-def _drawing() -> Any:
-    try:
-        return importlib.import_module("matplotlib.figure")
-    except ImportError as error:
-        raise typer.BadParameter(
-            "--plot needs matplotlib: python -m pip install matplotlib"
-        ) from error
-
-
-def _draw(drawing: Any, rows: list[dict[str, Any]], path: Path, facts: dict[str, Any]) -> None:
-    """Draw each operation's median over the size, its quartiles as a band."""
-    from unisono.cli._measure import BUS
-
-    figure = drawing.Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    sizes = sorted({row["bytes"] for row in rows if row["payload"] == "tensor"})
-    for operation in BUS:
-        points = [r for r in rows if r["operation"] == operation and r["payload"] == "tensor"]
-        x = [row["bytes"] for row in points]
-        (line,) = axes.plot(x, [row["us"] for row in points], "o-", label=operation)
-        bounds = [[row[key] for row in points] for key in ("us_q1", "us_q3")]
-        axes.fill_between(x, *bounds, color=line.get_color(), alpha=0.15, linewidth=0)
-    axes.set(xscale="log", yscale="log", xlabel="size of the result", ylabel="time of a call")
-    axes.set_xticks(sizes, [_size(size) for size in sizes], minor=False)
-    axes.xaxis.set_minor_locator(importlib.import_module("matplotlib.ticker").NullLocator())
-    formatter = importlib.import_module("matplotlib.ticker").FuncFormatter
-    axes.yaxis.set_major_formatter(formatter(lambda us, _at: _time(us)))
-    axes.yaxis.set_minor_formatter(formatter(lambda us, _at: ""))
-    axes.grid(which="major", alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, title="median; the band is half of all calls")
-    axes.set_title(_title(facts), loc="left", fontweight="bold")
-    figure.supxlabel(f"{_host(facts)}\n{_versions(facts)}", fontsize=8, color="gray")
-    figure.savefig(path, dpi=150)
+def _tensors(sizes: list[int]) -> Iterator[Work]:
+    n = idist.get_world_size()
+    for size in sizes:
+        count = max(n, size // 4 // n * n)
+        tensor = torch.zeros(count, device=idist.device())
+        part = tensor[: count // n].clone()
+        shapes = [[count // n]] * n
+        calls: dict[str, Callable[[], object]] = {
+            "all_reduce": partial(idist.all_reduce_, tensor),
+            "broadcast": partial(idist.broadcast_, tensor),
+            "all_gather": partial(idist.all_gather_tensors_with_shapes, part, shapes),
+            "reduce_scatter": partial(idist.reduce_scatter, tensor),
+            "all_to_all": partial(idist.all_to_all, tensor),
+        }
+        for name, call in calls.items():
+            yield name, "tensor", count * 4, call

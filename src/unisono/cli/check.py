@@ -5,21 +5,20 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
+import torch
 import typer
 from rich.console import Console
 from rich.text import Text
 
 import unisono
-from unisono.cli._tables import Column, folded, show
+from unisono import registry, testing
+from unisono.cli._tables import folded
 from unisono.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from unisono.testing import Outcome, Status
+from unisono.testing import Outcome, Status
 
 _COLOURS: dict[Status, str] = {
     "passed": "green",
@@ -74,7 +73,7 @@ def check(
     save: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the JSON to a file as well.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
 ) -> int:
     """Check every law of the contract on one backend, launcher or environment.
 
@@ -87,9 +86,9 @@ def check(
         The exit code: 0 if no law failed, 1 if one did.
     """
     subject = _subject(backend, launcher, environment)
-    names = [name for name in subject.laws if law.strip().replace(" ", "_") in name]
+    names = [name for name in subject.groups if law.strip().replace(" ", "_") in name]
     if not names:
-        raise typer.BadParameter(f"none of the {len(subject.laws)} laws has {law!r} in its name")
+        raise typer.BadParameter(f"none of the {len(subject.groups)} laws has {law!r} in its name")
     limit = {} if timeout is None else {"timeout_s": timeout}
     outcomes: list[Outcome] = []
     for size in nproc_per_node or subject.sizes:
@@ -113,119 +112,81 @@ def check(
     return int(any(outcome.status == "failed" for outcome in outcomes))
 
 
-@dataclass(frozen=True, slots=True)
-class _Subject:
-    """What is checked: a backend, a launcher or an environment."""
+class _Subject(NamedTuple):
+    """A backend, a launcher or an environment that is checked."""
 
     name: str
-    facts: Mapping[str, Any]  # of it, in the JSON
-    laws: Mapping[str, str]  # and the group of each
+    facts: Mapping[str, Any]  # in the JSON
+    groups: Mapping[str, str]  # the group of each law
     sizes: Sequence[int]  # numbers of replicas, where none is given
     check: Callable[..., list[Outcome]]
 
 
 def _subject(backend: str | None, launcher: str | None, environment: str | None) -> _Subject:
-    from unisono import testing
-    from unisono.registry import find_environment, find_launcher
-
-    if launcher is not None and environment is None:
-        find_launcher(launcher)
-        used = backend or "gloo"
-        facts = {"launcher": launcher, "backend": used}
-        laws = dict.fromkeys(testing.LAUNCHER_LAWS, "launchers")
-        each = partial(testing.check_launcher, launcher, backend=used)
-        sizes = testing.LauncherConformance.sizes
-        return _Subject(f"launcher {launcher} with {used}", facts, laws, sizes, each)
-    if environment is not None and launcher is None and backend is None:
-        find_environment(environment)
-        laws = dict.fromkeys(testing.ENVIRONMENT_LAWS, "environments")
-
-        def without_replicas(_: int, *, laws: Sequence[str], **__: Any) -> list[Outcome]:
-            return testing.check_environment(environment, laws=laws)
-
-        facts = {"environment": environment}
-        return _Subject(f"environment {environment}", facts, laws, (0,), without_replicas)
-    if backend is None or environment is not None:
+    named = [each is not None for each in (launcher, environment, None if launcher else backend)]
+    if sum(named) != 1:
         raise typer.BadParameter("name one thing: a backend, --launcher NAME or --environment NAME")
-    return _of_backend(backend)
-
-
-def _of_backend(backend: str) -> _Subject:
-    from unisono import testing
-    from unisono.registry import find_model
-
-    model = find_model(backend)
-    facts = {
-        "backend": backend,
-        "model": model.name,
-        "capabilities": sorted(model.capabilities),
-    }
-    laws = {name: law.check.__module__.rpartition(".")[2] for name, law in testing.LAWS.items()}
-    each = partial(testing.check, backend)
-    return _Subject(backend, facts, laws, testing.Conformance.sizes, each)
+    if launcher is not None:
+        registry.find_launcher(launcher)
+        used = backend or "gloo"
+        return _Subject(
+            f"launcher {launcher} with {used}",
+            {"launcher": launcher, "backend": used},
+            dict.fromkeys(testing.LAUNCHER_LAWS, "launchers"),
+            testing.LauncherConformance.sizes,
+            partial(testing.check_launcher, launcher, backend=used),
+        )
+    if environment is not None:
+        registry.find_environment(environment)
+        return _Subject(
+            f"environment {environment}",
+            {"environment": environment},
+            dict.fromkeys(testing.ENVIRONMENT_LAWS, "environments"),
+            (0,),
+            lambda _, laws, **__: testing.check_environment(environment, laws=laws),
+        )
+    name = str(backend)
+    model = registry.find_model(name)
+    capabilities = sorted(model.capabilities)
+    return _Subject(
+        name,
+        {"backend": name, "model": model.name, "capabilities": capabilities},
+        {each: law.check.__module__.rpartition(".")[2] for each, law in testing.LAWS.items()},
+        testing.Conformance.sizes,
+        partial(testing.check, name),
+    )
 
 
 def _facts(subject: _Subject, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    import torch
-
-    return {
-        **subject.facts,
-        "torch": torch.__version__,
-        "unisono": unisono.__version__,
-        "laws": [
-            {
-                "law": outcome.law,
-                "group": subject.laws[outcome.law],
-                "nproc": outcome.nproc,
-                "status": outcome.status,
-                "reason": outcome.reason,
-                "seconds": round(outcome.seconds, 4),
-            }
-            for outcome in outcomes
-        ],
-    }
+    laws = [
+        {"law": each.law, "group": subject.groups[each.law], "nproc": each.nproc}
+        | {"status": each.status, "reason": each.reason, "seconds": round(each.seconds, 4)}
+        for each in outcomes
+    ]
+    versions = {"torch": torch.__version__, "unisono": unisono.__version__}
+    return {**subject.facts, **versions, "laws": laws}
 
 
 def _show(name: str, size: int, outcomes: Sequence[Outcome]) -> None:
-    who = "1 replica" if size == 1 else f"{size} replicas"
-    title = f"{name}, {who}" if size else name
-    console = Console(highlight=False)
-    if console.is_terminal:
-        _show_lines(console, title, outcomes)
-    else:
-        columns = [Column(name) for name in ("law", "outcome", "ms", "why")]
-        show(title, columns, [(o.law, o.status, _ms(o), _brief(o)) for o in outcomes])
-    for outcome in outcomes:
-        if "\n" in outcome.reason:
-            typer.echo(f"{outcome.law}, {title}: {outcome.reason}\n")
-    typer.echo(_counts(outcomes))
-
-
-def _show_lines(console: Console, title: str, outcomes: Sequence[Outcome]) -> None:
     """Print a line for each law, whose name is never cut or folded, so that it can be copied."""
-    console.print(Text(title, "italic"))
+    replicas = ("", ", 1 replica")[size] if size < 2 else f", {size} replicas"
+    console = Console(highlight=False)
+    console.print(Text(f"{name}{replicas}", "italic"))
     for outcome in outcomes:
+        ms = f"{outcome.seconds * 1000:.1f}" if outcome.seconds else "-"
         status = Text(outcome.status.ljust(_STATUS_WIDTH), _COLOURS[outcome.status])
-        console.print(status, f"{_ms(outcome):>7} ms ", outcome.law, soft_wrap=True)
-        if _brief(outcome):
-            typer.echo(folded(_brief(outcome), _STATUS_WIDTH + 1))
-
-
-def _ms(outcome: Outcome) -> str:
-    return f"{outcome.seconds * 1000:.1f}" if outcome.seconds else "-"
-
-
-def _brief(outcome: Outcome) -> str:
-    return outcome.reason.partition("\n")[0]
-
-
-def _counts(outcomes: Sequence[Outcome]) -> str:
+        console.print(status, f"{ms:>7} ms ", outcome.law, soft_wrap=True)
+        first, _, more = outcome.reason.partition("\n")
+        if first:
+            typer.echo(folded(first, _STATUS_WIDTH + 1))
+        if more:
+            typer.echo(f"{more}\n")
     counts = Counter(outcome.status for outcome in outcomes)
-    return ", ".join(f"{counts[status]} {status}" for status in _COLOURS if counts[status])
+    typer.echo(", ".join(f"{counts[status]} {status}" for status in _COLOURS if counts[status]))
 
 
 def _sum_up(outcomes: Sequence[Outcome]) -> None:
-    """Say what the words mean that came, and how to check one law alone."""
+    """Explain the statuses that occurred, and how to check one law alone."""
     statuses = {outcome.status for outcome in outcomes}
     for status, meaning in _MEANS.items():
         if status in statuses:

@@ -1,28 +1,23 @@
-"""``unisono demo``: train on real data, and show that the number of workers changes nothing."""
+"""``unisono demo``: train a small net on several workers and alone, and compare the parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
-from typing import Annotated
+import math
+import os
+from typing import Annotated, Any
 
+import torch
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.control import Control
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.segment import ControlType
-from rich.table import Table
+from torch import Tensor, nn
 
 import unisono as idist
-from unisono.cli import _digits
-from unisono.cli._digits import Digits, Outcome, Settings
 
+_ARMS, _POINTS = 3, 600
+_EPOCHS, _BATCH_SIZE = 20, 60  # the batch of all workers together
 _GOAL = 0.95
-_TOLERANCE = 1e-5
-_COMPARED = (1, 2, 3)
-_FOR_SEVERAL = {"serial": "threads"}  # with several replicas, serial is compared with threads
+# The number of workers decides the order in which gradients are added, and so their rounding. In
+# float32 the steps amplify it until parameters differ by 1e-3.
+_DTYPE, _TOLERANCE = torch.float64, 1e-9
 
 
 def demo(
@@ -33,182 +28,75 @@ def demo(
     nproc_per_node: Annotated[
         int, typer.Option("-n", "--nproc-per-node", min=1, metavar="N", help="Workers to start.")
     ] = 2,
-    epochs: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Times to go through the images.")
-    ] = 20,
-    batch_size: Annotated[
-        int,
-        typer.Option(min=1, metavar="N", help="Images in a batch, of all workers together."),
-    ] = 64,
-    seed: Annotated[
-        int,
-        typer.Option(
-            min=0, max=2**32 - 1, metavar="S", help="Decides first weights and order of images."
-        ),
-    ] = 0,
-    compare: Annotated[
-        bool, typer.Option(help="Train with 1, 2 and 3 workers and compare what they learnt.")
-    ] = True,
 ) -> int:
-    """Train a small net on real handwritten digits with several workers.
+    """Train a small net with several workers, then alone, and compare the parameters.
 
-    It shows who ran where, how well the net reads images that it hasn't seen, and that 1,
-    2 and 3 workers reach the same parameters.
+    The net learns which arm of a spiral a point belongs to. Every worker takes a part of each
+    batch.
 
     Returns:
-        The exit code: 0 if the goals were reached, 1 if not, 2 without scikit-learn.
+        The exit code: 0 if both have learnt the same, and well; 1 if not.
     """
-    console = Console(highlight=False)
-    try:
-        digits = _digits.load()
-    except ImportError as error:
-        typer.echo(
-            "error: the demo needs scikit-learn, whose digits it learns from "
-            f'({error}): python -m pip install "unisono[demo]"',
-            err=True,
-        )
-        return 2
-    settings = Settings(epochs, batch_size, seed)
-    runs = {nproc_per_node: _run(backend, nproc_per_node, digits, settings)}
-    first = runs[nproc_per_node][0]
-    _show_who(console, first, digits)
-    if compare:
-        for workers in _COMPARED:
-            if workers not in runs:
-                runs[workers] = _run(_capable(backend, workers), workers, digits, settings)
-        _show_runs(console, runs, digits, backend)
-    return _judge(console, runs, digits, nproc_per_node)
+    runs = idist.spawn(backend, _train, (True,), nproc_per_node=nproc_per_node)
+    (alone,) = idist.spawn("serial", _train, (False,))
+    apart = max(float((run["parameters"] - alone["parameters"]).abs().max()) for run in runs)
+    accuracy = runs[0]["accuracy"]
+    verdict = "the same parameters" if apart <= _TOLERANCE else "DIFFERENT parameters"
+    for line in (
+        *runs[0]["workers"],
+        f"{accuracy:.1%} of {_POINTS} points are classified correctly",
+        f"one worker alone reaches {verdict} (at most {apart:.0e} apart)",
+        f"next, a script of your own: python -m unisono run -n {nproc_per_node} script.py",
+    ):
+        typer.echo(line)
+    return 0 if apart <= _TOLERANCE and accuracy >= _GOAL else 1
 
 
-def _capable(backend: str, workers: int) -> str:
-    """Name the backend, or the one that stands in where it can't have so many workers."""
-    return backend if workers == 1 else _FOR_SEVERAL.get(backend.lower(), backend)
+def _train(local_rank: int, is_shown: bool) -> dict[str, Any]:
+    """Train one worker, which has the same data and the same first parameters as all others."""
+    torch.set_num_threads(1)  # the workers share this machine's cores
+    generator, device = torch.Generator().manual_seed(0), idist.device()
+    points, labels = (tensor.to(device) for tensor in _spiral(generator))
+    model = _model(generator).to(device)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.Adam(parameters, lr=0.02)
+    for epoch in range(_EPOCHS):
+        total = torch.zeros((), dtype=_DTYPE, device=device)
+        order = torch.randperm(_POINTS, generator=generator)
+        for batch in torch.split(order, _BATCH_SIZE):
+            mine = batch.tensor_split(idist.get_world_size())[idist.get_rank()].to(device)
+            loss = nn.functional.cross_entropy(model(points[mine]), labels[mine], reduction="sum")
+            # By the whole batch's size: right for parts of any size.
+            gradients = torch.autograd.grad(loss / len(batch), parameters)
+            for parameter, gradient in zip(parameters, idist.all_reduce(gradients), strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+            total += loss.detach()
+        mean = idist.all_reduce(total.item()) / _POINTS
+        if is_shown and idist.is_main_process() and (epoch + 1) % 5 == 0:
+            typer.echo(f"epoch {epoch + 1}: loss {mean:.4f}")
+    who = f"rank {idist.get_rank()}: process {os.getpid()} on {idist.hostname()}, {device}"
+    correct = (model(points).argmax(1) == labels).double().mean()
+    return {
+        "workers": idist.all_gather(f"{who}, {idist.model_name()}"),
+        "accuracy": correct.item(),
+        "parameters": nn.utils.parameters_to_vector(parameters).detach().cpu(),
+    }
 
 
-def _run(backend: str, workers: int, digits: Digits, settings: Settings) -> list[Outcome]:
-    """Train with so many workers and give each one's outcome."""
-    title = f"{_count(workers)}, {backend}"
-    try:
-        outcomes: list[Outcome] = idist.spawn(
-            backend,
-            _digits.train,
-            args=(digits, settings, partial(_bar, title)),
-            nproc_per_node=workers,
-        )
-    except BaseException:  # the worker that drew the bar may have been ended in the middle
-        _clear_bar(Console(stderr=True))
-        raise
-    return outcomes
+def _spiral(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return points [600, 2] and the arm of each [600]."""
+    labels = torch.arange(_POINTS) % _ARMS
+    radius = torch.linspace(0.1, 1, _POINTS, dtype=_DTYPE)
+    noise = torch.randn(_POINTS, generator=generator, dtype=_DTYPE) * 0.1
+    angle = labels * (2 * math.pi / _ARMS) + radius * 4 + noise
+    return torch.stack((radius * angle.cos(), radius * angle.sin()), 1), labels
 
 
-@contextmanager
-def _bar(title: str, epochs: int) -> Iterator[_digits.Report]:
-    """Show a progress bar in a terminal, and nothing elsewhere."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        TextColumn("epochs, loss {task.fields[loss]:.4f}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(
-        *columns,
-        console=console,
-        auto_refresh=False,
-        redirect_stdout=False,
-        redirect_stderr=False,
-        disable=not console.is_terminal,
-        expand=True,
-    ) as progress:
-        task = progress.add_task(title, total=epochs, loss=0.0)
-
-        def report(metrics: dict[str, float]) -> None:
-            progress.update(task, advance=1, loss=metrics["loss"], refresh=True)
-
-        yield report
-
-
-def _clear_bar(console: Console) -> None:
-    """Erase half a bar and bring back the cursor that it hid."""
-    console.show_cursor()
-    console.control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)))
-
-
-def _count(workers: int) -> str:
-    return "1 worker" if workers == 1 else f"{workers} workers"
-
-
-def _table(title: str) -> Table:
-    return Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-    )
-
-
-def _show_who(console: Console, outcome: Outcome, digits: Digits) -> None:
-    table = _table("Who ran where")
-    numbers = ("rank", "local rank", "node", "pid")
-    for name in outcome.workers[0]:
-        table.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
-    for row in outcome.workers:
-        table.add_row(*(str(value) for value in row.values()))
-    console.print()
-    console.print(table)
-    console.print(
-        f"\n{_count(len(outcome.workers))} learnt {len(digits.labels):,} handwritten digits: "
-        f"loss {outcome.metrics['loss']:.4f}, accuracy {outcome.metrics['correct']:.4f}.\n"
-    )
-
-
-def _show_runs(
-    console: Console, runs: dict[int, list[Outcome]], digits: Digits, backend: str
-) -> None:
-    table = _table("The same batches, shared by 1, 2 and 3 workers")
-    for name in ("workers", "backend", "accuracy", "seconds", "largest difference to 1 worker"):
-        table.add_column(name, justify="left" if name == "backend" else "right")
-    for workers, outcomes in sorted(runs.items()):
-        table.add_row(
-            str(workers),
-            _capable(backend, workers),
-            f"{_accuracy(outcomes[0], digits):.4f}",
-            f"{outcomes[0].seconds:.1f}",
-            f"{_difference(outcomes, runs[1]):.1e}",
-        )
-    console.print(table)
-    console.print("\nSteps of so small a net are short: the workers mostly wait for each other.")
-
-
-def _accuracy(outcome: Outcome, digits: Digits) -> float:
-    return (outcome.predictions == digits.held_out_labels).double().mean().item()
-
-
-def _difference(outcomes: list[Outcome], alone: list[Outcome]) -> float:
-    """Give the largest difference of any worker's parameter to that of the one alone."""
-    apart = [(outcome.parameters - alone[0].parameters).abs().max() for outcome in outcomes]
-    return max(float(difference) for difference in apart)
-
-
-def _judge(
-    console: Console, runs: dict[int, list[Outcome]], digits: Digits, nproc_per_node: int
-) -> int:
-    """Say whether the goals were reached, and give the exit code."""
-    is_reached = True
-    if 1 in runs and len(runs) > 1:
-        worst = max(_difference(outcomes, runs[1]) for outcomes in runs.values())
-        is_reached = worst <= _TOLERANCE
-        verdict = "the same parameters" if is_reached else "DIFFERENT parameters"
-        console.print(
-            f"All reached {verdict}: at most {worst:.1e} apart, {_TOLERANCE:.0e} is allowed."
-        )
-    outcome = runs[nproc_per_node][0]
-    accuracy = _accuracy(outcome, digits)
-    right, count = round(accuracy * len(digits.held_out_labels)), len(digits.held_out_labels)
-    console.print(f"Held-out accuracy: {accuracy:.4f} ({right} of {count} digits read right).")
-    if accuracy < _GOAL:
-        console.print(f"That is below the goal of {_GOAL}: try more --epochs.")
-    return 0 if is_reached and accuracy >= _GOAL else 1
+def _model(generator: torch.Generator) -> nn.Module:
+    """Build the net from a generator of its own: replicas that are threads share torch's."""
+    model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh())
+    model.append(nn.Linear(32, _ARMS)).to(_DTYPE)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5 / parameter.shape[-1] ** 0.5, generator=generator)
+    return model

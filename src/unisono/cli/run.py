@@ -23,7 +23,6 @@ from unisono.topology import GRACE_S, NodeInfo
 
 _HOST = re.compile(r"([\w.-]+)(?::([1-9][0-9]{0,5}))?")
 _NODES = re.compile(r"([1-9][0-9]{0,5})(?::([1-9][0-9]{0,5}))?")
-_OF_BACKEND = {"mpi4py": "mpi"}  # what its replicas need, where no launcher is named
 
 
 def run(
@@ -127,49 +126,52 @@ def run(
         where all ranks left by themselves, also after a SIGTERM.
     """
     from unisono import registry
+    from unisono.node import count_ranks
 
     check_variables()
-    node = None
     if nnodes in (None, "auto") and node_rank is None and hosts is None:
-        node, nnodes = _node(backend, launcher, nproc_per_node, nnodes == "auto"), None
-    asked = "1" if node is None else _text(node)
-    name = launcher or _default_launcher(backend, nnodes or asked)
+        node = _node(launcher, backend, nproc_per_node, is_asked=nnodes == "auto")
+        nnodes = "1" if node is None else _text(node)
+    else:
+        node = None
+    least, most = _nodes(nnodes or "1")
+    if node is not None:
+        nproc_per_node = nproc_per_node or node.nproc_per_node
+        max_restarts = node.max_restarts if max_restarts is None else max_restarts
+        master_addr = master_addr or node.master_addr
+        if most > 1:
+            node_rank, master_port = node.node_rank, master_port or node.master_port
+    name = launcher or ("torchrun" if most > 1 else _default_launcher(backend))
     registry.find_launcher(name)
-    if backend is not None:
-        _check_backend(backend)
-        os.environ["UNISONO_BACKEND"] = backend  # this process is the command's own
-    if trace is not None:
-        os.environ["UNISONO_TRACE"] = str(trace.absolute())
-    least, most = _nodes(nnodes or asked)
+    _export(backend, trace)
     job = Script(
         _program(script, args or [], module, no_python),
-        _count(nproc_per_node, node),
+        count_ranks("--nproc-per-node", nproc_per_node or "auto"),
         least,
         most,
-        node_rank if node is None or most == 1 else node.node_rank,
-        master_addr if node is None else master_addr or node.master_addr,
-        master_port if node is None or most == 1 else master_port or node.master_port,
+        node_rank,
+        master_addr,
+        master_port,
         _hosts(hosts),
-        _restarts(max_restarts, node),
+        max_restarts or 0,
         timeout,
         None if log_dir is None else str(log_dir),
-        _is_coloured(),
+        sys.stdout.isatty() and not os.environ.get("NO_COLOR"),
         options=_options(option or (), name),
         stdin_rank=stdin,
         grace_s=grace,
         local_ranks=_local_ranks(local_ranks_filter),
     )
     _check(job, name)
-    if print_only:
-        return _print(name, job)
-    return _say(registry.find_script_runner(name)(job), job)
+    runner = registry.find_script_runner(name)
+    return _print(name, job) if print_only else _say(runner(job), job)
 
 
 def _check(job: Script, launcher: str) -> None:
     check_count("--max-restarts", job.max_restarts, 0)
     if job.master_port is not None:
         check_port("--master-port", job.master_port)
-    if job.stdin_rank is not None and launcher != _default_launcher(None, "1"):
+    if job.stdin_rank is not None and launcher != "processes":
         raise ArgumentError(
             f"launcher {launcher!r} takes no --stdin: its ranks have no terminal; run them on this "
             "host, with launcher 'processes'"
@@ -190,20 +192,22 @@ def _check(job: Script, launcher: str) -> None:
         raise ArgumentError(f"--timeout {job.timeout_s:g} should be over 0 seconds")
 
 
-def _default_launcher(backend: str | None, nnodes: str) -> str:
-    if nnodes != "1":
-        return "torchrun"
-    return _OF_BACKEND.get((backend or "").lower(), "processes")
+def _default_launcher(backend: str | None) -> str:
+    """Return the launcher for one node."""
+    return "mpi" if (backend or "").lower() == "mpi4py" else "processes"
 
 
-def _check_backend(backend: str) -> None:
+def _export(backend: str | None, trace: Path | None) -> None:
+    """Set the variables of all ranks; this process is the command's own."""
     from unisono import registry
 
-    if registry.find_model(backend).replicas_are_threads:
+    if backend is not None and registry.find_model(backend).replicas_are_threads:
         raise ArgumentError(
             f"--backend {backend}: its replicas are threads, which no launcher of processes makes: "
             f"use Parallel({backend!r}, nproc_per_node=N) in the script, and python to start it"
         )
+    given = {"UNISONO_BACKEND": backend, "UNISONO_TRACE": trace and str(trace.absolute())}
+    os.environ.update({name: text for name, text in given.items() if text})
 
 
 def _program(script: str, args: list[str], module: bool, no_python: bool) -> tuple[str, ...]:
@@ -227,19 +231,16 @@ def _program(script: str, args: list[str], module: bool, no_python: bool) -> tup
 
 
 def _node(
-    backend: str | None, launcher: str | None, nproc_per_node: str | None, is_asked: bool
+    launcher: str | None, backend: str | None, nproc_per_node: str | None, *, is_asked: bool
 ) -> NodeInfo | None:
-    """Ask the platform which node this is; say aloud what it says."""
+    """Ask the platform which node this is, and print its answer."""
     from unisono.environments.nodes import ambiguity
     from unisono.node import find_node, refuse_rank
 
-    default = _default_launcher(backend, "1")
+    default = _default_launcher(backend)
     if launcher != "torchrun" and (launcher or default != "processes"):
         if is_asked:
-            which = f"--launcher {launcher}"
-            if launcher is None:
-                which = f"{default}, which is that of --backend {backend}"
-            raise ArgumentError(f"--nnodes auto is for the launcher torchrun, and not for {which}")
+            raise ArgumentError(f"--nnodes auto is for torchrun, and not for {launcher or default}")
         return None
 
     def warn(text: str) -> None:
@@ -248,33 +249,19 @@ def _node(
     node = find_node(warn, is_asked=is_asked, may_be_several=False)
     if node is None and is_asked:
         refuse_rank("--nnodes auto")
-    if node is not None and node.is_ambiguous and _count(nproc_per_node, None) != 1:
+    if node is not None and node.is_ambiguous and nproc_per_node != "1":
         raise ambiguity(node)
     if node is not None and node.max_nnodes > 1:
         which = "a node" if node.node_rank is None else f"node {node.node_rank}"
         where = f"node 0 is {node.master_addr}, port {node.master_port}"
-        line = f"unisono run: {which} of {_text(node)}, as {node.source} says; {where}"
-        typer.echo(line, err=True)
+        warn(f"{which} of {_text(node)}, as {node.source} says; {where}")
     return node
 
 
 def _text(node: NodeInfo) -> str:
-    """Write a platform's number of nodes as --nnodes has it."""
+    """Return a platform's number of nodes as --nnodes has it."""
     least, most = node.nnodes, node.max_nnodes
     return str(least) if least == most else f"{least}:{most}"
-
-
-def _count(text: str | None, node: NodeInfo | None) -> int:
-    """Read --nproc-per-node: a number, or what this host has; by default what the platform says."""
-    from unisono.node import count_ranks
-
-    said = None if node is None else node.nproc_per_node
-    return count_ranks("--nproc-per-node", text or said or "auto")
-
-
-def _restarts(asked: int | None, node: NodeInfo | None) -> int:
-    said = None if node is None else node.max_restarts
-    return (said or 0) if asked is None else asked
 
 
 def _nodes(text: str) -> tuple[int, int]:
@@ -315,10 +302,6 @@ def _options(texts: Sequence[str], launcher: str) -> tuple[tuple[str, str], ...]
     return tuple((name, value) for name, _, value in pairs)
 
 
-def _is_coloured() -> bool:
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-
-
 def _print(name: str, job: Script) -> int:
     row = next((row for row in LAUNCHERS if name in row.names), None)
     module: Any = None if row is None else load(row.module)
@@ -333,15 +316,16 @@ def _print(name: str, job: Script) -> int:
 
 
 def _say(outcome: Outcome, job: Script) -> int:
-    """Say last how the first failing rank failed, and where the logs are."""
+    """Print last how the first failing rank failed, and where the logs are."""
+    lines = list(failure(outcome))
     if outcome.failed is not None and job.log_dir:
-        typer.echo(f"logs of all ranks are in {job.log_dir}", err=True)
-    for line in failure(outcome):
-        typer.echo(line, err=True)
+        lines.insert(0, f"logs of all ranks are in {job.log_dir}")
     if outcome.interrupted is not None:
         how = ": all ranks have been ended" if outcome.is_ended else ""
         how = how if outcome.code else ": all ranks have left by themselves"
-        typer.echo(f"interrupted by {signal.Signals(outcome.interrupted).name}{how}", err=True)
+        lines.append(f"interrupted by {signal.Signals(outcome.interrupted).name}{how}")
     elif outcome.failed is None and outcome.code != 0:
-        typer.echo(f"error: the launcher ended with exit code {outcome.code}", err=True)
+        lines.append(f"error: the launcher ended with exit code {outcome.code}")
+    for line in lines:
+        typer.echo(line, err=True)
     return outcome.code

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -52,16 +51,7 @@ def test_the_table_names_what_was_measured_and_a_terminal_shows_progress() -> No
     shown, done = on_terminal(80, *THREADS, "4", stream="stderr")
     assert "measuring" in shown and "100%" in shown
     assert "measuring" not in done.out
-    for word in ("barrier", "dict of 20", "algorithm", "threads, 2 ranks", "quartiles", " cores, "):
+    for word in ("barrier", "dict of 20", "algorithm", "threads, ranks: 2", "quartiles", "cores"):
         assert word in done.out
     assert f"torch {torch.__version__}" in done.out
-    assert re.search(r"all_reduce +tensor +8 B +[\d.]+ (us|ms|s) ", done.out)
-
-
-def test_times_are_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "times.png"
-    done = run(*THREADS, "4 64", "--plot", str(path))
-    assert done.code == 0, done.err
-    assert path.read_bytes().startswith(b"\x89PNG\r\n")
-    assert f"wrote {path}" in done.err
+    assert re.search(r"(?m)^all_reduce +tensor +8 +[\d.]+ +[\d.]+ to [\d.]+ ", done.out)

@@ -66,7 +66,7 @@ def test_tables_fit_the_terminal_and_no_figure_is_cut(width: int) -> None:
         assert {line.split()[-1] for line in laws} <= set(law_names())  # whole, to be copied
         assert max(len(line) for line in lines if line not in laws) <= width
         assert "\u2026" not in text
-    times = re.findall(r"(?m)^ ?all_reduce .* (\d+\.?\d* (?:us|ms|s))", text)
+    times = re.findall(r"(?m)^ ?all_reduce .* \d+\.\d", text)
     assert len(times) == 4
 
 
@@ -83,8 +83,8 @@ def test_what_is_piped_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\x1b" not in text
     assert text.isascii()
     law = "broadcast_takes_type_and_shape_from_the_source"
-    (line,) = (line for line in text.splitlines() if line.startswith(law))
-    assert line.split()[1] == "passed"
+    (line,) = (line for line in text.splitlines() if line.endswith(law))
+    assert line.split()[0] == "passed"
 
 
 def test_no_color_is_heeded() -> None:

@@ -68,9 +68,9 @@ REFUSED = [
     # The hosts of PBS are used where the user says so.
     (ON_PBS, "", [f"pbs gives the job 2 hosts (c01, {HERE})", "--nnodes auto", ONE]),
     (ON_PBS, "--nnodes 1", [ONE, "!alone"]),
-    (ON_PBS, "--nnodes auto --launcher mpi", ["not for --launcher mpi"]),
-    (ON_PBS, "--nnodes auto --launcher processes", ["not for --launcher processes"]),
-    (ON_PBS, "--nnodes auto --backend mpi4py", ["not for mpi, which is that of --backend mpi4py"]),
+    (ON_PBS, "--nnodes auto --launcher mpi", ["not for mpi"]),
+    (ON_PBS, "--nnodes auto --launcher processes", ["not for processes"]),
+    (ON_PBS, "--nnodes auto --backend mpi4py", ["not for mpi"]),
     (ON_PBS, "--nnodes auto --node-rank 1", ["--nnodes auto takes neither"]),
     (ON_PBS, "--nnodes auto --hosts c01,c02", ["--nnodes auto takes neither"]),
     # A rank beside as many hosts, of which only the first is started.
