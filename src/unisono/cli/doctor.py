@@ -42,9 +42,12 @@ def doctor(
         The exit code: 0, or 1 where what was asked for, or any job here, can't work.
     """
     from unisono import diagnosis
+    from unisono.lifecycle import best_backend
 
     report = diagnosis.diagnose()
-    report = {"recommended": _recommended(report), **report}
+    count = report["devices"]["count"] or report["host"]["cores"]
+    use = {"backend": best_backend(), "launcher": "processes", "nproc_per_node": count}
+    report = {"recommended": use, **report}
     problems = diagnosis.problems(report, backend, launcher)
     if as_json:
         typer.echo(json.dumps({**report, "problems": problems}, indent=2))
@@ -58,42 +61,30 @@ def doctor(
     return 0
 
 
-def _recommended(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Choose what a program here should use, if nothing speaks for anything else."""
-    from unisono.lifecycle import best_backend
-
-    devices = report["devices"]["count"]
-    return {
-        "backend": best_backend(),
-        "launcher": "processes",
-        "nproc_per_node": devices or report["host"]["cores"],
-    }
-
-
 def _sections(report: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
-    host, devices = report["host"], report["devices"]
-    accelerators = (
-        f"{devices['count']} x {devices['type']}" if devices["count"] else "no accelerator"
-    )
-    use = report["recommended"]
-    count = use["nproc_per_node"]
+    host, devices, use = report["host"], report["devices"], report["recommended"]
+    backend, count = use["backend"], use["nproc_per_node"]
+    accelerators = f"{devices['count']} x {devices['type']}"
+    accelerators = accelerators if devices["count"] else "no accelerator"
+    environment = _findings(report["environment"], _VERDICTS, _FACTS)
+    alone = "none: no launcher's variables are set, so this process is alone"
     return [
         (
             "recommended here",
             [
-                f"backend {use['backend']}, as there is {accelerators}; ranks: {count}",
+                f"backend {backend}, as there is {accelerators}; ranks: {count}",
                 f"unisono run -n {count} script.py",
-                f'or in a program: idist.spawn("{use["backend"]}", fn, nproc_per_node={count})',
+                f'or in a program: idist.spawn("{backend}", fn, nproc_per_node={count})',
             ],
         ),
-        ("environment", _environment(report["environment"])),
+        ("environment", environment or [alone]),
         ("node, where unisono run and Parallel start the ranks", _node(report["node"])),
         ("host", [f"{host['name']}: {host['system']}, {host['cores']} cores"]),
         ("memory for CPU tensors, shared by the ranks of this host", [_memory(report["memory"])]),
         ("devices", [accelerators, *devices["names"]]),
         ("backends", _table(report["backends"])),
         ("launchers", _table(report["launchers"])),
-        ("network interfaces", _interfaces(report["interfaces"])),
+        ("network interfaces", [*map(_interface, report["interfaces"].items())]),
         ("versions", [f"{name}: {text or '-'}" for name, text in report["versions"].items()]),
     ]
 
@@ -101,19 +92,10 @@ def _sections(report: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
 def _memory(memory: Mapping[str, Any]) -> str:
     if memory["reason"] is not None:
         return f"none, so the backend carries them: {memory['reason']}"
-    line = f"up to {_mib(memory['bytes'])} for {memory['ranks']} ranks"
+    line = f"up to {memory['bytes'] / (1 << 20):.3g} MiB for {memory['ranks']} ranks"
     if memory["most_bytes"] is not None:
         return f"{line}, because of UNISONO_SHARED_BYTES={memory['most_bytes']}"
     return line
-
-
-def _mib(size_bytes: int) -> str:
-    return f"{size_bytes / (1 << 20):.3g} MiB"
-
-
-def _environment(environment: Mapping[str, Any]) -> list[str]:
-    lines = _findings(environment, _VERDICTS, _FACTS)
-    return lines or ["none: no launcher's variables are set, so this process is alone"]
 
 
 def _node(node: Mapping[str, Any]) -> list[str]:
@@ -156,8 +138,6 @@ def _table(table: Mapping[str, str | None]) -> list[str]:
     return lines + [f"  {', '.join(names)}: {why}" for why, names in by_reason.items()]
 
 
-def _interfaces(interfaces: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{name} ({'up' if each['is_up'] else 'down'}): {', '.join(each['addresses']) or '-'}"
-        for name, each in interfaces.items()
-    ]
+def _interface(item: tuple[str, Mapping[str, Any]]) -> str:
+    name, facts = item
+    return f"{name} ({'up' if facts['is_up'] else 'down'}): {', '.join(facts['addresses']) or '-'}"
