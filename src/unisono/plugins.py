@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import sys
 import threading
 import warnings
@@ -23,6 +24,7 @@ __all__ = (
     "OF_MODELS",
     "PluginRegistry",
     "Row",
+    "begin_trace",
     "by_name",
     "check_callable",
     "load",
@@ -37,31 +39,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One thing that can be loaded: its names, where from, and what it needs to be importable.
+    """One thing that can be loaded by name."""
 
-    Args:
-        names: what users call it: a model's backends, a launcher's name.
-        path: ``module:attribute``, or ``module``.
-        library: the module that it is over; nothing of it is imported to find out that it's there.
-        remedy: how to get the library.
-        check: ``module:function`` that says why it can't be used here, None if it can; it is light
-            and imports no library. Where the row has several names it is called with the one asked
-            for, else without any.
-        distribution: who ships it, empty for unisono.
-        script: the function beside a launcher that runs scripts, ``run(script) -> Outcome``.
-        seats_nodes: whether a launcher reaches all nodes from one, and tells them where to meet.
-        command: what starts a program's replicas from a shell, where users can't name the row.
-    """
-
-    names: tuple[str, ...]
-    path: str
-    library: str = ""
-    remedy: str = ""
-    check: str = ""
-    distribution: str = ""
-    script: str = ""
-    seats_nodes: bool = False
-    command: str = ""
+    names: tuple[str, ...]  # that users call it: a model's backends, a launcher's name
+    path: str  # ``module:attribute``, or ``module``
+    library: str = ""  # the module that it is over, which is looked for and not imported
+    remedy: str = ""  # how to get the library
+    check: str = (
+        ""  # ``module:function`` that returns why it can't be used; see `why_not_installed`
+    )
+    distribution: str = ""  # empty for unisono
+    script: str = ""  # the function beside a launcher that runs scripts: run(script) -> Outcome
+    seats_nodes: bool = False  # whether a launcher reaches all nodes from one
+    command: str = ""  # a shell's way to start a program's replicas, where the row has no name
 
     @property
     def module(self) -> str:
@@ -148,31 +138,19 @@ def load(path: str) -> Any:
 
 
 def read_environment(environ: Mapping[str, str]) -> RankInfo | None:
-    """Read who this process is from its variables; what reads them is loaded at the first call.
-
-    Returns:
-        The facts; None where the variables say nothing.
-
-    Raises:
-        EnvironmentDetectionError: they are partial, malformed or contradict each other.
-    """
+    """Return which rank this process is by its variables; raise where they contradict."""
     info: RankInfo | None = load("unisono.environments.detection:read")(environ)
     return info
 
 
+def begin_trace() -> None:
+    """Begin to trace this process, once, where ``UNISONO_TRACE`` names a folder."""
+    if os.environ.get("UNISONO_TRACE"):
+        load("unisono.observe.trace:begin_if_asked")()
+
+
 class PluginRegistry(Generic[T]):
-    """Things of one kind by name: registered at run time, built in, or brought by plug-ins.
-
-    A name belongs to what was registered under it, else to what is built in, else to the plug-in
-    whose entry point has it. Nothing is imported before it is asked for.
-
-    Args:
-        what: the kind, as errors call it.
-        group: the group of the plug-ins' entry points.
-        built_in: ours by name; a `Row` is loaded when it is asked for.
-        check: gives back what was loaded, or raises if it isn't of this kind.
-        replaces_built_in: whether `register` may override what is built in.
-    """
+    """Things of one kind by name: registered at run time, built in, or of a plug-in, in order."""
 
     def __init__(
         self,
@@ -214,13 +192,7 @@ class PluginRegistry(Generic[T]):
         return name in self.built_in
 
     def register(self, names: Iterable[str], thing: T, *, override: bool, owner: str = "") -> None:
-        """Give names to a thing: all of them, or none where one is taken.
-
-        Registering the same thing again does no harm.
-
-        Raises:
-            RegistrationError: a name is taken.
-        """
+        """Give names to a thing: all of them, or none where one is taken."""
         names = tuple(names)
         limit = "" if self._replaces_built_in else " for one that was registered"
         with self._lock:
@@ -244,11 +216,7 @@ class PluginRegistry(Generic[T]):
                 del self.registered[name]
 
     def entry(self, name: Any) -> Row | T | None:
-        """Give what has a name, as a row where it would have to be loaded; None for an unknown one.
-
-        Raises:
-            RegistrationError: two plug-ins claim the name.
-        """
+        """Return what has a name, as a row where it has to be loaded; None for an unknown one."""
         if not isinstance(name, str):
             return None
         for table in (self.registered, self.built_in):
@@ -266,13 +234,7 @@ class PluginRegistry(Generic[T]):
         return rows[0] if rows else None
 
     def find(self, name: Any) -> T | None:
-        """Return what has a name, loaded; None for an unknown one.
-
-        Raises:
-            BackendUnavailableError: what it needs isn't installed, loading it failed, or it isn't
-                of this kind.
-            RegistrationError: two plug-ins claim the name.
-        """
+        """Return what has a name, loaded; None for an unknown one."""
         entry = self.entry(name)
         if not isinstance(entry, Row):
             return entry
@@ -293,13 +255,7 @@ class PluginRegistry(Generic[T]):
         return self._check(load(row.path))
 
     def load_plugins(self) -> tuple[T, ...]:
-        """Load what all entry points name, once.
-
-        A broken one is left out with one warning, and so are two that claim the same name.
-
-        Returns:
-            What could be loaded, in the order of their names.
-        """
+        """Load what all entry points name, once; leave broken ones out with a warning."""
         if self._loaded is None:
             loaded = []
             for name, rows in sorted(self.plugins.items()):
@@ -313,10 +269,7 @@ class PluginRegistry(Generic[T]):
         return self._loaded
 
     def availability(self) -> dict[str, str | None]:
-        """Tell for every name why it can't be used here, None where it can.
-
-        No library is imported to answer.
-        """
+        """Return for every name why it can't be used here, None where it can."""
         table: dict[str, str | None] = {}
         for name, entry in self.built_in.items():
             table[name] = why_not_installed(entry, name) if isinstance(entry, Row) else None
@@ -348,21 +301,14 @@ def warn_left_out(what: str, error: Exception) -> None:
 
 
 def check_callable(thing: Any) -> Any:
-    """Give back what can be called.
-
-    Raises:
-        TypeError: it can't be.
-    """
+    """Return what can be called, or raise."""
     if not callable(thing):
         raise TypeError(f"{thing!r} can't be called")
     return thing
 
 
 def why_not_installed(row: Row, name: str) -> str | None:
-    """Say why what a row names can't be used here, None if it can or if nobody knows yet.
-
-    No library is imported.
-    """
+    """Return why a row can't be used here, None if it can; import no library."""
     root = row.library.partition(".")[0]
     if root and root not in sys.modules and not _is_package(root):
         return f"{root} isn't installed: {row.remedy}"

@@ -33,21 +33,6 @@ from unisono.topology import ContextHint
 if TYPE_CHECKING:
     from unisono.environments.detection import Environment
 
-__all__ = (
-    "availability",
-    "available_backends",
-    "check_is_model",
-    "find_environment",
-    "find_launcher",
-    "find_model",
-    "find_script_runner",
-    "launcher_availability",
-    "probe",
-    "register_model",
-    "registered_models",
-    "unregister_model",
-)
-
 
 def check_is_model(cls: Any) -> type[ComputationModel]:
     """Check that `cls` is a model with all that is required of one."""
