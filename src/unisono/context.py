@@ -33,7 +33,6 @@ from unisono.model.contract import ComputationModel
 from unisono.model.handle import BACKGROUND, Background, Handle, Outcome
 from unisono.model.reduction import ReduceOp
 from unisono.models.serial import ChildOfRank, SerialModel
-from unisono.observe.trace import begin_if_asked
 from unisono.recording import CallLog, job_of, job_of_one_process
 from unisono.topology import EVERYBODY, ContextHint, Group, RankInfo, Topology, name_of
 
@@ -59,37 +58,26 @@ class ContextState:
 
     def __init__(self, model: ComputationModel, calls: CallLog | None = None) -> None:
         self.model: ComputationModel = model
-        topology = model.topology
         if calls is not None:
-            begin_if_asked()
+            plugins.begin_trace()
+        topology = model.topology
         self.calls: CallLog = calls or CallLog(topology.rank, topology.world_size, "", None)
-        """What this rank calls."""
         self.control: ControlPlane = control_of(model)
-        """How the ranks reach each other beside their tensors."""
         self.context_id: int = next(_context_ids)
-        """Identity of this context: never equal for two contexts of one process."""
-        self.groups: dict[tuple[int, ...], Group] = {}
-        """Groups that were made for lists of ranks, by the ranks in ascending order."""
-        self.interrupted: CollectiveError | None = None
-        """Why this rank calls nothing more in this context: it left a collective half-way."""
-        self.hosts: Sequence[bytes] = ()
-        """The name of each rank's host, once the ranks of an adopted context have said them."""
+        self.groups: dict[tuple[int, ...], Group] = {}  # by their ranks in ascending order
+        self.interrupted: CollectiveError | None = None  # why no collective may follow
+        # Ranks of a context that somebody else made name their hosts in the first call over all.
         self.must_introduce: bool = False
-        """Whether the first call over all ranks has these name their hosts: where we adopted it."""
-        self.backgrounds: dict[str, Background] = {}
-        """What runs a group's calls that were started and not waited for, in order, by its name."""
-        self.flat_buffers: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        """Buffers that averaging reuses, one for each dtype and device."""
+        self.hosts: Sequence[bytes] = ()
+        self.backgrounds: dict[str, Background] = {}  # threads for started calls, by group
+        self.flat_buffers: dict[tuple[torch.dtype, torch.device], Tensor] = {}  # for averaging
 
-    def inherit(self, other: ContextState) -> None:
-        """Take over what is kept for another view of this context, if it is that."""
+    def renew(self, model: ComputationModel) -> None:
+        """Take a new view of the same library context, and keep everything made in the old one."""
         # What the ranks made together must not be made again on some of them alone.
-        if other is not self and other.model.is_alive():
-            self.calls.close()
-            for name in self.__slots__:
-                if name not in ("control", "model"):
-                    setattr(self, name, getattr(other, name))
-            self.control.take_over(other.control)
+        control = control_of(model)
+        control.take_over(self.control)
+        self.model, self.control = model, control
 
     def forget_ended(self) -> None:
         """Drop what is kept by the names of groups that have ended."""
@@ -201,48 +189,32 @@ _local_rank: int | None = None
 _lock = threading.RLock()
 
 
-def current_model() -> ComputationModel:
-    """Return the model of the active context."""
-    # The thread's own context comes first, then the process's, then one that somebody else
-    # made and that is found by asking the models, then serial.
-    context = _thread.context or _process
-    if context is not None and context.model.is_alive():
-        return context.model
-    return _look_around().model
-
-
 def current() -> ContextState:
     """Return the active context."""
+    # The thread's own context comes first, then the process's, then one that somebody else
+    # made and that is found by asking the models, then serial.
     context = _thread.context or _process
     if context is not None and context.model.is_alive():
         return context
     return _look_around()
 
 
-def communicator(group: Group | None = None) -> ContextState:
-    """Return the active context, ready for a collective."""
-    # Local, but for waiting until what runs asynchronously over the group is done.
-    context = _thread.context or _process  # as `own_context`, a call less
+def current_model() -> ComputationModel:
+    """Return the model of the active context."""
+    return current().model
+
+
+def communicator(group: Group | None = None, settles: bool = True) -> ContextState:
+    """Return the active context for a collective, after the calls started over the group."""
+    context = _thread.context or _process  # as in `current`, a call less
     if context is None or not context.model.is_alive():
         context = _look_around()
     if _forked is not None:
         refuse_fork(context)
     if context.interrupted is not None:
         context.check_whole()
-    if context.backgrounds or context.control.is_lazy:
+    if settles and (context.backgrounds or context.control.is_lazy):
         context.settle(group)
-    return context
-
-
-def own_context() -> ContextState:
-    """Return the active context, whose collectives this process may start."""
-    context = _thread.context or _process  # as `current`, a call less
-    if context is None or not context.model.is_alive():
-        context = _look_around()
-    if _forked is not None:
-        refuse_fork(context)
-    if context.interrupted is not None:
-        context.check_whole()
     return context
 
 
@@ -280,29 +252,29 @@ def _look_around() -> ContextState:
         )
     if not _serial.calls.job:  # nobody has asked for it before
         _serial.calls.job = job_of_one_process()
-        begin_if_asked()
+        plugins.begin_trace()
     return _serial
 
 
 def _adopt() -> ContextState | None:
     """Find the context that somebody else made; every thread gets the same view of it."""
-    global _process
-    if registry.probe(_NO_HINT) is None:
-        if _before is not None:
-            _hand_over(None)
-        return None
-    model = registry.probe(_hint())
+    global _process, _before
+    is_there = registry.probe(_NO_HINT) is not None
+    model = registry.probe(ContextHint(_local_rank, detect_environment())) if is_there else None
+    before, _before = _before, None
+    if before is not None and not before.model.is_alive():
+        before.part()
+        before = None
     if model is None:
-        _hand_over(None)
         return None
-    topology, info = model.topology, detect_environment()
-    job = job_of(info)
-    calls = CallLog.of_rank(topology.rank, topology.world_size, job, model=model.name)
-    context = ContextState(model, calls)
-    context.must_introduce = model.topology.world_size > 1
-    _hand_over(context)
-    if _forked is not None and type(model) is type(_forked.model):
-        context.inherit(_forked)
+    context = before or _forked
+    if context is not None and type(context.model) is type(model) and context.model.is_alive():
+        context.renew(model)
+    else:
+        topology, job = model.topology, job_of(detect_environment())
+        calls = CallLog.of_rank(topology.rank, topology.world_size, job, model=model.name)
+        context = ContextState(model, calls)
+        context.must_introduce = topology.world_size > 1
     if context.control.is_thread_bound:
         _thread.context = context
     else:
@@ -360,23 +332,6 @@ def _still_alive() -> ContextState | None:
     return _thread.context or _process
 
 
-def _hand_over(context: ContextState | None) -> None:
-    """Let a view of a context that was let go of leave what its ranks made to the new view."""
-    global _before
-    before, _before = _before, None
-    if before is None:
-        return
-    is_alive = before.model.is_alive()
-    if is_alive and context is not None and type(before.model) is type(context.model):
-        context.inherit(before)
-    elif not is_alive:
-        before.part()
-
-
-def _hint() -> ContextHint:
-    return ContextHint(_local_rank, detect_environment())
-
-
 def read_environment() -> RankInfo | None:
     """Read who this process is from its variables; what reads them is loaded at the first call."""
     return plugins.read_environment(os.environ)
@@ -412,7 +367,7 @@ def activate(
                     f"a {live.model.name} context is live already (rank {topology.rank} of "
                     f"{topology.world_size}): call finalize() first"
                 )
-        begin_if_asked()  # before the first call, which is to initialize
+        plugins.begin_trace()  # before the first call, which is to initialize
         context = _recorded(make, record())
         if context.control.is_thread_bound:
             _thread.context = _thread.ours = context

@@ -14,7 +14,7 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 from unisono.arguments import check_flag
 from unisono.collectives.membership import check_rank, enter
 from unisono.collectives.routing import Reducer, fits_round
-from unisono.context import ContextState, communicator, left_half_way, own_context
+from unisono.context import ContextState, communicator, left_half_way
 from unisono.control.envelopes import call_head
 from unisono.control.rendezvous import host_of_this_process
 from unisono.control.signatures import line, purpose_or, site as find_site, unpack
@@ -205,7 +205,7 @@ def _with_prologue(
             if type(async_op) is not bool:
                 async_op = kwargs["async_op"] = check_flag("async_op", async_op)
             group = args[at] if len(args) > at else kwargs.get("group")
-            context = own_context() if async_op or group is not None else communicator()
+            context = communicator(None, not async_op and group is None)
             if group is not None:
                 group = enter(context, group, async_op)
             if root:

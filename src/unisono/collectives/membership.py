@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from unisono.context import ContextState, own_context
+from unisono.context import ContextState, communicator
 from unisono.errors import ArgumentError, GroupMembershipError
 from unisono.topology import Group
 from unisono.tracebacks import hides
@@ -90,7 +90,7 @@ def enter(context: ContextState, group: GroupLike, async_op: bool) -> Group | No
 def team(group: GroupLike, async_op: bool = False) -> tuple[ContextState, Group | None, bool]:
     """Return the active model, the group, and whether this replica is a member of it."""
     # Collective at creation, as `resolve` is.
-    context = own_context()
+    context = communicator(settles=False)
     resolved = enter(context, group, async_op)
     is_member = resolved is None or context.model.topology.rank in resolved.ranks
     return context, resolved, is_member
