@@ -47,19 +47,6 @@ from unisono.tracebacks import hides, raised_here, say_instead
 if TYPE_CHECKING:
     from unisono.launchers.job.job import Job
 
-__all__ = (
-    "Replica",
-    "best_backend",
-    "check_job",
-    "finalize",
-    "initialize",
-    "interrupted",
-    "spawn",
-    "start",
-    "sync",
-    "warn_in_a_rank",
-)
-
 __tracebackhide__ = hides
 
 
@@ -128,11 +115,6 @@ _PLAN_OPTIONS = frozenset(
 _LAUNCH_OPTIONS = _PLAN_OPTIONS | {
     *("join", "daemon", "timeout", "launcher", "launcher_options", "prefix_output", "grace")
 }
-_NUMBERS: dict[str, Callable[..., int]] = {
-    "nnodes": check_count,
-    "node_rank": partial(check_count, least=0),
-    "master_port": check_port,
-}
 _DEFAULT_LAUNCHER = "processes"
 # What every launcher is given, and what those are that take it.
 _OURS = ("entry", "plan", "environ", "join", "stop_limit_s")
@@ -200,11 +182,7 @@ def initialize(backend: str | None = None, **options: Unpack[InitializeOptions])
             _refuse_child(info)
         return cls.initialize(name.lower(), info, **given)
 
-    context.activate(
-        make,
-        lambda: _log_of(info, name.lower(), cls),
-        cls,
-    )
+    context.activate(make, lambda: _log_of(info, name.lower(), cls), cls)
     if PREFIXED in os.environ:  # a program that `unisono run` has started
         name_thread(info.rank, info.world_size)
 
@@ -214,25 +192,25 @@ def _who_am_i(options: dict[str, Any]) -> RankInfo:
     rank, world_size = options.pop("rank", None), options.pop("world_size", None)
     if (rank is None) != (world_size is None):
         raise ArgumentError(f"rank={rank!r} and world_size={world_size!r} are given together")
-    if rank is not None and world_size is not None:
+    if rank is not None:
         world_size, rank = check_count("world_size", world_size), check_count("rank", rank, 0)
         if rank >= world_size:
             raise ArgumentError(f"rank={rank} should be below world_size={world_size}")
         detected = context.detect_environment()
         if detected is not None and (detected.rank, detected.world_size) == (rank, world_size):
             return detected
+        port = os.environ.get("MASTER_PORT")
         return RankInfo(
             rank,
             world_size,
             master_addr=os.environ.get("MASTER_ADDR"),
-            master_port=_port_of(os.environ.get("MASTER_PORT")),
+            master_port=None if port is None else check_port("MASTER_PORT", port),
         )
     detected = context.read_environment()
     if detected is not None:
         return detected
-    if options.get("init_method") is not None and options["init_method"] != "env://":
+    if options.pop("init_method", None) not in (None, "env://"):
         raise ArgumentError("init_method= needs rank= and world_size= as well")
-    options.pop("init_method", None)
     return RankInfo(0, 1, 0, 1, 0, 1, source="none")
 
 
@@ -254,31 +232,26 @@ def _refuse_child(info: RankInfo) -> None:
 
 
 def _warn_on_a_node(launcher: str) -> None:
-    """Say that this process is alone where its platform speaks of several nodes."""
+    """Warn that this process runs alone although its platform reports several nodes."""
     try:
         node = read_node()
     except EnvironmentDetectionError:
         return
     if node is None or node.max_nnodes == 1:
         return
-    is_ours, own = launcher == _DEFAULT_LAUNCHER, by_name(OF_MODELS).get(launcher)
+    row = by_name(OF_MODELS).get(launcher)
     how = f"start them by the launcher {launcher!r}"
-    if is_ours:
+    if launcher == _DEFAULT_LAUNCHER:
         how = "start the script with unisono run, or call Parallel(), which starts them"
-    elif own is not None:  # which has no name that users could say
-        by = f"by {own.command}, or " if own.command else ""
+    elif row is not None:  # which has no name that users could say
+        by = f"by {row.command}, or " if row.command else ""
         how = f"start them {by}by spawn() or Parallel() with nproc_per_node"
     text = (
         f"this process is alone: {node.source} says that it is one of {node.nnodes} nodes, and "
         f"nothing has started their ranks; {how}; rank=0 and world_size=1 say that this is meant"
     )
-    warnings.warn(alone(node) if node.hosts and is_ours else text, UserWarning, stacklevel=level())
-
-
-def _port_of(text: str | None) -> int | None:
-    if text is None:
-        return None
-    return check_port("MASTER_PORT", text)
+    is_first_alone = node.hosts and launcher == _DEFAULT_LAUNCHER
+    warnings.warn(alone(node) if is_first_alone else text, UserWarning, stacklevel=level())
 
 
 def finalize() -> None:
@@ -472,32 +445,25 @@ def spawn(
 
 
 def warn_in_a_rank(call: str, nproc_per_node: Any, options: Mapping[str, Any]) -> None:
-    """Say on rank 0 of several that each of them would start replicas of its own."""
-    is_meant = options.get("launcher") is not None or options.get("nnodes") not in (None, 1, "1")
-    place = None if is_meant else _own_place()
-    if place is None or place[0] != 0 or place[1] == 1:
+    """Warn on rank 0 of several that each of them would start replicas of its own."""
+    if options.get("launcher") is not None or options.get("nnodes") not in (None, 1, "1"):
         return
-    _, world_size, how = place
-    warnings.warn(
-        f"replicas within a rank: {call} is called in rank 0 of {world_size} ({how}). If every "
-        f"rank calls it, each starts {nproc_per_node} of its own. To run the function in the ranks "
-        "that are there, use Parallel() without nproc_per_node; if this is meant, say so with "
-        'warnings.filterwarnings("ignore", "replicas within a rank")',
-        UserWarning,
-        stacklevel=level(),
-    )
-
-
-def _own_place() -> tuple[int, int, str] | None:
-    """Return the rank and the number of ranks of this process or thread, and who says so."""
     try:
         model = context.current_model()
     except ContextError:  # a thread that isn't a replica
-        return None
-    if model.topology.world_size > 1:
-        return model.topology.rank, model.topology.world_size, model.name
-    info = context.detect_environment()
-    return None if info is None else (info.rank, info.world_size, f"{info.source} environment")
+        return
+    topology, info = model.topology, context.detect_environment()
+    rank, world_size, how = topology.rank, topology.world_size, model.name
+    if world_size == 1 and info is not None:
+        rank, world_size, how = info.rank, info.world_size, f"{info.source} environment"
+    if rank == 0 and world_size > 1:
+        text = (
+            f"replicas within a rank: {call} is called in rank 0 of {world_size} ({how}). If every "
+            f"rank calls it, each starts {nproc_per_node} of its own. To run the function in the "
+            "ranks that are there, use Parallel() without nproc_per_node; if this is meant, say so "
+            'with warnings.filterwarnings("ignore", "replicas within a rank")'
+        )
+        warnings.warn(text, UserWarning, stacklevel=level())
 
 
 def start(
@@ -612,13 +578,11 @@ def _launcher(
     check_names(f"launcher {name!r}", extra, known)
     if name == _DEFAULT_LAUNCHER:
         return launch, {**extra, "join": options.get("join", True)}
-    for option in ("init_method", "start_method"):
-        if options.get(option) is not None:
-            raise ArgumentError(
-                f"launcher {name!r} makes its ranks by itself and takes no {option}"
-            )
+    given = [key for key in ("init_method", "start_method") if options.get(key) is not None]
     if options.get("join") is False:
-        raise ArgumentError(f"launcher {name!r} takes no join=False")
+        given.append("join=False")
+    if given:
+        raise ArgumentError(f"launcher {name!r} makes its ranks by itself and takes no {given[0]}")
     return launch, extra
 
 
@@ -635,30 +599,30 @@ def _check_call(fn: Any, args: Any, kwargs_dict: Any) -> None:
 
 def _plan(nproc_per_node: Any, options: Mapping[str, Any]) -> LaunchPlan:
     given = {key: options[key] for key in _PLAN_OPTIONS if options.get(key) is not None}
-    for name, check in _NUMBERS.items():
+    for name, least in (("nnodes", 1), ("node_rank", 0)):
         if name in given:
-            given[name] = check(name, given[name])
+            given[name] = check_count(name, given[name], least)
+    if "master_port" in given:
+        given["master_port"] = check_port("master_port", given["master_port"])
     if options.get("grace") is not None:
         given["grace_s"] = seconds("grace", options["grace"], may_be_zero=True).total_seconds()
     plan = LaunchPlan(check_count("nproc_per_node", nproc_per_node), **given)
     if plan.node_rank >= plan.nnodes:
         raise ArgumentError(f"node_rank={plan.node_rank} should be below nnodes={plan.nnodes}")
-    if plan.init_method not in (None, "env://"):
-        for name in ("master_addr", "master_port"):
-            if name in given:
-                raise ArgumentError(
-                    f"{name}={given[name]!r} and init_method={plan.init_method!r} say two places "
-                    "to meet at: give one of them"
-                )
-    has_address = plan.master_addr is not None and plan.master_port is not None
-    launcher = options.get("launcher") or _DEFAULT_LAUNCHER
-    if plan.nnodes > 1 and not (has_address or plan.init_method or seats_nodes(launcher)):
+    address = [name for name in ("master_addr", "master_port") if name in given]
+    if plan.init_method == "env://":  # the launcher's own rendezvous is what it stands for
+        plan = replace(plan, init_method=None)
+    elif plan.init_method is not None and address:
+        raise ArgumentError(
+            f"{address[0]}={given[address[0]]!r} and init_method={plan.init_method!r} say two "
+            "places to meet at: give one of them"
+        )
+    seats = seats_nodes(options.get("launcher") or _DEFAULT_LAUNCHER)
+    if plan.nnodes > 1 and not (len(address) == 2 or "init_method" in given or seats):
         raise ArgumentError(
             f"nnodes={plan.nnodes} needs master_addr= and master_port= of node 0, or init_method="
         )
-    if plan.init_method == "env://":  # the launcher's own rendezvous is what it stands for
-        plan = replace(plan, init_method=None)
-    if plan.nnodes == 1 or seats_nodes(launcher):  # else each node makes this call
+    if plan.nnodes == 1 or seats:  # else each node makes this call
         plan = replace(plan, job_id=secrets.token_hex(8))
     return plan
 
