@@ -192,19 +192,13 @@ def meaning(
     what = f"RANK={env['RANK']} and WORLD_SIZE={env['WORLD_SIZE']}"
     try:
         info = detect_node(env, machine, extra)
-    except EnvironmentDetectionError as error:
-        return f"{what}: what they count isn't known: {error}"
-    if info is None:
-        try:
+        if info is None:
             detect(env, extra)
-        except EnvironmentDetectionError as error:
-            return f"{what} can't be those of a rank: {error}"
-        return f"{what} count ranks"
+            return f"{what} count ranks"
+    except EnvironmentDetectionError as error:
+        return f"{what} can't be used: {error}"
     if info.is_ambiguous:
-        return (
-            f"{what} are AMBIGUOUS: initialize() and Parallel() take them for a rank, and unisono "
-            f"run refuses them; set {RANK_COUNTS}=nodes or {RANK_COUNTS}=ranks"
-        )
+        return f"{what} are AMBIGUOUS, and taken for a rank by initialize(): {ambiguity(info)}"
     return f"{what} count nodes, by {info.source}; as ranks they are right with one on each node"
 
 

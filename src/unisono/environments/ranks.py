@@ -330,15 +330,9 @@ def _lsf(reader: Reader) -> RankInfo | None:
 
 # In order of priority: torchrun first, since it runs inside the steps and jobs of all others.
 LAUNCHERS: tuple[LauncherEnvironment, ...] = (
-    # torchrun, torch elastic, and all that set torch's own variables.
-    #
-    # RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, MASTER_ADDR and
-    # MASTER_PORT are documented in PyTorch's "torchrun (Elastic Launch)", "Environment Variables";
-    # TORCHELASTIC_USE_AGENT_STORE is read in `torch/distributed/rendezvous.py`, TORCHELASTIC_RUN_ID
-    # is torchrun's `--rdzv-id`. RANK and WORLD_SIZE make the environment; the others alone don't.
-    # The same names are set by Kubeflow's PyTorchJob (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
-    # alone, which count pods: right as ranks where each pod has one), by SageMaker's
-    # `torch_distributed`, which runs torchrun, by accelerate and by DeepSpeed.
+    # torchrun, and all that set its variables: SageMaker (torch_distributed), accelerate, DeepSpeed
+    # and PyTorchJob of Kubeflow, where RANK counts pods. PyTorch's "torchrun (Elastic Launch)",
+    # "Environment Variables"; `torch/distributed/rendezvous.py` for TORCHELASTIC_USE_AGENT_STORE.
     LauncherEnvironment(
         "torchrun",
         "start the program with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT "
@@ -350,13 +344,9 @@ LAUNCHERS: tuple[LauncherEnvironment, ...] = (
             "TORCHELASTIC_USE_AGENT_STORE=True; TORCHELASTIC_RUN_ID=b5a7"
         ),
     ),
-    # Slurm: one task of a step that srun started.
-    #
-    # The variables are documented in `srun(1)`, "OUTPUT ENVIRONMENT VARIABLES"; what they hold was
-    # recorded from Slurm 22.05. Only those of the step count. A batch script and the shell of
-    # salloc carry SLURM_NTASKS=4 (the script even SLURM_PROCID=0), but aren't tasks: they lack
-    # SLURM_STEP_ID, or it is one of the ids above 0xfffffff0 that Slurm keeps for itself, such as
-    # 0xfffffffa for the shell of `salloc` with `LaunchParameters=use_interactive_step`.
+    # Slurm, one task of a step: `srun(1)`, "OUTPUT ENVIRONMENT VARIABLES". A batch script and the
+    # shell of salloc carry SLURM_NTASKS=4 (the script even SLURM_PROCID=0), but aren't tasks: they
+    # lack SLURM_STEP_ID, or it is one of the ids above 0xfffffff0 that Slurm keeps for itself.
     LauncherEnvironment(
         "slurm",
         "start the program with srun, which sets them all, or unset the SLURM_ variables",
@@ -367,16 +357,10 @@ LAUNCHERS: tuple[LauncherEnvironment, ...] = (
             "SLURM_STEP_TASKS_PER_NODE=3,1; SLURM_STEP_NODELIST=n[1-2]"
         ),
     ),
-    # Open MPI's mpirun, and what is built on it.
-    #
-    # The variables are documented at docs.open-mpi.org/en/main/tuning-apps/environment-var.html.
-    # OMPI_COMM_WORLD_NODE_RANK is not read: it is the rank of the process on its node over all
-    # jobs, not the rank of the node, which no variable says. PMIX_NAMESPACE (PMIx standard,
-    # `pmix.nspace`) is the id of the job, a new one for each mpirun: a number from Open MPI 4,
-    # `prterun-HOST-PID@1` from Open MPI 5; OMPI_MCA_ess_base_jobid is the same number before PMIx.
-    # The address of a job of several nodes isn't in its variables (the URIs among them lead to
-    # mpirun, which may be on another host than rank 0): set MASTER_ADDR, as in
-    # `mpirun -x MASTER_ADDR`. LSF's jsrun sets these variables too.
+    # Open MPI: docs.open-mpi.org/en/main/tuning-apps/environment-var.html. Not read:
+    # OMPI_COMM_WORLD_NODE_RANK, the rank of the process on its node over all jobs. PMIX_NAMESPACE
+    # is the id of the job, a new one for each mpirun; OMPI_MCA_ess_base_jobid the same before PMIx.
+    # No variable has the address of a job of several nodes: `mpirun -x MASTER_ADDR`.
     _mpi(
         "openmpi",
         "start the program with Open MPI's mpirun, or unset the OMPI_COMM_WORLD variables",
@@ -387,12 +371,8 @@ LAUNCHERS: tuple[LauncherEnvironment, ...] = (
         job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
         owners=("JSM_NAMESPACE_RANK",),
     ),
-    # Flux: the tasks of `flux run` and `flux submit`.
-    #
-    # These variables are set by the job shell in each task: `flux-environment(7)`. The number of
-    # tasks on a node isn't among them, and neither are the hosts: in a job,
-    # `flux run --env=MASTER_ADDR=$(flux hostlist --nth=0)` names the first. Flux's own PMI sets
-    # PMI_RANK and PMI_SIZE beside them.
+    # Flux: `flux-environment(7)`. It sets PMI_RANK and PMI_SIZE too. No variable has the tasks of a
+    # node or the hosts: `flux run --env=MASTER_ADDR=$(flux hostlist --nth=0)` names the first.
     _mpi(
         "flux",
         "start the program with flux run, or unset FLUX_TASK_RANK and FLUX_JOB_SIZE",
@@ -403,15 +383,10 @@ LAUNCHERS: tuple[LauncherEnvironment, ...] = (
         job=("FLUX_JOB_ID",),
         owners=("OMPI_COMM_WORLD_RANK",),
     ),
-    # MPICH's Hydra, Intel MPI, and other launchers that speak PMI.
-    #
-    # PMI_RANK and PMI_SIZE are documented in Microsoft's "Environment Variables for the mpiexec
-    # Command" and (the first) in MPICH's "PMI-2 Wire Protocol". MPI_LOCALRANKID and MPI_LOCALNRANKS
-    # have no page of their own: hydra_pmi_proxy of MPICH and of Intel MPI sets them, as recorded
-    # from MPICH 5.0 and Intel MPI 2021. HPE's PMI says PMI_LOCAL_RANK and PMI_LOCAL_SIZE instead
-    # (`pals.h`). I_MPI_HYDRA_UUID, a new one for each mpiexec of Intel's, is the id of the job.
-    # MPICH has none, so there address and port have to be set:
-    # `mpiexec -genv MASTER_ADDR host -genv MASTER_PORT port`.
+    # MPICH, Intel MPI, and other launchers that speak PMI: MPICH's "PMI-2 Wire Protocol".
+    # MPI_LOCALRANKID and MPI_LOCALNRANKS are undocumented; recorded from MPICH 5.0 and Intel MPI
+    # 2021. HPE's PMI has PMI_LOCAL_RANK and PMI_LOCAL_SIZE instead (`pals.h`). I_MPI_HYDRA_UUID is
+    # the id of the job; MPICH has none: `mpiexec -genv MASTER_ADDR host -genv MASTER_PORT port`.
     _mpi(
         "mpich",
         "start the program with mpiexec of MPICH or Intel MPI, or unset the PMI_ variables",
@@ -422,12 +397,8 @@ LAUNCHERS: tuple[LauncherEnvironment, ...] = (
         job=("I_MPI_HYDRA_UUID",),
         owners=("MV2_COMM_WORLD_RANK", "PALS_RANKID", "ALPS_APP_PE", "FLUX_TASK_RANK"),
     ),
-    # MVAPICH2's mpirun_rsh and its Hydra.
-    #
-    # `mpispawn` sets these for each process (`src/pm/mpirun/mpispawn.c` of MVAPICH2); the MVAPICH2
-    # User Guide tells users to read them. MVAPICH 3 and later is started by MPICH's Hydra and found
-    # by MPICH's row. No variable is an id of the job, so address and port have to be set:
-    # `mpirun_rsh -np 4 MASTER_ADDR=host MASTER_PORT=port ./program`.
+    # MVAPICH2's mpirun_rsh: its User Guide. MVAPICH 3 is found by MPICH's row. No variable is an id
+    # of the job: `mpirun_rsh -np 4 MASTER_ADDR=host MASTER_PORT=port ./program`.
     _mpi(
         "mvapich",
         "start the program with MVAPICH2's mpirun_rsh, or unset the MV2_COMM_WORLD variables",
@@ -436,14 +407,10 @@ LAUNCHERS: tuple[LauncherEnvironment, ...] = (
         local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
         local_world_size=("MV2_COMM_WORLD_LOCAL_SIZE",),
     ),
-    # PALS, the launcher of HPE Cray EX systems: mpiexec and aprun under PBS.
-    #
-    # The variables are named in HPE's header `pals.h` and in its `mpiexec(1)`; PALS_APID is a new
-    # one for each mpiexec. There is no PALS variable for the number of processes: with `--pmi=cray`
-    # PMI_SIZE says it, with `--pmi=pmix` nothing does (it is in the binary file that PALS_APINFO
-    # names, which is not read here). Where it is missing, PALS_SIZE, PMI_SIZE or WORLD_SIZE may be
-    # given by hand. The hosts of a job of several nodes are in a file (PBS_NODEFILE): MASTER_ADDR
-    # has to be set. Slurm's `srun --mpi=cray_shasta` sets some of these variables too.
+    # PALS of HPE Cray EX, mpiexec and aprun under PBS: `pals.h` and its `mpiexec(1)`. No variable
+    # has the number of processes but PMI_SIZE with `--pmi=cray`; else PALS_SIZE, PMI_SIZE or
+    # WORLD_SIZE is given by hand, and MASTER_ADDR for several nodes. Slurm's
+    # `srun --mpi=cray_shasta` sets some of these variables too.
     _mpi(
         "pals",
         "start the program with PALS's mpiexec --pmi=cray, or give the number of processes by hand "
@@ -457,13 +424,9 @@ LAUNCHERS: tuple[LauncherEnvironment, ...] = (
         marks=("PALS_RANKID",),
         owners=("SLURM_STEP_ID", "SLURM_STEPID"),
     ),
-    # LSF's jsrun (the Job Step Manager of IBM's clusters).
-    #
-    # The JSM_ variables are set by jsrun in each task (Lightning documents them under
-    # `LSFEnvironment`); LSB_JOBID and LSB_MCPU_HOSTS are documented in IBM Spectrum LSF's
-    # "Environment variables set for job execution". LSB_DJOB_RANKFILE is not read: it is the name
-    # of a file with the hosts that LSB_MCPU_HOSTS lists. Of several jsrun at a time in one job each
-    # needs a MASTER_ADDR of its own. mpirun within an LSF job is found by the row of that MPI.
+    # LSF's jsrun: Lightning's `LSFEnvironment` for the JSM_ variables, IBM Spectrum LSF's
+    # "Environment variables set for job execution" for the others. Of several jsrun at a time in
+    # one job each needs a MASTER_ADDR. mpirun within an LSF job is found by the row of that MPI.
     LauncherEnvironment(
         "lsf",
         "start the program with jsrun, or unset the JSM_NAMESPACE variables",
@@ -474,13 +437,9 @@ LAUNCHERS: tuple[LauncherEnvironment, ...] = (
             "PMIX_NAMESPACE=3; JSM_NAMESPACE_LOCAL_RANK=0"
         ),
     ),
-    # Cray's ALPS: aprun on XE, XK and XC systems; Cray EX has PALS or Slurm.
-    #
-    # ALPS_APP_PE is the rank and ALPS_APP_ID the id of the application: `aprun(1)`, and the aprun
-    # of PALS, which lists them as the older names of PALS_RANKID and PALS_APID (APRUN_ENV_ALIAS).
-    # aprun says neither the number of processes nor anything about the node: PMI_SIZE or WORLD_SIZE
-    # has to be given by hand; PMI_LOCAL_RANK and PMI_LOCAL_SIZE, HPE's names for the facts of the
-    # node, count where a wrapper exports them. PALS's aprun sets these variables too.
+    # Cray's ALPS, aprun on XE, XK and XC: `aprun(1)`. The number of processes has to be given by
+    # hand, as PMI_SIZE or WORLD_SIZE; facts of the node count where a wrapper exports them. PALS's
+    # aprun sets these variables too.
     _mpi(
         "cray",
         "give the number of processes by hand, as in aprun -n 8 -e PMI_SIZE=8, or unset the ALPS_ "

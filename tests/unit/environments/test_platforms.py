@@ -548,7 +548,7 @@ def test_what_is_explained_is_what_decides_beside_a_plug_in(
 @pytest.mark.parametrize(("rank", "size"), [("3", "2"), ("x", "2"), ("0", "0")])
 def test_what_can_t_be_a_rank_isn_t_said_to_count_ranks(rank: str, size: str) -> None:
     said = str(meaning(*node(f"RANK={rank} WORLD_SIZE={size}")))
-    assert said.startswith(f"RANK={rank} and WORLD_SIZE={size} can't be those of a rank: torchrun")
+    assert said.startswith(f"RANK={rank} and WORLD_SIZE={size} can't be used: torchrun")
 
 
 NAMES = sorted({name for each in NODES.values() for name in each.env})
