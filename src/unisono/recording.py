@@ -7,38 +7,36 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from unisono import plugins
 from unisono.control import signatures
-from unisono.control.signatures import OUR_FRAMES, carried_line
 from unisono.errors import EnvironmentDetectionError
 from unisono.host import stack_signal
-from unisono.host.status_page import CALLED, Lane, StatusPage, short_name, shortened
+from unisono.host.status_page import (
+    CALLED,
+    END,
+    NUMBER,
+    STATE,
+    WAITED_FOR,
+    Lane,
+    StatusPage,
+    short_name,
+    shortened,
+    text_of,
+)
 from unisono.model.handle import Handle
 from unisono.topology import EVERYBODY, Group, RankInfo, members_of_pair, pair
 from unisono.tracebacks import hides, summary
-
-__all__ = (
-    "CallLog",
-    "CollectiveRecord",
-    "Token",
-    "add_hook",
-    "is_in_step",
-    "job_of",
-    "job_of_one_process",
-    "mark_in_step",
-    "plane_is",
-)
 
 __tracebackhide__ = hides
 
@@ -48,7 +46,6 @@ _frame = sys._getframe
 _LONGEST_PROGRAM = 200
 _LONGEST_ERROR = 500
 _LONGEST_JOB = 200
-_SIZELESS = frozenset({type(None), bool, int, float, str, bytes, list, tuple, dict})
 _IN_STEP = "_unisono_in_step"  # attribute of an exception
 
 
@@ -99,13 +96,8 @@ class CollectiveRecord(NamedTuple):
     overlap_ns: int = 0
 
 
-# Without the function that a NamedTuple has around it, which takes longer than all the rest.
-_record = cast(
-    "Callable[[tuple[Any, ...]], CollectiveRecord]", partial(tuple.__new__, CollectiveRecord)
-)
 Hook = Callable[[CollectiveRecord], object]
-_before: tuple[Hook, ...] = ()
-_after: tuple[Hook, ...] = ()
+_hooks: tuple[tuple[Hook | None, Hook | None], ...] = ()  # before and after
 _lock = threading.Lock()
 
 
@@ -114,12 +106,7 @@ class _Planes(threading.local):
 
 
 _planes = _Planes()
-_Code: TypeAlias = "tuple[CodeType, str, dict[int, int] | None]"
-# Code, name and group of a call; the words of the page for its strings; the user's file and line.
-_Site: TypeAlias = "tuple[CodeType, str, str, int, int, str, int, bytes]"
-# Python looks for the line of a frame from the first line of its code on, at every call.
-_codes: dict[int, _Code] = {}
-_MOST_CODES = 4096
+_MOST_SITES = 4096
 
 
 def add_hook(*, before: Hook | None = None, after: Hook | None = None) -> Callable[[], None]:
@@ -147,24 +134,40 @@ def add_hook(*, before: Hook | None = None, after: Hook | None = None) -> Callab
         >>> seen
         ['all_reduce']
     """
-    global _before, _after
-    mine = [None if each is None else partial(each) for each in (before, after)]
-    with _lock:  # tuples are replaced: who calls them now goes on with the old ones
-        _before = (*_before, *(each for each in mine[:1] if each is not None))
-        _after = (*_after, *(each for each in mine[1:] if each is not None))
+    global _hooks
+    mine = (before, after)
+    with _lock:  # the tuple is replaced: calls under way go on with the old one
+        _hooks = (*_hooks, mine)
 
     def remove() -> None:
-        global _before, _after
+        global _hooks
         with _lock:
-            _before = tuple(each for each in _before if each is not mine[0])
-            _after = tuple(each for each in _after if each is not mine[1])
+            _hooks = tuple(each for each in _hooks if each is not mine)
 
     return remove
 
 
+def _run_hooks(at: int, record: CollectiveRecord) -> None:
+    """Run each hook, whatever the others raise; raise the first error."""
+    errors: list[Exception] = []
+    for hooks in _hooks:
+        hook = hooks[at]
+        try:
+            if hook is not None:
+                hook(record)
+        except Exception as error:  # each hook may raise
+            errors.append(error)
+    if errors:
+        mark_in_step(errors[0])
+        try:
+            raise errors[0]
+        finally:
+            errors.clear()  # else it holds this frame, which holds it
+
+
 def plane_is(plane: str) -> None:
     """Take note of what carries the tensor of the call that this thread is in."""
-    if _after:
+    if _hooks:
         _planes.plane = plane
 
 
@@ -177,7 +180,7 @@ class _Here(threading.local):
 
 
 class Token:
-    """A call that has begun."""
+    """A call that has begun; in a with statement, the body is the call."""
 
     # A class without ``__init__`` and ``__slots__`` is the one that Python makes fastest.
 
@@ -189,34 +192,31 @@ class Token:
     """None as long as nobody has waited for what was started."""
 
     def end(self, error: BaseException | None = None) -> None:
-        """Take note that the call is over; harmless the second time."""
+        """Record that the call is over; harmless the second time."""
         lane, record = self.lane, self.record
         if lane is not None:
             self.lane = None
             signatures.line.known = b""
-            lane.end(self.stamp, _now())
+            lane.write(self.stamp, END, _now())
         if record is not None:
             self.record = None
-            self._tell_after(record, _now(), error)
-
-    def _tell_after(self, record: CollectiveRecord, now: int, error: BaseException | None) -> None:
-        if _after:
             text = "" if error is None else summary(error)[:_LONGEST_ERROR]
-            plane, passed_ns = self.plane or _planes.plane, now - record.arrival_ns
-            known = (*record[:9], plane, *record[10:14])  # up to its dtype, and up to its arrival
-            overlap_ns = passed_ns if self.overlap_ns is None else min(self.overlap_ns, passed_ns)
-            _tell_all(_after, _record((*known, passed_ns, text, overlap_ns)))
+            passed_ns, overlap_ns = _now() - record.arrival_ns, self.overlap_ns
+            overlap_ns = passed_ns if overlap_ns is None else min(overlap_ns, passed_ns)
+            facts = (*record[:9], self.plane or _planes.plane, *record[10:14])  # up to its arrival
+            _run_hooks(1, CollectiveRecord(*facts, passed_ns, text, overlap_ns))
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self.end(error)
 
     def carry_out(self, run: Callable[[], T]) -> T:
         """Run what the call is, which is over then."""
         _planes.plane = "control"
-        try:
-            value = run()
-        except BaseException as error:
-            self.end(error)
-            raise
-        self.end()
-        return value
+        with self:
+            return run()
 
     def started(self, handle: Handle[T], is_started: bool = True) -> Handle[T]:
         """Let the call be over once its handle has been waited for."""
@@ -225,7 +225,7 @@ class Token:
         return Handle(partial(self.wait, handle.wait), handle.is_completed)
 
     def goes_on(self, plane: str) -> bool:
-        """Let the call be over once `wait` is; tell whether anybody asks for that."""
+        """Let the call be over once `wait` is; return whether anybody asks for that."""
         if self is _NOTHING:
             return False
         self.plane = plane
@@ -238,11 +238,24 @@ class Token:
         if record is not None:
             self.overlap_ns = _now() - record.arrival_ns
         if lane is not None:
-            lane.wait(self.stamp)
+            lane.write(self.stamp, STATE, self.stamp | WAITED_FOR)
         return self.carry_out(run)
 
 
 _NOTHING = Token()
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """The user's line of a call, as the page and the signatures of calls have it."""
+
+    code: CodeType
+    name: str
+    group: str
+    file: str
+    line: int
+    text: bytes
+    known: bytes
 
 
 class CallLog:
@@ -256,6 +269,7 @@ class CallLog:
         self._numbers: dict[str, int] = {}
         self._members: dict[str, Sequence[int]] = {EVERYBODY: range(world_size)}
         self._here = _Here()
+        # Python looks for the line of a frame from the first line of its code on, at every call.
         self._sites: dict[int, _Site] = {}
 
     @classmethod
@@ -281,17 +295,17 @@ class CallLog:
         value: object = None,
         state: int = CALLED,
     ) -> Token:
-        """Take note of a call that begins."""
+        """Record that a call begins."""
         key = EVERYBODY if group is None else group.name
         number = self._numbers[key] = self._numbers.get(key, 0) + 1
         if group is not None and number == 1:
             self._meet(group)
         here = self._here
-        lane = here.lane
         if not here.thread_id:
-            lane = self._first_of(here)
-        has_hooks = _before or _after
-        if lane is None and not has_hooks:
+            here.thread_id = threading.get_native_id()
+            here.lane = None if self._page is None else self._page.lane()
+        lane = here.lane
+        if lane is None and not _hooks:
             return _NOTHING
         try:
             frame = _frame(2)
@@ -299,8 +313,8 @@ class CallLog:
             frame = _frame(1)
         code = frame.f_code
         site = self._sites.get(id(code) + frame.f_lasti)
-        if site is None or site[0] is not code or site[1] != name or site[2] != key:
-            site = self._new_site(frame, name, key)
+        if site is None or site.code is not code or site.name != name or site.group != key:
+            site = self._site_of(frame, name, key)
         try:
             size = value.nbytes if type(value) is Tensor else _size_of(value)
         except RuntimeError:  # a sparse one has no memory of its own
@@ -308,53 +322,51 @@ class CallLog:
         token, now = Token(), _now()
         if lane is not None:
             token.lane = lane
-            signatures.line.known = site[7]
-            token.stamp = lane.begin(site[3], site[4], number, size, now, state)
-        if has_hooks:
+            signatures.line.known = site.known
+            token.stamp = lane.begin(site.text, number, size, now, state)
+        if _hooks:
             if state != CALLED:
                 token.overlap_ns = None
-            token.record = _record((
+            token.record = CollectiveRecord(
                 name, self.rank, self.world_size, self.job, key, self._members[key], number,
-                size, _dtype_of(value), "", site[5], site[6], here.thread_id, now, -1, "", 0,
-            ))  # fmt: skip
-            self._tell_before(token, token.record)
+                size, _dtype_of(value), "", site.file, site.line, here.thread_id, now,
+            )  # fmt: skip
+            self._run_before(token, token.record)
         return token
 
-    def _new_site(self, frame: FrameType, name: str, key: str) -> _Site:
+    def _site_of(self, frame: FrameType, name: str, key: str) -> _Site:
         """Find the user's line; keep it where the frame is the user's, not what leads to it."""
-        code, (file, line) = frame.f_code, _line_of_call(frame)
-        words = (0, 0) if self._page is None else self._page.words_of(name, file, line, key)
-        is_users = _known_of(code)[2] is not None
-        known = signatures.named(file, line) if is_users else b""
-        site = (code, name, key, *words, file, line, known)
-        if is_users:
-            if len(self._sites) >= _MOST_CODES:
+        own = signatures.user_frame(frame)
+        if own is None:
+            file, _, number = signatures.carried_line().rpartition(":")
+            line = int(number) if number.isdecimal() else 0  # of the thread that started this one
+            return _Site(frame.f_code, name, key, file, line, text_of(name, key, file, line), b"")
+        code, line = own.f_code, own.f_lineno or 0  # what a program has made may lack it
+        file = code.co_filename
+        text, known = text_of(name, key, file, line), signatures.named(file, line)
+        site = _Site(code, name, key, file, line, text, known)
+        if own is frame:
+            if len(self._sites) >= _MOST_SITES:
                 self._sites.clear()
             self._sites[id(code) + frame.f_lasti] = site
         return site
 
-    def _first_of(self, here: _Here) -> Lane | None:
-        """Return this thread its lane in the page, if there is one."""
-        here.thread_id = threading.get_native_id()
-        here.lane = None if self._page is None else self._page.lane()
-        return here.lane
-
-    def _tell_before(self, token: Token, record: CollectiveRecord) -> None:
+    def _run_before(self, token: Token, record: CollectiveRecord) -> None:
         _planes.plane = "control"
         try:
-            _tell(_before, record)
+            _run_hooks(0, record)
         except BaseException as error:  # Ctrl-C in a hook too: the call isn't made, nor counted
             if self._numbers[record.group] == record.number:
                 self._numbers[record.group] -= 1  # the next call is what the others call so
             if token.lane is not None:
-                token.lane.refuse(token.stamp)
+                token.lane.write(token.stamp, NUMBER, 0)
             token.record = record._replace(number=0)
-            with suppress(Exception):  # the first hook's error is the one that is told
+            with suppress(Exception):  # the first hook's error is the one that is raised
                 token.end(error)
             raise
 
     def _meet(self, group: Group) -> None:
-        """Take note of the members of a group that was made."""
+        """Record the members of a group that was made."""
         self._members[group.name] = group.ranks
         if self._page is not None and not members_of_pair(group.name):  # whose name says it
             ranks = {short_name(group.name): shortened(group.ranks)}
@@ -369,22 +381,13 @@ class CallLog:
             groups.pop(short_name(group), None)
             self._page.update(groups=groups)
 
-    @contextmanager
-    def call(self, name: str, group: Group | None = None, value: object = None) -> Iterator[None]:
-        """Record what the body does as one call. The arguments are those of `begin`."""
-        token = self.begin(name, group, value)
-        try:
-            yield
-        except BaseException as error:
-            token.end(error)
-            raise
-        token.end()
+    def call(self, name: str, group: Group | None = None, value: object = None) -> Token:
+        """Record the body of a with statement as one call. The arguments are those of `begin`."""
+        return self.begin(name, group, value)
 
-    def message(
-        self, name: str, src: int, dst: int, value: object = None
-    ) -> AbstractContextManager[None]:
-        """Record what the body does as a message between two ranks."""
-        return self.call(name, pair(src, dst), value)
+    def message(self, name: str, src: int, dst: int, value: object = None) -> Token:
+        """Record the body of a with statement as a message between two ranks."""
+        return self.begin(name, pair(src, dst), value)
 
     def update(self, **facts: Any) -> None:
         """Change what others can read of this rank."""
@@ -408,44 +411,11 @@ class CallLog:
         """Let go of the page: what goes on is a fork of the rank."""
         self._page = None
         self._here = _Here()
-        self._sites = {}
-
-
-def _line_of_call(frame: FrameType) -> tuple[str, int]:
-    """Return the user's line: that of the innermost frame that isn't ours."""
-    while True:
-        _, file, lines = _known_of(frame.f_code)
-        if lines is not None:
-            line = lines.get(frame.f_lasti)
-            if line is None:  # what a program has made may lack it
-                line = lines[frame.f_lasti] = frame.f_lineno or 0
-            return file, line
-        if frame.f_back is None:
-            file, _, text = carried_line().rpartition(":")  # of the thread that started it
-            return (file, int(text)) if text.isdecimal() else (file, 0)
-        frame = frame.f_back
-
-
-def _known_of(code: CodeType) -> _Code:
-    known = _codes.get(id(code))
-    return known if known is not None and known[0] is code else _note(code)
-
-
-def _note(code: CodeType) -> _Code:
-    """Keep what is asked of the code of a frame: its file, and lines by place unless it is ours."""
-    file = code.co_filename
-    is_ours = file == "<string>" or file.startswith(OUR_FRAMES)  # that is a process that we started
-    if len(_codes) >= _MOST_CODES:
-        _codes.clear()
-    known = _codes[id(code)] = (code, file, None if is_ours else {})
-    return known
 
 
 def _size_of(value: object) -> int:
-    """Return the bytes of a tensor of any class, such as a parameter."""
-    if type(value) is Parameter:
-        return value.nbytes
-    if type(value) in _SIZELESS or not isinstance(value, Tensor):
+    """Return the bytes of a tensor of any class, such as a parameter; 0 for anything else."""
+    if not isinstance(value, Tensor):
         return 0
     try:
         with torch._C.DisableTorchFunctionSubclass():
@@ -461,31 +431,6 @@ def _dtype_of(value: object) -> str:
         return ""
     with torch._C.DisableTorchFunctionSubclass():  # whose own code may raise
         return str(value.dtype)[6:]
-
-
-def _tell(hooks: tuple[Hook, ...], record: CollectiveRecord) -> None:
-    try:
-        for hook in hooks:
-            hook(record)
-    except Exception as error:
-        mark_in_step(error)
-        raise
-
-
-def _tell_all(hooks: tuple[Hook, ...], record: CollectiveRecord) -> None:
-    """Tell every hook of a call that is over, whatever the others raise; raise the first error."""
-    errors: list[Exception] = []
-    for hook in hooks:
-        try:
-            hook(record)
-        except Exception as error:  # noqa: PERF203  # each hook may raise
-            errors.append(error)
-    if errors:
-        mark_in_step(errors[0])
-        try:
-            raise errors[0]
-        finally:
-            errors.clear()  # else it holds this frame, which holds it
 
 
 def mark_in_step(error: Exception) -> None:
@@ -511,17 +456,10 @@ def job_of(info: RankInfo | None, own: str = "") -> str:
     if info is None:
         with suppress(EnvironmentDetectionError):  # a partial set of variables is as good as none
             info = plugins.read_environment(os.environ)
-    if info is not None and info.job_id:
-        name = info.job_id
-    elif own:
-        name = own
-    elif info is not None and info.private_store:
-        name = info.private_store
-    elif os.environ.get("MASTER_PORT"):
-        name = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ['MASTER_PORT']}"
-    else:
-        name = _program_of(os.getppid())
-    return name[:_LONGEST_JOB]
+    host, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    ids = (own, "") if info is None else (info.job_id or own, info.private_store)
+    name = next(filter(None, (*ids, port and f"{host}:{port}")), "")
+    return (name or _program_of(os.getppid()))[:_LONGEST_JOB]
 
 
 def job_of_one_process() -> str:

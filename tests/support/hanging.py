@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.processes import until
 from unisono.host import stack_signal
 from unisono.host.status_page import start_ticks
@@ -25,6 +27,7 @@ _N_BESIDE = 2
 _mutex = ctypes.create_string_buffer(64)  # all zeros: PTHREAD_MUTEX_INITIALIZER
 ROOT = Path(__file__).parents[2]
 THREADS_OF_C = 96
+takes_stacks = pytest.mark.skipif(sys.version_info < (3, 11), reason="stacks take Python 3.11")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +121,6 @@ def _is_there(how: str, hanging: Hanging) -> bool:
         words |= {each: _BESIDE[how][1] for each in hanging.threads() if each != own}
         if len(words) != 1 + _N_BESIDE:
             return False
-    if how == "calls" and hanging.facts.get("at_rest"):  # they never do
-        return True
     return all(
         word in (stack_signal.ask(hanging.pid, hanging.facts, thread, _LIMIT_S) or "")
         for thread, word in words.items()

@@ -67,7 +67,7 @@ def check(kind: str, job: Mapping[str, Any]) -> None:
     (culprit,) = job["culprits"]
     assert Path(culprit["file"]).name == "hangs.py", culprit
     if lines := hangs.lines_of(kind):
-        is_last_call = culprit["from"] == "last call"  # of one that is stopped, without py-spy
+        is_last_call = culprit["from"] == "last call"  # of one that is stopped
         has_another = is_last_call and kind in ("stopped", "dead")
         assert culprit["line"] in lines or has_another, culprit
 

@@ -247,8 +247,7 @@ def one_stack(rank: int, found: list[Stack] | str) -> list[str]:
 
 
 def _other(rank: int, stack: Stack) -> list[str]:
-    name = stack.name or str(stack.ident)
-    return [f"rank {rank}, thread {name}:", *_frames(stack.frames)]
+    return [f"rank {rank}, thread {stack.ident}:", *_frames(stack.frames)]
 
 
 def _frames(frames: Sequence[Frame]) -> list[str]:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import Context, ContextVar, copy_context
 from functools import lru_cache
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -89,6 +90,7 @@ OUR_FRAMES = (
 )
 """Starts of the files whose frames aren't the user's: ours, torch's, and of who enters and leaves
 our sections."""
+_STARTED = "<string>"  # the file of the first frame of a process that we started
 
 
 # The line of the call that a background thread carries: its own frames say nothing of it.
@@ -143,6 +145,16 @@ def site() -> bytes:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(OUR_FRAMES):
         frame = frame.f_back
     return named(frame.f_code.co_filename, frame.f_lineno)
+
+
+def user_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame of the user's; None where all are ours."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not (file.startswith(OUR_FRAMES) or file == _STARTED):
+            return frame
+        frame = frame.f_back
+    return None
 
 
 def line_of_call() -> str:

@@ -1,12 +1,8 @@
-"""The stacks of ranks: asked for by a signal, read from outside where a rank is stopped."""
+"""The stacks of ranks, asked for by a signal, and the user's lines in them."""
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,7 +18,6 @@ STOPPED = "is stopped by a signal, so it can't tell its stack"
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 _PACKAGE = Path(__file__).parents[1]
 _N_AT_ONCE = 16
-_PY_SPY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +34,6 @@ class Stack:
     """The stack of one thread."""
 
     ident: int
-    name: str
     frames: tuple[Frame, ...]
 
 
@@ -88,72 +82,37 @@ def of_ranks(
     all_threads: bool = False,
 ) -> dict[int, list[Stack] | str]:
     """Ask ranks for their stacks."""
-    # The threads of a process are asked one after the other.
-    by_pid: dict[int, list[int]] = {}
-    for rank, (facts, _) in ranks.items():
-        by_pid.setdefault(facts["pid"], []).append(rank)
-
-    def of_process(of: Sequence[int]) -> dict[int, list[Stack] | str]:
-        return {rank: _of_rank(*ranks[rank], timeout_s, all_threads) for rank in of}
-
     with ThreadPoolExecutor(_N_AT_ONCE) as executor:
-        answers = list(executor.map(of_process, by_pid.values()))
-    return {rank: found for each in answers for rank, found in each.items()}
+        asked = {
+            rank: executor.submit(_of_rank, *each, timeout_s, all_threads)
+            for rank, each in ranks.items()
+        }
+        return {rank: each.result() for rank, each in asked.items()}
 
 
 def _of_rank(
     facts: Mapping[str, Any], is_stopped: bool, timeout_s: float, all_threads: bool
 ) -> list[Stack] | str:
-    pid = facts["pid"]
     if is_stopped:
-        outside = _own_first(_from_outside(pid), facts)
-        return outside or STOPPED
+        return STOPPED
+    pid = facts["pid"]
     own = facts.get("thread_id", pid)
     if not Path(f"/proc/{pid}/task/{own}").exists():  # it has ended, and others go on
         own = pid
     texts = stack_signal.texts(pid, facts, own, timeout_s, all_threads)
-    if texts is None:
-        outside = _own_first(_from_outside(pid), facts)
-        return outside or silent(timeout_s, facts)
-    return told(texts)
+    return silent(timeout_s, facts) if texts is None else told(texts)
 
 
 def told(texts: Mapping[int, str]) -> list[Stack]:
-    """Read what threads wrote."""
-    return [Stack(thread, "", parse(text)) for thread, text in texts.items() if text]
+    """Parse the stacks of threads."""
+    return [Stack(thread, parse(text)) for thread, text in texts.items() if text]
 
 
 def silent(timeout_s: float, facts: Mapping[str, Any]) -> str:
-    """Say of a rank that it didn't write."""
-    why = "; on Python 3.10 it doesn't where other threads of it run, either"
-    return f"doesn't answer within {timeout_s:g} s{why if facts.get('at_rest') else ''}"
-
-
-def _from_outside(pid: int) -> list[Stack]:
-    """Let py-spy read the stacks, where it is installed and may."""
-    beside = Path(sys.executable).parent / "py-spy"
-    program = str(beside) if beside.exists() else shutil.which("py-spy")
-    if program is None:
-        return []
-    words = [program, "dump", "--nonblocking", "--json", "--pid", str(pid)]
-    try:
-        done = subprocess.run(words, capture_output=True, timeout=_PY_SPY_S, check=True)
-        return [_of_py_spy(thread) for thread in json.loads(done.stdout)]
-    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):
-        return []
-
-
-def _of_py_spy(thread: Mapping[str, Any]) -> Stack:
-    frames = (Frame(each["filename"], each["line"], each["name"]) for each in thread["frames"])
-    ident = thread.get("os_thread_id") or thread["thread_id"]
-    return Stack(ident, thread.get("thread_name") or "", tuple(frames))
-
-
-def _own_first(found: list[Stack], facts: Mapping[str, Any]) -> list[Stack]:
-    """Put the rank's own thread first: py-spy lists the oldest thread last."""
-    ident = facts.get("thread_id")
-    own = [stack for stack in found if stack.ident == ident] or found[-1:]
-    return [*own, *(stack for stack in found if stack not in own)]
+    """Return why a rank has no stack here."""
+    if "signal" not in facts:
+        return "can't be asked for its stack: that takes Python 3.11 or later, and Linux"
+    return f"doesn't answer within {timeout_s:g} s"
 
 
 def is_before(one: Sequence[Frame], other: Sequence[Frame]) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.hanging import THREADS_OF_C, hanging
-from tests.support.processes import in_fork, run_python, until
+from tests.support.hanging import THREADS_OF_C, hanging, takes_stacks
+from tests.support.processes import run_python, until
 from unisono.host import stack_signal
 
 ASKED = 100  # the stacks of all threads, told by one of them, ended it after some 20
 
-ANSWERS = sys.version_info >= (3, 11)  # while its threads run
+pytestmark = takes_stacks
 
 
 @pytest.mark.parametrize("how", ["lock", "loop", "C with the interpreter lock"])
@@ -38,16 +37,11 @@ def test_a_hanging_process_writes_its_stacks_whole_each_time(how: str) -> None:
 
 
 def test_a_process_whose_threads_run_outlives_being_asked() -> None:
-    """A thread that reads the stacks of others while they run ends the process sooner or later.
-
-    On Python 3.10, so does one that reads its own while others run the same functions.
-    """
+    """A thread that reads the stacks of others while they run ends the process sooner or later."""
     with hanging("calls") as process:
-        for _ in range(ASKED if ANSWERS else ASKED // 10):
+        for _ in range(ASKED):
             for thread in process.threads():
-                limit_s = 20.0 if ANSWERS else 0.05
-                text = stack_signal.ask(process.pid, process.facts, thread, limit_s)
-                assert text is not None or not ANSWERS
+                assert stack_signal.ask(process.pid, process.facts, thread, 20.0) is not None
         assert process.is_alive()
 
 
@@ -90,40 +84,6 @@ def test_a_stopped_process_is_asked_once_and_answers_when_it_goes_on() -> None:
         assert asked in (1, 2)  # one that waited, and perhaps this one
 
 
-RESTS = """
-import os, threading
-from unisono.host import stack_signal
-facts = {**stack_signal.install(), "at_rest": 1}
-looks = 0
-def counted(*given, look=stack_signal._runs):
-    global looks
-    looks += 1
-    return look(*given)
-stack_signal._runs = counted
-def wait():
-    threading.Event().wait()
-def run():
-    while looks < 100:
-        pass
-    wait()
-asked, runs = (threading.Thread(target=each, daemon=True) for each in (wait, run))
-asked.start()
-runs.start()
-print("in wait\\n" in (stack_signal.ask(os.getpid(), facts, asked.native_id, 60.0) or ""))
-"""
-
-
-def test_a_thread_is_asked_once_the_others_rest_however_long_that_takes() -> None:
-    """As on Python 3.10."""
-    assert run_python("-c", RESTS) == "True"
-
-
-def test_a_thread_that_is_alone_is_asked_at_once() -> None:
-    with hanging("lock") as process:
-        assert process.threads() == [process.pid]
-        assert stack_signal._others_rest(process.pid, process.pid, time.monotonic())
-
-
 def test_nothing_is_written_to_a_file_that_has_the_number_of_the_memory(tmp_path: Path) -> None:
     """An inode's number is that of a file in one file system; a descriptor's is used again."""
     with (tmp_path / "mine").open("w+b") as file:
@@ -153,18 +113,17 @@ def test_nothing_is_sent_to_a_process_that_does_not_listen() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_a_fork_gets_memory_of_its_own() -> None:
-    first = stack_signal.install()
-    assert first == stack_signal.install()
-
-    def look() -> None:
-        mine = stack_signal.install()
-        assert os.fstat(mine["stacks_fd"]).st_ino == mine["stacks_inode"]
-        assert mine["stacks_inode"] != first["stacks_inode"]
-        assert mine["signal"] == first["signal"]
-
-    assert in_fork(look) == 0
-    assert os.fstat(first["stacks_fd"]).st_ino == first["stacks_inode"]
+def test_a_fork_is_asked_by_the_signal_and_the_memory_of_its_parent() -> None:
+    facts, sleeping = stack_signal.install(), threading.Event()
+    pid = os.fork()
+    if not pid:
+        sleeping.wait()
+    try:
+        text = stack_signal.ask(pid, facts, pid, 20.0)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert "in test_a_fork_is_asked" in (text or "")
 
 
 TAKEN = """

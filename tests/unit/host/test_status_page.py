@@ -14,7 +14,16 @@ import pytest
 
 from tests.support.processes import in_fork
 from unisono.host import status_page
-from unisono.host.status_page import CALLED, Lane, PageReader, StatusPage, pages
+from unisono.host.status_page import (
+    CALLED,
+    END,
+    Lane,
+    PageReader,
+    StatusPage,
+    pages,
+    short_name,
+    text_of,
+)
 
 CALLS = 20_000
 
@@ -36,8 +45,8 @@ def lane_of(page: StatusPage) -> Lane:
 
 def begin(page: StatusPage, number: int, name: str = "barrier") -> tuple[Lane, int]:
     lane = lane_of(page)
-    words = page.words_of(name, "train.py", 7, "all ranks")
-    return lane, lane.begin(*words, number, 8, 100 + number, CALLED)
+    text = text_of(name, "all ranks", "train.py", 7)
+    return lane, lane.begin(text, number, 8, 100 + number, CALLED)
 
 
 def begin_elsewhere(page: StatusPage, number: int) -> None:
@@ -59,7 +68,7 @@ def test_calls_and_facts_are_read_as_they_were_written(own_pages: Path) -> None:
     assert (record.number, record.size_bytes, record.begin_ns, record.end_ns) == (3, 8, 103, 0)
     assert record.thread_id == threading.get_native_id()
     assert reader.facts["program"] == "train.py"
-    lane.end(stamp, 555)
+    lane.write(stamp, END, 555)
     assert reader.records()[0].end_ns == 555
     page.update(rank=4)
     assert pages()[0].facts["rank"] == 4
@@ -70,10 +79,10 @@ def test_calls_and_facts_are_read_as_they_were_written(own_pages: Path) -> None:
 def test_the_last_calls_of_each_thread_are_kept() -> None:
     page = made()
     lane = lane_of(page)
-    first = lane.begin(*page.words_of("first", "f", 1, "g"), 1, 0, 1, CALLED)
+    first = lane.begin(text_of("first", "g", "f", 1), 1, 0, 1, CALLED)
     for number in range(2, 301):
-        lane.begin(*page.words_of("next", "f", 1, "g"), number, 0, number, CALLED)
-    lane.end(first, 9)  # others have its place by now
+        lane.begin(text_of("next", "g", "f", 1), number, 0, number, CALLED)
+    lane.write(first, END, 9)  # others have its place by now
     begin_elsewhere(page, 1000)
     records = pages()[0].records()
     assert [record.number for record in records] == [*range(173, 301), 1000]
@@ -106,18 +115,17 @@ def test_a_signals_handler_may_call_while_a_page_is_written() -> None:
     page.close()
 
 
-def test_a_full_page_goes_on_without_names() -> None:
-    page = made(groups={str(i): list(range(200)) for i in range(50)})
-    lane = lane_of(page)
-    for number in range(100):
-        words = page.words_of(f"{number} {'x' * 300}", "f", 1, "g")
-        lane.begin(*words, number, 0, number, CALLED)
-    reader = pages()[0]
+def test_a_page_has_room_for_long_names() -> None:
+    page = made(groups={str(i): list(range(2000)) for i in range(50)})
+    text = text_of("all_reduce", "gr\u00fc\u00dfe " * 40, f"/{'d' * 400}/train.py", 1234567)
+    lane_of(page).begin(text, 1, 0, 1, CALLED)
+    (reader,) = pages()
     assert reader.facts["groups"] == {}  # too long
     assert reader.facts["rank"] == 0
-    names = [record.name for record in reader.records()]
-    assert names[0].startswith("0 x")
-    assert names[-1] == ""
+    (record,) = reader.records()
+    assert (record.name, record.line) == ("all_reduce", 1234567)
+    assert record.file.endswith("dd/train.py")
+    assert record.group == short_name("gr\u00fc\u00dfe " * 40)
     page.close()
 
 
@@ -128,9 +136,9 @@ def write() -> None:
     done = 0
     while True:
         for number in range(done + 1, done + 1000):
-            words = page.words_of("x", "f", number % 1000, "g")
-            stamp = lane.begin(*words, number, number * 7, number * 3, CALLED)
-            lane.end(stamp, number * 5)
+            text = text_of("x", "g", "f" * 90, number % 1000)
+            stamp = lane.begin(text, number, number * 7, number * 3, CALLED)
+            lane.write(stamp, END, number * 5)
             done = number
         page.update(count=done, twice=2 * done)
 

@@ -21,7 +21,7 @@ from unisono.cli import _live
 from unisono.cli._jobs import NO_JOB, chosen
 from unisono.cli._live import LiveView
 from unisono.errors import ArgumentError
-from unisono.host.status_page import CALLED, IN_FLIGHT, StatusPage, pages
+from unisono.host.status_page import CALLED, IN_FLIGHT, StatusPage, pages, text_of
 from unisono.observe import jobs
 from unisono.observe.jobs import Meter, look
 from unisono.observe.report import reports
@@ -50,7 +50,7 @@ def page(rank: int, job: str = "job a", **more: Any) -> Iterator[StatusPage]:
 def begin(of: StatusPage, name: str, number: int, begin_ns: int, state: int = CALLED) -> None:
     lane, file = of.lane(), "" if name == "initialize" else "train.py"
     assert lane is not None
-    lane.begin(*of.words_of(name, file, 7, "all ranks"), number, 64, begin_ns, state)
+    lane.begin(text_of(name, "all ranks", file, 7), number, 64, begin_ns, state)
 
 
 def leave_page(**facts: Any) -> None:
@@ -128,24 +128,6 @@ def test_groups_whose_names_hold_many_ranks_are_told_apart() -> None:
     calls = calls_of(300, *groups)
     assert [call.ranks for call in calls] == [group.ranks for group in groups]
     assert len({call.key for call in calls}) == len(groups)
-
-
-def test_calls_of_groups_without_room_for_a_name_are_not_taken_for_one() -> None:
-    with page(0, world_size=2) as first, page(1, world_size=2) as second:
-        for own, name in ((first, "barrier"), (second, "all_reduce")):
-            own.name_of(name)
-            while own.name_of(f"{len(own._ids)} {'x' * 300}"):
-                pass
-            while own.name_of(f"{len(own._ids)}"):
-                pass
-            lane = own.lane()
-            assert lane is not None
-            lane.begin(*own.words_of(name, "train.py", 7, f"group of {name}"), 1, 0, 10, CALLED)
-        (report,) = reports(look(Meter()))["jobs"]
-        (job,) = look(Meter())
-    calls = [call for seen in job.ranks for call in seen.rank.calls]
-    assert [(call.name, call.group) for call in calls] == [("barrier", ""), ("all_reduce", "")]
-    assert report["verdict"]["kind"] == "none"
 
 
 def test_who_ends_in_good_order_at_this_moment_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
