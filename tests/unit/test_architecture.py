@@ -106,7 +106,6 @@ LOADED_LATE = {
     "testing.ranks.plugin > testing.ranks.pools": "at the first test that wants ranks",
     "testing.ranks.plugin > testing.ranks.world": "in the ranks",
     "payload.codec > payload.pickling": "cloudpickle, where a value needs it",
-    "observe.drawing > observe.picture": "the one door to matplotlib",
     "training.checkpoints > training.shards": "torch's distributed checkpoints",
 }
 

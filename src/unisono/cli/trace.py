@@ -83,11 +83,12 @@ def _write(found: Sequence[JobTrace], out: Path) -> None:
     except OSError as error:
         raise ArgumentError(f"--out {out}: it can't be written: {error}") from error
     calls = sum(event.get("cat") == "call" for event in merged["traceEvents"])
-    typer.echo(f"{out}: {calls} calls of {_ranks(found)}")
+    ranks = _count(sum(len(job.records) for job in found))
+    typer.echo(f"{out}: {calls} calls of {ranks}{f' in {len(found)} jobs' if found[1:] else ''}")
 
 
 def _draw(found: Sequence[JobTrace], waits: Sequence[Waits], picture: Path) -> None:
-    from unisono.observe.drawing import draw
+    from unisono.observe.picture import draw
 
     named = {
         f"job {job.name} of {_count(job.world_size)}": of_job
@@ -97,19 +98,12 @@ def _draw(found: Sequence[JobTrace], waits: Sequence[Waits], picture: Path) -> N
     typer.echo(f"{picture}: who was waited for, and who waited")
 
 
-def _ranks(found: Sequence[JobTrace]) -> str:
-    text = _count(sum(len(job.records) for job in found))
-    return text if len(found) == 1 else f"{text} in {len(found)} jobs"
-
-
 def _count(ranks: int) -> str:
     return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
 def _show(job: JobTrace, waits: Waits) -> None:
-    who = "no rank stands out" if waits.slowest is None else f"rank {waits.slowest} is slow"
-    title = f"job {job.name}: {waits.calls} calls of {_count(job.world_size)} in "
-    show(f"{title}{waits.watched_s:.3f} s, {who}", _RANKS, _of_ranks(waits))
+    show(f"job {job.name}: {waits.headline}", _RANKS, _of_ranks(waits))
     missing = sorted(set(range(job.world_size)) - set(job.records))
     if missing:
         typer.echo(f"no trace of ranks {', '.join(map(str, missing))}")

@@ -18,8 +18,6 @@ from unisono.errors import ArgumentError
 from unisono.observe.trace_files import TraceFile
 from unisono.recording import CollectiveRecord, add_hook
 
-__all__ = ("begin_if_asked", "trace")
-
 PathLike: TypeAlias = "str | os.PathLike[str]"
 _log = logging.getLogger(__name__)
 _EVERY_S = 0.25  # how long a call waits for being written
@@ -88,13 +86,17 @@ class _Tracer:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.holders = 0
+        self.reset()
+        self._remove = add_hook(before=self._begin, after=self._end)
+
+    def reset(self) -> None:
+        """Begin with nothing to write, as a fork does."""
         self._waiting: deque[CollectiveRecord] = deque(maxlen=_MOST_WAITING)
         self._files: dict[tuple[int, int, str], TraceFile] = {}
         self._ranges: dict[tuple[int, int, str], Any] = {}
         self._writing = threading.Lock()
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
-        self._remove = add_hook(before=self._begin, after=self._end)
 
     def _begin(self, record: CollectiveRecord) -> None:
         if profiler._is_profiler_enabled:
@@ -112,12 +114,10 @@ class _Tracer:
             self._start()
 
     def _start(self) -> None:
-        """Start to write. A fork of this process comes here again with its own first call."""
         with self._writing:
             if self._thread is None and not self._is_over.is_set():
-                name = "unisono-trace"
-                thread = threading.Thread(target=self._run, name=name, daemon=True)
-                with suppress(RuntimeError):  # there can't be one more: `stop` writes what waits
+                thread = threading.Thread(target=self._run, name="unisono-trace", daemon=True)
+                with suppress(RuntimeError):  # there can't be one more: `stop` writes the calls
                     thread.start()
                     self._thread = thread
 
@@ -126,33 +126,29 @@ class _Tracer:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits; what goes wrong then ends the trace."""
+        """Write the calls that wait; an error ends the trace."""
         with self._writing:
             try:
                 self._write()
             except Exception as error:  # the program that is traced has nothing to do with it
-                self._give_up(error)
+                self._remove()
+                self._is_over.set()
+                self._waiting.clear()
+                _log.warning(
+                    "the trace in %s ends here, the program goes on: %s: %s",
+                    *(self.folder, type(error).__name__, error),
+                )
 
     def _write(self) -> None:
-        records = [self._waiting.popleft() for _ in range(len(self._waiting))]
         of_ranks: dict[tuple[int, int, str], list[CollectiveRecord]] = {}
-        for record in records:
+        for _ in range(len(self._waiting)):
+            record = self._waiting.popleft()
             of_ranks.setdefault(record[1:4], []).append(record)
-        for key, of_rank in of_ranks.items():
-            file = self._files.get(key)
-            if file is None:
+        for key, records in of_ranks.items():
+            if key not in self._files:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                file = self._files[key] = TraceFile(self.folder, of_rank[0])
-            file.append(of_rank)
-
-    def _give_up(self, error: Exception) -> None:
-        self._remove()
-        self._is_over.set()
-        self._waiting.clear()
-        _log.warning(
-            "the trace in %s ends here, the program goes on: %s: %s",
-            *(self.folder, type(error).__name__, error),
-        )
+                self._files[key] = TraceFile(self.folder, records[0])
+            self._files[key].append(records)
 
     def stop(self) -> None:
         """Write the rest and end."""
@@ -165,15 +161,6 @@ class _Tracer:
         self.flush()
         for file in self._files.values():
             file.close()
-
-    def begin_again(self) -> None:
-        """Forget what the process that this one is a fork of has to write."""
-        for file in self._files.values():
-            with suppress(OSError):
-                file.close()
-        self._files, self._ranges, self._thread = {}, {}, None
-        self._writing, self._is_over = threading.Lock(), threading.Event()
-        self._waiting.clear()
 
 
 _tracers: dict[Path, _Tracer] = {}
@@ -194,20 +181,18 @@ def _hold(folder: Path) -> _Tracer:
 def _release(tracer: _Tracer) -> None:
     with _lock:
         tracer.holders -= 1
-        is_last = tracer.holders == 0
-        if is_last:
-            _tracers.pop(tracer.folder, None)
-    if is_last:
-        tracer.stop()
-    else:
-        tracer.flush()
+        if tracer.holders:
+            tracer.flush()
+            return
+        _tracers.pop(tracer.folder, None)
+    tracer.stop()
 
 
 def _after_fork() -> None:
     global _lock
     _lock = threading.Lock()
     for tracer in _tracers.values():
-        tracer.begin_again()
+        tracer.reset()
 
 
 os.register_at_fork(after_in_child=_after_fork)

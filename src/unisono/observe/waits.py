@@ -1,12 +1,13 @@
-"""Who came last, and how long the others waited: worked out from what all ranks have recorded."""
+"""Who came last, and how long the others waited: worked out from the records of all ranks."""
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from unisono.recording import CollectiveRecord
 
@@ -15,15 +16,16 @@ FLOOR_NS = 1_000_000
 FLOOR_SHARE = 0.05
 """The same as a share of the time since that rank's last call."""
 _STEPS = 100  # whose last rank is counted
-_LEAST_LOSS = 0.05  # of the time that was watched, for a rank to be named
 _SET_UP = "initialize"  # to which processes come as they start: it names nobody
-_LARGE_NS, _LARGE_SHARE = 50_000_000, 0.2  # more than a machine's hiccup
-_LARGE_ONES = 3  # as many of them name a rank
-_MOST = 0.8  # of the large ones
-_CHANCE = 1e-4  # that equal ranks look as unequal
+# A rank is named that costs this share of the time, and so many times as much as any other, in
+# so many calls by so much, or in so many by less.
+_LEAST_LOSS = 0.05
+_MORE_THAN_OTHERS = 4
+_LARGE_NS = 50_000_000
+_LARGE_ONES = 3
+_SMALL_ONES = 20
 
 Records = Mapping[int, Sequence[CollectiveRecord]]
-Key = tuple[int, int, int]  # which group, which context of it, which call
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +45,19 @@ class Meeting:
         object.__setattr__(self, "last_ns", self.arrival_ns(last))
 
     def arrival_ns(self, rank: int) -> int:
-        """Say when a rank came, on the common clock."""
+        """Return when a rank came, on the common clock."""
         return self.records[rank].arrival_ns + self.offsets.get(rank, 0)
 
     def end_ns(self, rank: int) -> int:
-        """Say when a rank was done, on the common clock."""
+        """Return when a rank was done, on the common clock."""
         return self.arrival_ns(rank) + self.records[rank].duration_ns
 
     def wait_begin_ns(self, rank: int) -> int:
-        """Say when a rank had nothing else to do, on the common clock."""
-        # That is when it came, or when it began to wait for the handle of a call
-        # that it had started.
+        """Return when a rank came, or began to wait for the handle of a call that it started."""
         return self.arrival_ns(rank) + self.records[rank].overlap_ns
 
     def waited_ns(self, rank: int) -> int:
-        """Say how long a rank waited for the last one."""
+        """Return how long a rank waited for the last one."""
         # A rank that was done before the last one came didn't wait for it, such as
         # the root of a broadcast.
         end_ns = self.end_ns(rank)
@@ -72,92 +72,96 @@ def _last_of(meeting: Meeting) -> int:
 
 def meetings(ranks: Records, offsets: Mapping[int, int] | None = None) -> list[Meeting]:
     """Find the calls that every rank of their group has recorded."""
-    # Those of a group of one rank are left out, but for a job of one.
-    found: dict[Key, dict[int, CollectiveRecord]] = defaultdict(dict)
-    groups = _Groups()
+    # Those of a group of one rank are left out, but for a job of one. A second context of the job
+    # counts from 1 again.
+    found: dict[tuple[str, int, int], dict[int, CollectiveRecord]] = defaultdict(dict)
     for rank, records in sorted(ranks.items()):
-        for key, record in _keyed(records, groups):
-            found[key][rank] = record
-    known = offsets or {}
+        contexts: dict[str, int] = {}
+        for each in sorted(records, key=lambda each: each.arrival_ns):
+            if each.number and each.duration_ns >= 0 and len(each.ranks) >= min(each.world_size, 2):
+                again = each.number == 1 and each.group in contexts
+                context = contexts[each.group] = contexts.get(each.group, 0) + again
+                found[each.group, context, each.number][rank] = each
     whole = [
-        Meeting(records, known)
-        for key, records in found.items()
-        if len(records) == groups.sizes[key[0]]
+        Meeting(records, offsets or {})
+        for records in found.values()
+        if len(records) == len(next(iter(records.values())).ranks)
         and len({_kind(each) for each in records.values()}) == 1
     ]
     return sorted(whole, key=lambda meeting: min(map(meeting.arrival_ns, meeting.records)))
-
-
-class _Groups:
-    """A number for each group: its ranks, of which there may be many, take long to hash."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-        self._numbers: dict[tuple[str, tuple[int, ...]], int] = {}
-
-    def number(self, group: str, ranks: Sequence[int]) -> int:
-        """Return the number of a group."""
-        number = self._numbers.setdefault((group, tuple(ranks)), len(self.sizes))
-        if number == len(self.sizes):
-            self.sizes.append(len(ranks))
-        return number
-
-
-def _keyed(
-    records: Iterable[CollectiveRecord], groups: _Groups
-) -> Iterable[tuple[Key, CollectiveRecord]]:
-    """Tell calls of one number apart: a second context of the job counts from 1 again."""
-    in_order = sorted(records, key=lambda each: each.arrival_ns)
-    known: dict[tuple[str, int], int] = {}  # by the ids of ranks, which live as long as they
-    contexts: dict[int, _Contexts] = defaultdict(_Contexts)
-    for record in in_order:
-        is_counted = len(record.ranks) > 1 or record.world_size == 1
-        if record.number and record.duration_ns >= 0 and is_counted:
-            place = (record.group, id(record.ranks))
-            group = known.get(place)
-            if group is None:
-                group = known[place] = groups.number(record.group, record.ranks)
-            yield (group, contexts[group].of(record.number), record.number), record
-
-
-class _Contexts:
-    """Which context of a rank and group a call is in, by its number."""
-
-    # Two threads may begin calls so close to each other that the later one comes first by its
-    # clock: a number below the last one is of a new context only if it was there before, or is
-    # below all. A rank that is killed loses its last calls, so that to count each number by itself
-    # would take those of its next context for them.
-
-    def __init__(self) -> None:
-        self._context = 0
-        self._first = 0
-        self._seen: set[int] = set()
-
-    def of(self, number: int) -> int:
-        """Count a call, in the order of arrivals."""
-        if number < self._first or number in self._seen or not self._context:
-            self._context += 1
-            self._first = number
-            self._seen.clear()
-        self._seen.add(number)
-        return self._context
 
 
 def _kind(record: CollectiveRecord) -> str:
     return "message" if record.name in ("send", "recv") else record.name
 
 
-@dataclass(frozen=True, slots=True)
+class Clock(NamedTuple):
+    """The clock of a rank's records."""
+
+    boot: str
+    """Ranks of one host share a clock."""
+    to_wall_ns: int
+    """The time of day less the clock's."""
+
+
+# No rank leaves these before the last one has come.
+_MEETS = frozenset(
+    {
+        *("all_gather", "all_reduce", "all_reduce_", "all_to_all", "barrier", "gradients"),
+        *("all_gather_tensors_with_shapes", "reduce_scatter", "new_group"),
+    }
+)
+_DAY_NS = 10_000_000  # how far apart hosts that ask the time of a server usually are
+_NARROWEST = 9  # calls that bound the difference of two clocks best
+
+
+def common_clock(ranks: Records, clocks: Mapping[int, Clock]) -> tuple[dict[int, int], int]:
+    """Return the offset of each rank's clock to the first one's time of day, and its error."""
+    # A rank leaves a call that all meet in after the last one has come to it. So each bounds the
+    # difference of two hosts from both sides, and the shortest ones bound it best.
+    hosts = {rank: clocks[rank].boot for rank in sorted(clocks)}
+    walls = {clocks[rank].boot: clocks[rank].to_wall_ns for rank in sorted(clocks, reverse=True)}
+    first, *others = dict.fromkeys(hosts.values()) or [""]
+    bounds: dict[str, list[tuple[int, int]]] = {host: [] for host in others}
+    offsets = {rank: walls[host] for rank, host in hosts.items()}
+    for meeting in meetings(ranks, offsets) if others else ():
+        spans = _spans(meeting, hosts)
+        for host in spans.keys() & bounds.keys() if first in spans else ():
+            (arrival, end), (its_arrival, its_end) = spans[first], spans[host]
+            width = end - arrival + its_end - its_arrival
+            bounds[host].append((width, (arrival - its_end + end - its_arrival) // 2))
+    unsure_ns = 0
+    for host, found in bounds.items():
+        best = sorted(found)[:_NARROWEST] or [(2 * _DAY_NS, 0)]
+        unsure_ns = max(unsure_ns, best[-1][0] // 2)
+        walls[host] += statistics.median_low([middle for _, middle in best])
+    return {rank: walls[host] for rank, host in hosts.items()}, unsure_ns
+
+
+def _spans(meeting: Meeting, hosts: Mapping[int, str]) -> dict[str, tuple[int, int]]:
+    """Return by host when its last rank came to a call, and when its first one left it."""
+    if any(each.name not in _MEETS or each.error for each in meeting.records.values()):
+        return {}
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for rank in meeting.records:
+        ranks[hosts[rank]].append(rank)
+    return {
+        host: (max(map(meeting.arrival_ns, here)), min(map(meeting.end_ns, here)))
+        for host, here in ranks.items()
+    }
+
+
+@dataclass(slots=True)
 class LineCost:
-    """What one call in one line has cost, over all ranks and calls."""
+    """The cost of one call in one line, over all ranks and calls."""
 
     name: str
     site: str
-    calls: int
-    size_bytes: int
-    total_s: float
-    waiting_s: float
-    lost_s: tuple[float, ...]
+    lost_s: list[float]
+    calls: int = 0
+    size_bytes: int = 0
+    total_s: float = 0.0
+    waiting_s: float = 0.0
 
     @property
     def moving_s(self) -> float:
@@ -175,173 +179,114 @@ class LineCost:
 class Waits:
     """Which rank waited for which."""
 
-    lost_s: tuple[float, ...]
-    waited_s: tuple[float, ...]
-    in_calls_s: tuple[float, ...]
-    lines: tuple[LineCost, ...]
-    last: tuple[int, ...]
-    calls: int
-    watched_s: float
-    slowest: int | None
+    lost_s: tuple[float, ...] = ()
+    waited_s: tuple[float, ...] = ()
+    in_calls_s: tuple[float, ...] = ()
+    lines: tuple[LineCost, ...] = ()
+    last: tuple[int, ...] = ()
+    calls: int = 0
+    watched_s: float = 0.0
+    slowest: int | None = None
 
-
-@dataclass(frozen=True, slots=True)
-class _Late:
-    """A rank that came too late for a call."""
-
-    rank: int
-    late_ns: int
-    gap_ns: int  # since its last call
-    at: int  # which call it was
+    @property
+    def headline(self) -> str:
+        """The result in one line."""
+        who = "no rank stands out" if self.slowest is None else f"rank {self.slowest} is slow"
+        ranks = "1 rank" if len(self.lost_s) == 1 else f"{len(self.lost_s)} ranks"
+        return f"{self.calls} calls of {ranks} in {self.watched_s:.3f} s: {who}"
 
 
 class _Timeline:
-    """What was counted already, rank by rank: a call within another isn't counted twice."""
+    """Seconds by rank; a call within another isn't counted twice."""
 
     def __init__(self, size: int) -> None:
         self._until = [-math.inf] * size
-        self.total_ns = [0] * size
+        self._total_ns = [0] * size
 
     def add(self, rank: int, begin_ns: int, end_ns: int) -> int:
-        """Count what is new of an interval; they come in order of their begin."""
+        """Add the part of an interval that is new; they come in order of their begin."""
         new = int(max(end_ns - max(begin_ns, self._until[rank]), 0))
         self._until[rank] = max(self._until[rank], end_ns)
-        self.total_ns[rank] += new
+        self._total_ns[rank] += new
         return new
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        return tuple(each / 1e9 for each in self.total_ns)
+        return tuple(each / 1e9 for each in self._total_ns)
 
 
 def waits(ranks: Records, offsets: Mapping[int, int] | None = None, unsure_ns: int = 0) -> Waits:
     """Work out which rank waited for which."""
-    # What counts is when a rank came to a call, never how long it took there: a sum
-    # takes as long on every rank, that of the slowest. A rank costs time that comes later than
-    # another by more than 1 ms, and by more than 5 % of the time since its last call.
-    # A rank is named where the others waited for it at least 5 % of the time, and it isn't chance:
-    # in three calls by 50 ms and a fifth of its time since the last call, and others hardly ever as
-    # long; or in so many calls by less that equal ranks differ as much once in ten thousand times.
+    # Arrivals count, not durations: a sum takes as long on every rank, that of the slowest.
     met = meetings(ranks, offsets)
     size = max(ranks, default=-1) + 1
-    count = _Count(size, unsure_ns, {rank: _ends(ranks[rank], offsets, rank) for rank in ranks})
+    count = _Count(size, unsure_ns)
     for at, meeting in enumerate(met):
         count.add(at, meeting)
     count.add_up()
     begins = [min(map(each.arrival_ns, each.records)) for each in met]
     ends = [max(map(each.end_ns, each.records)) for each in met]
     watched_ns = max(ends) - min(begins) if met else 0
-    recent = Counter(late.rank for late in count.late if late.at >= len(met) - _STEPS)
+    recent = Counter(rank for rank, _, at in count.late if at >= len(met) - _STEPS)
+    lines = sorted(count.lines.values(), key=lambda line: (-sum(line.lost_s), -line.total_s))
     return Waits(
-        count.lost.seconds,
-        count.waited.seconds,
-        count.busy.seconds,
-        tuple(sorted(count.line_costs(), key=lambda line: (-sum(line.lost_s), -line.total_s))),
-        tuple(recent[rank] for rank in range(size)),
-        len(met),
-        watched_ns / 1e9,
-        _slowest(count.late, size, watched_ns),
+        *(count.lost.seconds, count.waited.seconds, count.busy.seconds, tuple(lines)),
+        *(tuple(recent[rank] for rank in range(size)), len(met), watched_ns / 1e9),
+        _slowest(count.late, watched_ns),
     )
-
-
-def _ends(
-    records: Iterable[CollectiveRecord], offsets: Mapping[int, int] | None, rank: int
-) -> list[int]:
-    offset = (offsets or {}).get(rank, 0)
-    return sorted(each.arrival_ns + each.duration_ns + offset for each in records)
-
-
-class _Line:
-    """What is counted for one call in one line."""
-
-    def __init__(self, size: int) -> None:
-        self.calls = self.size_bytes = self.total_ns = self.waiting_ns = 0
-        self.lost_ns = [0] * size
-        self.sites: Counter[str] = Counter()
 
 
 class _Count:
-    """What is counted over all calls."""
+    """The sums over all calls."""
 
-    def __init__(self, size: int, unsure_ns: int, ends: Mapping[int, list[int]]) -> None:
+    def __init__(self, size: int, unsure_ns: int) -> None:
         self.lost, self.waited, self.busy = _Timeline(size), _Timeline(size), _Timeline(size)
-        self.late: list[_Late] = []
-        self._size, self._unsure_ns, self._ends = size, unsure_ns, ends
-        self._lines: dict[tuple[str, str], _Line] = {}
-        self._stays: list[list[tuple[int, int, int, _Line]]] = [[] for _ in range(size)]
+        self.late: list[tuple[int, int, int]] = []  # which rank, by how much, for which call
+        self.lines: dict[tuple[str, str], LineCost] = {}
+        self._unsure_ns = unsure_ns
+        self._ended_ns: dict[int, int] = {}
+        self._stays: list[list[tuple[int, int, int, LineCost]]] = [[] for _ in range(size)]
 
     def add(self, at: int, meeting: Meeting) -> None:
-        """Count one call, in the order of first arrivals."""
-        last = meeting.last
+        """Add one call, in the order of first arrivals."""
+        last, came_ns = meeting.last, meeting.last_ns
         record = meeting.records[last]
         site = f"{record.file}:{record.line}" if record.file else ""
-        own = meeting.records[min(meeting.records)]
-        line = self._lines.setdefault((own.name, f"{own.file}:{own.line}"), _Line(self._size))
+        line = self.lines.get((record.name, site))
+        if line is None:
+            line = LineCost(record.name, site, [0.0] * len(self._stays))
+            self.lines[record.name, site] = line
         line.calls += 1
-        line.sites[site] += 1
         line.size_bytes += record.size_bytes
-        late_ns, came_ns = 0, meeting.last_ns
+        gap_ns, late_ns = came_ns - self._ended_ns.get(last, came_ns), 0
         for rank in meeting.records:
             begin, its_wait_ns = meeting.wait_begin_ns(rank), meeting.waited_ns(rank)
             late_ns = max(late_ns, its_wait_ns)
+            self._ended_ns[rank] = meeting.end_ns(rank)
             self._stays[rank].append((begin, begin + its_wait_ns, meeting.end_ns(rank), line))
-        gap_ns = self._since_last_call(last, came_ns)
         if late_ns > max(FLOOR_NS, FLOOR_SHARE * gap_ns, self._unsure_ns):
             new = self.lost.add(last, came_ns - late_ns, came_ns)
-            line.lost_ns[last] += new
+            line.lost_s[last] += new / 1e9
             if new > FLOOR_NS and record.name != _SET_UP:
-                self.late.append(_Late(last, new, gap_ns, at))
+                self.late.append((last, new, at))
 
     def add_up(self) -> None:
-        """Count what ranks spent in all calls, once all have been added."""
+        """Add the times of ranks in calls, once all calls have been added."""
         for rank, stays in enumerate(self._stays):
             for begin, until, end, line in sorted(stays, key=lambda stay: stay[0]):
                 busy_ns = self.busy.add(rank, begin, end)
-                line.total_ns += busy_ns
-                line.waiting_ns += min(self.waited.add(rank, begin, until), busy_ns)
-
-    def _since_last_call(self, rank: int, came_ns: int) -> int:
-        ends = self._ends[rank]
-        at = bisect_right(ends, came_ns)
-        return came_ns - ends[at - 1] if at else 0
-
-    def line_costs(self) -> Iterable[LineCost]:
-        for (name, _), line in self._lines.items():
-            ((site, _),) = line.sites.most_common(1)
-            seconds = tuple(each / 1e9 for each in line.lost_ns)
-            totals = (line.total_ns / 1e9, line.waiting_ns / 1e9)
-            yield LineCost(name, site, line.calls, line.size_bytes, *totals, seconds)
+                line.total_s += busy_ns / 1e9
+                line.waiting_s += min(self.waited.add(rank, begin, until), busy_ns) / 1e9
 
 
-def _slowest(late: Sequence[_Late], size: int, watched_ns: int) -> int | None:
-    """Name the rank that costs time, where that is neither little nor chance."""
-    lost = [0] * size
-    for each in late:
-        lost[each.rank] += each.late_ns
-    worst = max(range(size), key=lambda rank: lost[rank], default=None)
-    if worst is None or lost[worst] < _LEAST_LOSS * watched_ns or lost[worst] == 0:
-        return None
-    large = [
-        each.rank for each in late if each.late_ns >= max(_LARGE_NS, _LARGE_SHARE * each.gap_ns)
-    ]
-    if large.count(worst) >= max(_LARGE_ONES, _MOST * len(large)):
-        return worst
-    mine = sum(each.rank == worst for each in late)
-    return worst if size * _tail(mine, len(late), 1 / size) < _CHANCE else None
-
-
-def _tail(least: int, count: int, chance: float) -> float:
-    """Return the probability of at least so many of `count`, each with one probability."""
-    if chance >= 1:
-        return 1.0
-    logs = (math.log(chance), math.log1p(-chance))
-    return sum(
-        math.exp(
-            math.lgamma(count + 1)
-            - math.lgamma(hit + 1)
-            - math.lgamma(count - hit + 1)
-            + hit * logs[0]
-            + (count - hit) * logs[1]
-        )
-        for hit in range(least, count + 1)
-    )
+def _slowest(late: Iterable[tuple[int, int, int]], watched_ns: int) -> int | None:
+    """Return the rank that costs much of the time, far more than any other, and again and again."""
+    lost: Counter[int] = Counter()
+    for rank, late_ns, _ in late:
+        lost[rank] += late_ns
+    ((worst, most), *others) = lost.most_common(2) or [(0, 0)]
+    each = [late_ns for rank, late_ns, _ in late if rank == worst]
+    is_often = len(each) >= _SMALL_ONES or sum(ns >= _LARGE_NS for ns in each) >= _LARGE_ONES
+    is_much = most >= _LEAST_LOSS * watched_ns
+    is_alone = most >= _MORE_THAN_OTHERS * sum(ns for _, ns in others)
+    return worst if is_often and is_much and is_alone else None

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import os
+import pickle
 import time
+import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias
 
 from unisono.collectives.gathers import all_gather
 from unisono.context import communicator
-from unisono.observe.clocks import Moment, offsets
-from unisono.observe.drawing import draw
-from unisono.observe.packing import pack, unpack
-from unisono.observe.waits import Waits, meetings, waits
+from unisono.observe.picture import draw
+from unisono.observe.waits import Clock, Waits, common_clock, waits
 from unisono.recording import CollectiveRecord, add_hook
 from unisono.topology import boot_id
 from unisono.tracebacks import hides
-
-__all__ = ("Watch", "watching")
 
 __tracebackhide__ = hides
 
@@ -29,14 +27,13 @@ _MOST = 100_000  # calls of a rank that are kept: the last ones
 _MOST_OF_ALL = 1_000_000  # calls of all ranks together, which each of them looks at
 _LEAST = 1_000  # calls of a rank, however many there are
 _MOST_LINES = 5  # of a table
-_NOTHING = Waits((), (), (), (), (), 0, 0.0, None)
 
 
 class Watch:
     """What `watching` has found out; empty until the block is over. The same on every rank."""
 
     def __init__(self) -> None:
-        self._waits = _NOTHING
+        self._waits = Waits()
 
     @property
     def slowest(self) -> int | None:
@@ -124,29 +121,28 @@ def watching() -> Iterator[Watch]:
         yield watch
     finally:
         remove()
-    now = Moment(boot_id(), time.time_ns(), time.monotonic_ns())
-    watch._waits = _waits(all_gather(pack(now, list(kept))))
+    clock = Clock(boot_id(), time.time_ns() - time.monotonic_ns())
+    watch._waits = _waits(all_gather(_packed(clock, kept)))
 
 
-def _waits(told: Sequence[bytes]) -> Waits:
-    size = len(told)
-    found = {rank: unpack(rank, size, each) for rank, each in enumerate(told)}
-    records = {rank: each for rank, (_, each) in found.items()}
-    hosts = {rank: moment.host for rank, (moment, _) in found.items()}
-    met = meetings(records) if len(set(hosts.values())) > 1 else ()
-    moments = [moment for moment, _ in found.values()]
-    clock = offsets(moments, met, lambda record: hosts[record.rank])
-    by_rank = {rank: clock.by_host[host] for rank, host in hosts.items()}
-    return waits(records, by_rank, clock.unsure_ns)
+def _packed(clock: Clock, records: Iterable[CollectiveRecord]) -> bytes:
+    columns = list(zip(*records, strict=True))  # equal values beside each other take no room
+    return zlib.compress(pickle.dumps((*clock, columns)))
+
+
+def _waits(packed: Sequence[bytes]) -> Waits:
+    clocks, records = {}, {}
+    for rank, each in enumerate(packed):
+        *clock, columns = pickle.loads(zlib.decompress(each))
+        clocks[rank] = Clock(*clock)
+        records[rank] = [CollectiveRecord(*row) for row in zip(*columns, strict=True)]
+    return waits(records, *common_clock(records, clocks))
 
 
 def _table(found: Waits) -> str:
     if not found.lost_s:
         return "nothing is known before the end of the block"
-    who = "no rank stands out" if found.slowest is None else f"rank {found.slowest} is slow"
-    ranks = "1 rank" if len(found.lost_s) == 1 else f"{len(found.lost_s)} ranks"
-    lines = [f"{found.calls} calls of {ranks} in {found.watched_s:.3f} s: {who}"]
-    lines.append("rank   others waited for it   came last   it waited    in calls")
+    lines = [found.headline, "rank   others waited for it   came last   it waited    in calls"]
     lines += [
         f"{rank:4}{lost:21.3f} s{last:12}{waited:10.3f} s{busy:10.3f} s"
         for rank, (lost, last, waited, busy) in enumerate(

@@ -151,7 +151,7 @@ def die_once_it_is_written(local_rank: int, folder: str) -> None:
     idist.all_reduce(1)
     called = time.monotonic()
     if idist.get_rank() == 1:
-        files = Path(folder)  # each begins with facts and group, and three calls follow
+        files = Path(folder)  # each begins with two lines, and three calls follow
         until(lambda: [f for f in files.glob("rank-1-*") if f.read_text().count("\n") >= 5], 60)
         Path(folder, "took").write_text(str(time.monotonic() - called))
         os.kill(os.getpid(), signal.SIGKILL)
@@ -225,6 +225,9 @@ def test_perfetto_finds_what_we_find(tmp_path: Path, monkeypatch: pytest.MonkeyP
     idist.spawn("gloo", train, nproc_per_node=SIZE)
     assert run_command("trace", str(folder), "--out", str(merged)).code == 0
     (job,) = jobs(read(folder))
+    with trace_processor(next(folder.glob("rank-1-*"))) as loaded:  # the file of one rank
+        (calls,) = loaded.query("SELECT count(*) AS n FROM slice WHERE category = 'call'")
+        assert calls["n"] == len(job.records[1])
     with trace_processor(merged) as loaded:
         the_ten_longest_waits_are_those_that_we_find(job, loaded)
         an_arrow_leads_from_each_wait_to_the_call_of_the_last_rank(loaded)

@@ -6,8 +6,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
-
 from tests.support.records import MS, call, recorded
 from unisono.observe.merge import chrome_trace, jobs
 from unisono.observe.trace_files import RankTrace
@@ -19,11 +17,12 @@ Types = dict[str, type | tuple[type, ...]]
 PLACE: Types = {"name": str, "pid": int, "tid": int, "ts": (int, float)}
 SLICE: Types = {**PLACE, "dur": (int, float), "args": dict}
 ARROW: Types = {**PLACE, "id": int, "cat": str, "bp": str}
-KINDS = {"M": SLICE, "X": SLICE, "s": ARROW, "f": ARROW}
+NAME: Types = {"name": str, "pid": int, "args": dict}
+KINDS = {"M": NAME, "X": SLICE, "s": ARROW, "f": ARROW}
 
 
 def trace_of(rank: int, records: Sequence[CollectiveRecord], **facts: Any) -> RankTrace:
-    known = {"job": "job", "host": "a", "boot": "a", "pid": 40 + rank}
+    known = {"job": "job", "boot": "a", "pid": 40 + rank}
     known |= {"world_size": 2, "wall_ns": 10**18, "monotonic_ns": 0}
     return RankTrace(**{"rank": rank, "records": records, **known, **facts})
 
@@ -36,9 +35,9 @@ def merged(*traces: RankTrace) -> list[Event]:
     for event in events:
         for key, kind in KINDS[event["ph"]].items():
             assert isinstance(event[key], kind), (key, event)
-        assert event["ts"] >= 0
+        assert event.get("ts", 0) >= 0
         assert event.get("dur", 0) >= 0
-    assert [each["ts"] for each in events] == sorted(each["ts"] for each in events)
+    events.sort(key=lambda each: each.get("ts", 0))  # as readers do
     of_thread: dict[tuple[int, int], list[float]] = {}
     for event in slices(events):  # in each thread every slice is within another, or beside it
         ends = of_thread.setdefault((event["pid"], event["tid"]), [])
@@ -54,7 +53,7 @@ def slices(events: list[Event], name: str = "") -> list[Event]:
 
 
 def names(events: list[Event], kind: str) -> dict[tuple[int, int], str]:
-    return {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == kind}
+    return {(e["pid"], e.get("tid", 0)): e["args"]["name"] for e in events if e["name"] == kind}
 
 
 def test_each_rank_has_a_row_and_each_call_a_slice_with_its_facts() -> None:
@@ -65,7 +64,7 @@ def test_each_rank_has_a_row_and_each_call_a_slice_with_its_facts() -> None:
     assert [(each["ts"], each["dur"]) for each in calls] == [(0, 201_000), (200_000, 1000)]
     assert calls[0]["args"] == {
         **{"number": 3, "group": "a", "bytes": 4, "dtype": "float32", "plane": "memory"},
-        **{"line": "train.py:7", "waited_us": 200_000},
+        "line": "train.py:7",
     }
     (wait,) = waiting
     assert (wait["name"], wait["ts"], wait["dur"]) == ("waiting for rank 1", 0, 200_000)
@@ -129,36 +128,10 @@ def test_ranks_of_other_hosts_are_put_on_one_clock() -> None:
     first, second = call(1, 1000, 1200)
     shift = 10**9 * MS
     away = recorded(1, 1, 1200 + 10**9, 1)
-    events = merged(
-        trace_of(0, [first]), trace_of(1, [away], boot="b", monotonic_ns=shift, host="b")
-    )
+    events = merged(trace_of(0, [first]), trace_of(1, [away], boot="b", monotonic_ns=shift))
     by_rank = {each["pid"]: each["ts"] for each in slices(events, "all_reduce")}
     assert abs(by_rank[2] - by_rank[1] - 200_000) <= 101_000  # the middle of what is possible
     assert second.arrival_ns != away.arrival_ns
-
-
-def test_a_rank_that_moves_to_another_host_has_the_clock_of_each() -> None:
-    """Whose clock shows less, so that what it does there seems to be first."""
-    first = [call(number, 100 * number, 100 * number) for number in range(1, 6)]
-    second = [call(n, 60_000 + 100 * n, 60_000 + 100 * n + 50) for n in range(1, 10)]
-    away_ms = 90_000
-    on_a, on_b = first[:3], [each[1] for each in second]  # it was killed, and has lost the last
-    moved = [each._replace(arrival_ns=each.arrival_ns - away_ms * MS) for each in on_b]
-    (job,) = jobs(
-        [
-            trace_of(0, [each[0] for each in (*first, *second)]),
-            trace_of(1, [each[1] for each in on_a]),
-            trace_of(1, moved, boot="b", host="b", monotonic_ns=-away_ms * MS, pid=99),
-        ]
-    )
-    found = job.waits()
-    assert found.calls == 3 + 9
-    assert found.watched_s == pytest.approx(60.851, abs=0.06)
-    assert found.waited_s[0] == pytest.approx(9 * 0.05, abs=9 * 0.026)
-    events = merged(*job.traces)
-    begins = sorted(each["ts"] for each in slices(events, "all_reduce") if each["pid"] != 1)
-    assert begins[:3] == [0, 100_000, 200_000]
-    assert begins[3] == pytest.approx(60_050_000, abs=26_000)
 
 
 def test_jobs_of_one_folder_are_told_apart() -> None:
@@ -172,5 +145,6 @@ def test_jobs_of_one_folder_are_told_apart() -> None:
 
 
 def test_ranks_that_name_their_job_by_their_host_are_one_job() -> None:
-    (job,) = jobs([trace_of(0, [], job="train.py-4"), trace_of(1, [], job="train.py-9")])
+    names = ("train.py-4", "train.py-9")
+    (job,) = jobs([trace_of(rank, [], job=name) for rank, name in enumerate(names)])
     assert set(job.records) == {0, 1}

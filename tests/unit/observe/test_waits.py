@@ -58,10 +58,13 @@ def test_a_few_hiccups_name_nobody() -> None:
     assert waits(steps(*mixed)).slowest is None
 
 
-def test_a_small_delay_in_every_step_is_named_once_chance_is_ruled_out() -> None:
+def test_a_small_delay_in_every_step_is_named_in_twenty() -> None:
     late = [(0, 8)]
-    assert waits(steps(*late * 10)).slowest is None
-    assert waits(steps(*late * 30)).slowest == 1
+    assert waits(steps(*late * 19)).slowest is None
+    assert waits(steps(*late * 20)).slowest == 1
+    others = [(0, 8, 0, 0), (3, 0, 0, 0), (0, 0, 3, 0)]
+    assert waits(steps(*[*others[:1] * 2, *others] * 10)).slowest == 1
+    assert waits(steps(*others * 20)).slowest is None  # less than four times as much
 
 
 def test_balanced_runs_name_nobody() -> None:
