@@ -30,7 +30,6 @@ import unisono as idist
 from unisono import lifecycle, models, options
 from unisono.errors import ArgumentError, PayloadError, PeerFailedError, WorkerFailedError
 from unisono.model import reduction
-from unisono.model.reduction import OpLike
 
 if TYPE_CHECKING:
     from typing_extensions import TypedDict, assert_type
@@ -92,23 +91,18 @@ def sums() -> None:
     assert_type(idist.all_reduce(0.5, "MIN"), float)
     assert_type(idist.all_reduce(1j), complex)
     assert_type(idist.all_reduce(number, idist.ReduceOp.SUM), int)
-    assert_type(idist.all_reduce(number, dist.ReduceOp.SUM), float)
+    assert_type(idist.all_reduce(number, dist.ReduceOp.SUM), Any)
     assert_type(idist.all_reduce(weight, dist.ReduceOp.SUM), Tensor)
     assert_type(idist.all_reduce(torch.ones(2), group=[0]), Tensor)
     assert_type(idist.all_reduce(number, group=[0]), int)
     assert_type(idist.reduce(number), int | None)
     assert_type(idist.reduce(torch.ones(2), 0, "SUM", [0]), Tensor | None)
     assert_type(idist.reduce_scatter(torch.ones(6)), Tensor)
-    # Means.
-    op: OpLike = idist.ReduceOp.AVERAGE if number else "SUM"
-    assert_type(idist.all_reduce(number, "mean"), float)
-    assert_type(idist.all_reduce(number, op if number > 1 else "AVG"), float)
-    assert_type(idist.all_reduce(number, idist.ReduceOp.AVERAGE), float)
-    assert_type(idist.all_reduce(number, dist.ReduceOp.AVG), float)
-    assert_type(idist.all_reduce(0.5, "AVERAGE"), float)
-    assert_type(idist.all_reduce(1j, "mean"), complex)
+    # The mean of an int is a float, which no checker is told.
+    assert_type(idist.all_reduce(number, "mean"), Any)
+    assert_type(idist.all_reduce(0.5, dist.ReduceOp.AVG), Any)
     assert_type(idist.all_reduce(torch.ones(2), "mean"), Tensor)
-    assert_type(idist.reduce(number, 0, "mean"), float | None)
+    assert_type(idist.reduce(number, 0, "mean"), Any)
 
 
 def sums_of_containers() -> None:
@@ -127,7 +121,6 @@ def sums_of_containers() -> None:
     assert_type(idist.reduce_sum(True), int)
     assert_type(idist.reduce_sum(torch.ones(2)), Tensor)
     assert_type(idist.reduce_sum({"seen": 3}), Any)
-    # The mean of an int is a float, which no checker can say of a container.
     assert_type(idist.all_reduce({"seen": 3}, "mean"), Any)
     assert_type(idist.all_reduce(Loss(0.5, 3), "mean"), Any)
     assert_type(idist.all_reduce([torch.ones(2)], "mean"), Any)
@@ -149,13 +142,10 @@ def gathers() -> None:
     assert_type(idist.all_gather(None), list[None])
     assert_type(idist.all_gather({"a": 1}), list[dict[str, int]])
     assert_type(idist.all_gather(mine), Tensor)
-    assert_type(idist.all_gather(mine, uneven=True), list[Tensor])
+    assert_type(idist.all_gather(mine, uneven=True), Any)
     assert_type(idist.all_gather(mine, [0]), Tensor)
-    assert_type(idist.all_gather(mine, [0], uneven=True), Tensor | list[Tensor])
-    assert_type(idist.all_gather(name, [0]), list[str] | str)
     assert_type(idist.all_gather_tensors_with_shapes(mine, [[2]] * size), list[Tensor])
     assert_type(idist.gather(name), list[str] | None)
-    assert_type(idist.gather(name, 0, [0]), list[str] | str | None)
     assert_type(idist.gather(mine), Tensor | None)
     results = [f"sample {i}" for i in idist.EvaluationSampler(range(5))]
     assert_type(idist.gather_results(results, 5), list[str])
@@ -178,13 +168,10 @@ def transfers() -> None:
     else:
         assert_type(idist.broadcast(), Any)
     assert_type(idist.scatter(words), str)
-    assert_type(idist.scatter(words if rank == 0 else None), str | Any)
     assert_type(idist.scatter(tuple(words)), str)
     assert_type(idist.scatter(torch.ones(size, 2)), Tensor)
-    assert_type(idist.scatter(torch.ones(size, 2) if rank == 0 else None), Tensor | Any)
-    assert_type(idist.scatter(["x"], group=[0]), str | Any)
     assert_type(idist.all_to_all(words), list[str])
-    assert_type(idist.all_to_all(tuple(words), list(range(size))), list[str] | Any)
+    assert_type(idist.all_to_all(tuple(words), list(range(size))), list[str])
     assert_type(idist.all_to_all(torch.ones(size)), Tensor)
     if size > 1 and rank == 0:
         idist.send("x", 1)
@@ -200,23 +187,11 @@ def in_place_and_in_the_background() -> None:
     assert_type(idist.all_reduce_(weight), nn.Parameter)
     assert_type(idist.all_reduce_(torch.ones(2), "mean"), Tensor)
     assert_type(idist.broadcast_(weight), nn.Parameter)
-    # Of what the program decides as it runs, no checker knows which it is.
-    is_async = bool(size)
-    assert_type(idist.all_reduce_(weight, async_op=True), idist.Handle[nn.Parameter] | Any)
-    assert_type(idist.broadcast_(weight, async_op=True), idist.Handle[nn.Parameter] | Any)
-    assert_type(idist.all_reduce(3, async_op=is_async), idist.Handle[Any] | Any)
-    assert_type(idist.all_reduce({"seen": 3}, "mean", async_op=True), idist.Handle[Any] | Any)
-    assert_type(idist.exact_sum(torch.ones(2, 2), async_op=True), idist.Handle[Any] | Any)
-    assert_type(idist.reduce(3, async_op=True), idist.Handle[Any] | Any)
-    assert_type(idist.reduce_scatter(torch.ones(6), async_op=True), idist.Handle[Tensor] | Any)
-    assert_type(idist.all_gather(mine, uneven=True, async_op=True), idist.Handle[Any] | Any)
-    assert_type(idist.gather("s", async_op=True), idist.Handle[Any] | Any)
-    uneven = idist.all_gather_tensors_with_shapes(mine, [[2]] * size, async_op=True)
-    assert_type(uneven, idist.Handle[list[Tensor]] | Any)
-    assert_type(idist.broadcast("s", async_op=True), idist.Handle[Any] | Any)
-    assert_type(idist.scatter(["s"] * size, async_op=True), idist.Handle[Any] | Any)
-    assert_type(idist.all_to_all(["s"] * size, async_op=True), idist.Handle[Any] | Any)
-    assert_type(idist.barrier(async_op=is_async), idist.Handle[None] | Any)
+    # With async_op no checker knows whether it is a handle.
+    assert_type(idist.all_reduce_(weight, async_op=True), Any)
+    assert_type(idist.all_reduce(3, async_op=bool(size)), Any)
+    assert_type(idist.all_gather(mine, uneven=True, async_op=True), Any)
+    assert_type(idist.barrier(async_op=True), Any)
     handle = idist.all_gather("s", async_op=True)
     assert isinstance(handle, idist.Handle) and handle.wait() == ["s"] * size
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from unisono.collectives.value_types import T, TensorT
 from unisono.context import ContextState
 from unisono.errors import PayloadError
 from unisono.host.collectives import HostCollectives
-from unisono.model.handle import Handle
 from unisono.payload.codec import decode, encode, frame_or_reason, header, raise_failures
 from unisono.payload.tensors import TensorHeader, from_bytes, is_exact, plain, to_bytes
 from unisono.topology import Group
@@ -28,25 +27,11 @@ __tracebackhide__ = hides
 
 
 @overload
-def broadcast(
-    tensor: None = None,
-    src: int = 0,
-    group: GroupLike = None,
-    safe_mode: bool = False,
-    *,
-    async_op: Literal[False] = False,
-) -> Any: ...
+def broadcast(tensor: None = None, src: int = 0, group: GroupLike = None) -> Any: ...
 
 
 @overload
-def broadcast(
-    tensor: T,
-    src: int = 0,
-    group: GroupLike = None,
-    safe_mode: bool = False,
-    *,
-    async_op: Literal[False] = False,
-) -> T: ...
+def broadcast(tensor: T, src: int = 0, group: GroupLike = None, safe_mode: bool = False) -> T: ...
 
 
 @overload
@@ -56,8 +41,8 @@ def broadcast(
     group: GroupLike = None,
     safe_mode: bool = False,
     *,
-    async_op: bool,
-) -> Handle[Any] | Any: ...
+    async_op: bool = False,
+) -> Any: ...
 
 
 @collective(root="src")
@@ -128,15 +113,13 @@ def home(context: ContextState, head: TensorHeader) -> torch.device:
 
 
 @overload
-def broadcast_(
-    tensor: TensorT, src: int = 0, group: GroupLike = None, *, async_op: Literal[False] = False
-) -> TensorT: ...
+def broadcast_(tensor: TensorT, src: int = 0, group: GroupLike = None) -> TensorT: ...
 
 
 @overload
 def broadcast_(
-    tensor: TensorT, src: int = 0, group: GroupLike = None, *, async_op: bool
-) -> Handle[TensorT] | Any: ...
+    tensor: Tensor, src: int = 0, group: GroupLike = None, *, async_op: bool = False
+) -> Any: ...
 
 
 @collective(root="src")
@@ -192,35 +175,11 @@ def broadcast_(
 
 
 @overload
-def scatter(
-    values: None = None, src: int = 0, group: GroupLike = None, *, async_op: Literal[False] = False
-) -> Any: ...
+def scatter(values: Tensor, src: int = 0, group: GroupLike = None) -> Tensor: ...
 
 
 @overload
-def scatter(
-    values: Tensor, src: int = 0, group: GroupLike = None, *, async_op: Literal[False] = False
-) -> Tensor: ...
-
-
-@overload
-def scatter(
-    values: list[T] | tuple[T, ...],
-    src: int = 0,
-    group: None = None,
-    *,
-    async_op: Literal[False] = False,
-) -> T: ...
-
-
-@overload
-def scatter(
-    values: list[T] | tuple[T, ...],
-    src: int = 0,
-    group: GroupLike = None,
-    *,
-    async_op: Literal[False] = False,
-) -> T | Any: ...
+def scatter(values: list[T] | tuple[T, ...], src: int = 0, group: GroupLike = None) -> T: ...
 
 
 @overload
@@ -229,8 +188,8 @@ def scatter(
     src: int = 0,
     group: GroupLike = None,
     *,
-    async_op: bool,
-) -> Handle[Any] | Any: ...
+    async_op: bool = False,
+) -> Any: ...
 
 
 @collective(root="src")
@@ -313,27 +272,17 @@ def _scatter_frame(context: ContextState, values: Any, group: Group | None) -> b
 
 
 @overload
-def all_to_all(
-    value: Tensor, group: GroupLike = None, *, async_op: Literal[False] = False
-) -> Tensor: ...
+def all_to_all(value: Tensor, group: GroupLike = None) -> Tensor: ...
+
+
+@overload
+def all_to_all(value: list[T] | tuple[T, ...], group: GroupLike = None) -> list[T]: ...
 
 
 @overload
 def all_to_all(
-    value: list[T], group: GroupLike = None, *, async_op: Literal[False] = False
-) -> list[T]: ...
-
-
-@overload
-def all_to_all(
-    value: tuple[T, ...], group: GroupLike = None, *, async_op: Literal[False] = False
-) -> list[T] | Any: ...
-
-
-@overload
-def all_to_all(
-    value: Tensor | Sequence[Any], group: GroupLike = None, *, async_op: bool
-) -> Handle[Any] | Any: ...
+    value: Tensor | Sequence[Any], group: GroupLike = None, *, async_op: bool = False
+) -> Any: ...
 
 
 @collective()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from unisono.collectives.routing import carry
 from unisono.collectives.value_types import T
 from unisono.context import ContextState
 from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError
-from unisono.model.handle import Handle
 from unisono.payload.codec import decode, frame_or_reason, raise_failures
 from unisono.payload.tensors import TensorHeader, head_of, plain
 from unisono.topology import Group
@@ -29,42 +28,18 @@ __tracebackhide__ = hides
 
 @overload
 def all_gather(  # type: ignore[overload-overlap]  # tensors are joined
-    tensor: Tensor,
-    group: GroupLike = None,
-    *,
-    uneven: Literal[False] = False,
-    async_op: Literal[False] = False,
+    tensor: Tensor, group: GroupLike = None
 ) -> Tensor: ...
 
 
 @overload
-def all_gather(
-    tensor: Tensor, group: None = None, *, uneven: Literal[True], async_op: Literal[False] = False
-) -> list[Tensor]: ...
-
-
-@overload
-def all_gather(  # type: ignore[overload-overlap]  # tensors are joined
-    tensor: Tensor, group: GroupLike = None, *, uneven: bool, async_op: Literal[False] = False
-) -> Tensor | list[Tensor]: ...
+def all_gather(tensor: T, group: GroupLike = None) -> list[T]: ...
 
 
 @overload
 def all_gather(
-    tensor: T, group: None = None, *, uneven: bool = False, async_op: Literal[False] = False
-) -> list[T]: ...
-
-
-@overload
-def all_gather(
-    tensor: T, group: GroupLike = None, *, uneven: bool = False, async_op: Literal[False] = False
-) -> list[T] | T: ...
-
-
-@overload
-def all_gather(
-    tensor: Any, group: GroupLike = None, *, uneven: bool = False, async_op: bool
-) -> Handle[Any] | Any: ...
+    tensor: Any, group: GroupLike = None, *, uneven: bool = False, async_op: bool = False
+) -> Any: ...
 
 
 @collective()
@@ -187,18 +162,18 @@ def _joined(
 
 @overload
 def all_gather_tensors_with_shapes(
-    tensor: Tensor,
-    shapes: Sequence[Sequence[int]],
-    group: GroupLike = None,
-    *,
-    async_op: Literal[False] = False,
+    tensor: Tensor, shapes: Sequence[Sequence[int]], group: GroupLike = None
 ) -> list[Tensor]: ...
 
 
 @overload
 def all_gather_tensors_with_shapes(
-    tensor: Tensor, shapes: Sequence[Sequence[int]], group: GroupLike = None, *, async_op: bool
-) -> Handle[list[Tensor]] | Any: ...
+    tensor: Tensor,
+    shapes: Sequence[Sequence[int]],
+    group: GroupLike = None,
+    *,
+    async_op: bool = False,
+) -> Any: ...
 
 
 @collective(refuses=(ArgumentError, PayloadError), outside=lambda tensor: [tensor])
@@ -274,26 +249,16 @@ def _check_shapes(
 
 @overload
 def gather(  # type: ignore[overload-overlap]  # tensors are joined
-    value: Tensor, dst: int = 0, group: GroupLike = None, *, async_op: Literal[False] = False
+    value: Tensor, dst: int = 0, group: GroupLike = None
 ) -> Tensor | None: ...
 
 
 @overload
-def gather(
-    value: T, dst: int = 0, group: None = None, *, async_op: Literal[False] = False
-) -> list[T] | None: ...
+def gather(value: T, dst: int = 0, group: GroupLike = None) -> list[T] | None: ...
 
 
 @overload
-def gather(
-    value: T, dst: int = 0, group: GroupLike = None, *, async_op: Literal[False] = False
-) -> list[T] | T | None: ...
-
-
-@overload
-def gather(
-    value: Any, dst: int = 0, group: GroupLike = None, *, async_op: bool
-) -> Handle[Any] | Any: ...
+def gather(value: Any, dst: int = 0, group: GroupLike = None, *, async_op: bool = False) -> Any: ...
 
 
 @collective(root="dst")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 from typing_extensions import Unpack
 
@@ -12,7 +12,6 @@ from unisono.collectives.call import collective, guarded, swap
 from unisono.collectives.membership import GroupLike, checked, make, resolve
 from unisono.context import communicator
 from unisono.control.rendezvous import host_of_this_process
-from unisono.model.handle import Handle
 from unisono.options import GroupOptions
 from unisono.payload.codec import decode, encode
 from unisono.topology import Group
@@ -98,11 +97,11 @@ def local_group() -> Group:
 
 
 @overload
-def barrier(group: GroupLike = None, *, async_op: Literal[False] = False) -> None: ...
+def barrier(group: GroupLike = None) -> None: ...
 
 
 @overload
-def barrier(group: GroupLike = None, *, async_op: bool) -> Handle[None] | Any: ...
+def barrier(group: GroupLike = None, *, async_op: bool = False) -> Any: ...
 
 
 @collective()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 from torch import Tensor
 
@@ -14,17 +14,15 @@ from unisono.collectives.membership import GroupLike
 from unisono.collectives.routing import carry, is_direct, route
 from unisono.collectives.value_types import (
     Container,
-    ContainerT,
-    Inexact,
-    Plain,
     Reducible,
+    ReducibleT,
     TensorT,
+    TermsT,
 )
 from unisono.context import ContextState
 from unisono.errors import ArgumentError, PayloadError
 from unisono.host import memory
 from unisono.host.collectives import HostCollectives
-from unisono.model.handle import Handle
 from unisono.model.reduction import FoldLike, OpLike, ReduceOp, parse_op
 from unisono.payload.tensors import plain
 from unisono.topology import Group
@@ -37,35 +35,14 @@ __tracebackhide__ = hides
 
 @overload
 def all_reduce(
-    tensor: Plain,
-    op: FoldLike = "SUM",
-    group: GroupLike = None,
-    *,
-    exact: bool = False,
-    async_op: Literal[False] = False,
-) -> Plain: ...
+    tensor: Tensor, op: OpLike = "SUM", group: GroupLike = None, *, exact: bool = False
+) -> Tensor: ...
 
 
 @overload
 def all_reduce(
-    tensor: Inexact,
-    op: OpLike = "SUM",
-    group: GroupLike = None,
-    *,
-    exact: bool = False,
-    async_op: Literal[False] = False,
-) -> Inexact: ...
-
-
-@overload
-def all_reduce(
-    tensor: ContainerT,
-    op: FoldLike = "SUM",
-    group: GroupLike = None,
-    *,
-    exact: bool = False,
-    async_op: Literal[False] = False,
-) -> ContainerT: ...
+    tensor: ReducibleT, op: FoldLike = "SUM", group: GroupLike = None, *, exact: bool = False
+) -> ReducibleT: ...
 
 
 @overload
@@ -75,19 +52,8 @@ def all_reduce(
     group: GroupLike = None,
     *,
     exact: bool = False,
-    async_op: Literal[False] = False,
+    async_op: bool = False,
 ) -> Any: ...
-
-
-@overload
-def all_reduce(
-    tensor: Reducible,
-    op: OpLike = "SUM",
-    group: GroupLike = None,
-    *,
-    exact: bool = False,
-    async_op: bool,
-) -> Handle[Any] | Any: ...
 
 
 @collective(folds=True)
@@ -177,21 +143,13 @@ def _all_reduce(context: ContextState, tensor: Tensor, op: ReduceOp, group: Grou
 
 
 @overload
-def exact_sum(
-    terms: TensorT, group: GroupLike = None, *, async_op: Literal[False] = False
-) -> Tensor: ...
+def exact_sum(terms: TermsT, group: GroupLike = None) -> TermsT: ...
 
 
 @overload
 def exact_sum(
-    terms: ContainerT, group: GroupLike = None, *, async_op: Literal[False] = False
-) -> ContainerT: ...
-
-
-@overload
-def exact_sum(
-    terms: Tensor | Container, group: GroupLike = None, *, async_op: bool
-) -> Handle[Any] | Any: ...
+    terms: Tensor | Container, group: GroupLike = None, *, async_op: bool = False
+) -> Any: ...
 
 
 @collective()
@@ -228,19 +186,13 @@ def exact_sum(terms: Any, group: GroupLike = None, *, async_op: bool = False) ->
 
 
 @overload
-def all_reduce_(
-    tensor: TensorT,
-    op: OpLike = "SUM",
-    group: GroupLike = None,
-    *,
-    async_op: Literal[False] = False,
-) -> TensorT: ...
+def all_reduce_(tensor: TensorT, op: OpLike = "SUM", group: GroupLike = None) -> TensorT: ...
 
 
 @overload
 def all_reduce_(
-    tensor: TensorT, op: OpLike = "SUM", group: GroupLike = None, *, async_op: bool
-) -> Handle[TensorT] | Any: ...
+    tensor: Tensor, op: OpLike = "SUM", group: GroupLike = None, *, async_op: bool = False
+) -> Any: ...
 
 
 @collective(folds=True)
@@ -312,35 +264,14 @@ def all_reduce_(
 
 @overload
 def reduce(
-    value: Plain,
-    dst: int = 0,
-    op: FoldLike = "SUM",
-    group: GroupLike = None,
-    *,
-    async_op: Literal[False] = False,
-) -> Plain | None: ...
+    value: Tensor, dst: int = 0, op: OpLike = "SUM", group: GroupLike = None
+) -> Tensor | None: ...
 
 
 @overload
 def reduce(
-    value: Inexact,
-    dst: int = 0,
-    op: OpLike = "SUM",
-    group: GroupLike = None,
-    *,
-    async_op: Literal[False] = False,
-) -> Inexact | None: ...
-
-
-@overload
-def reduce(
-    value: ContainerT,
-    dst: int = 0,
-    op: FoldLike = "SUM",
-    group: GroupLike = None,
-    *,
-    async_op: Literal[False] = False,
-) -> ContainerT | None: ...
+    value: ReducibleT, dst: int = 0, op: FoldLike = "SUM", group: GroupLike = None
+) -> ReducibleT | None: ...
 
 
 @overload
@@ -350,14 +281,8 @@ def reduce(
     op: OpLike = "SUM",
     group: GroupLike = None,
     *,
-    async_op: Literal[False] = False,
+    async_op: bool = False,
 ) -> Any: ...
-
-
-@overload
-def reduce(
-    value: Reducible, dst: int = 0, op: OpLike = "SUM", group: GroupLike = None, *, async_op: bool
-) -> Handle[Any] | Any: ...
 
 
 @collective(root="dst")
@@ -411,15 +336,13 @@ def reduce(
 
 
 @overload
-def reduce_scatter(
-    tensor: Tensor, op: OpLike = "SUM", group: GroupLike = None, *, async_op: Literal[False] = False
-) -> Tensor: ...
+def reduce_scatter(tensor: Tensor, op: OpLike = "SUM", group: GroupLike = None) -> Tensor: ...
 
 
 @overload
 def reduce_scatter(
-    tensor: Tensor, op: OpLike = "SUM", group: GroupLike = None, *, async_op: bool
-) -> Handle[Tensor] | Any: ...
+    tensor: Tensor, op: OpLike = "SUM", group: GroupLike = None, *, async_op: bool = False
+) -> Any: ...
 
 
 @collective()
