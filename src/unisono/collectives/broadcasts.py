@@ -21,8 +21,6 @@ from unisono.payload.tensors import TensorHeader, from_bytes, is_exact, plain, t
 from unisono.topology import Group
 from unisono.tracebacks import hides
 
-__all__ = ("all_to_all", "broadcast", "broadcast_", "home", "memory_for", "scatter")
-
 __tracebackhide__ = hides
 
 

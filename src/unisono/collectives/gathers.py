@@ -21,8 +21,6 @@ from unisono.payload.tensors import TensorHeader, head_of, plain
 from unisono.topology import Group
 from unisono.tracebacks import hides
 
-__all__ = ("all_gather", "all_gather_tensors_with_shapes", "gather")
-
 __tracebackhide__ = hides
 
 

@@ -17,12 +17,6 @@ from unisono.payload.codec import decode, encode
 from unisono.topology import Group
 from unisono.tracebacks import hides
 
-__all__ = (
-    "barrier",
-    "local_group",
-    "new_group",
-)
-
 __tracebackhide__ = hides
 
 

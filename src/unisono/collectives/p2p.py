@@ -19,8 +19,6 @@ from unisono.payload.tensors import TensorHeader, from_bytes, to_bytes
 from unisono.topology import Group
 from unisono.tracebacks import hides
 
-__all__ = ("recv", "send")
-
 __tracebackhide__ = hides
 
 

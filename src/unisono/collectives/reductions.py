@@ -28,8 +28,6 @@ from unisono.payload.tensors import plain
 from unisono.topology import Group
 from unisono.tracebacks import hides
 
-__all__ = ("all_reduce", "all_reduce_", "exact_sum", "reduce", "reduce_scatter")
-
 __tracebackhide__ = hides
 
 

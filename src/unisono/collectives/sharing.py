@@ -26,8 +26,6 @@ from unisono.payload.codec import refuse_pickle
 from unisono.topology import Group
 from unisono.tracebacks import hides
 
-__all__ = ("shared", "shared_empty")
-
 __tracebackhide__ = hides
 
 T = TypeVar("T")

@@ -24,14 +24,6 @@ from unisono.topology import Group
 from unisono.training import buckets
 from unisono.training.agreement import Described, agree, is_sharded, listed
 
-__all__ = (
-    "all_reduce_grads",
-    "all_reduce_params",
-    "broadcast_optimizer_state",
-    "broadcast_params",
-    "reduce_params",
-)
-
 _SIGN = -(2**63)
 Params = nn.Module | Tensor | Iterable[Tensor] | MutableMapping[str, Any]
 

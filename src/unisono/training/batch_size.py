@@ -18,8 +18,6 @@ from unisono.collectives.outcomes import Report, exchange, failure, report
 from unisono.context import communicator
 from unisono.errors import CollectiveMismatchError, UnisonoError
 
-__all__ = ("find_executable_batch_size",)
-
 P = ParamSpec("P")
 T = TypeVar("T")
 Ending = Literal["done", "out of memory", "failed", "out of step"]

@@ -17,8 +17,6 @@ from unisono.errors import ArgumentError, UnsupportedOperation
 from unisono.model.training import hooks_of
 from unisono.plugins import PluginRegistry, check_callable
 
-__all__ = ("SyncBatchNorm", "convert_sync_batchnorm", "register_sync_batchnorm")
-
 Converter = Callable[[nn.Module], nn.Module]
 
 

@@ -14,8 +14,6 @@ from unisono.errors import ArgumentError
 from unisono.sections import run_on_rank
 from unisono.training.checkpoints import is_whole, remove, save_checkpoint
 
-__all__ = ("CheckpointManager",)
-
 _NAME = re.compile(r"step=(\d+)(?:,score=(nan|-?(?:inf|[0-9][0-9.e+-]*)))?")
 
 

@@ -52,8 +52,6 @@ from unisono.training.states import (
     refuse_lost_shards,
 )
 
-__all__ = ("is_whole", "load_checkpoint", "remove", "save_checkpoint")
-
 PathLike = str | os.PathLike[str]
 T = TypeVar("T")
 _UNPICKLABLE = (pickle.PicklingError, TypeError, AttributeError, RecursionError)

@@ -19,8 +19,6 @@ from unisono.model.training import hooks_of
 from unisono.training.agreement import as_tensors, is_sharded
 from unisono.training.wrapping import averaging_optimizers
 
-__all__ = ("clip_grad_norm_",)
-
 # Optimizers whose gradients were averaged here, with what lets their step average again.
 _settled: weakref.WeakKeyDictionary[Optimizer, Callable[[], None] | None]
 _settled = weakref.WeakKeyDictionary()

@@ -29,8 +29,6 @@ from unisono.topology import Group
 from unisono.training.averaging import all_reduce_grads, broadcast_params
 from unisono.training.buckets import MEGABYTE, buckets
 
-__all__ = ("Averager", "Replicated", "UnannouncedAverager", "name_of_gradients", "owners")
-
 
 class _Bucket:
     """Gradients that are reduced together, how many ranks have each, and some further counts."""

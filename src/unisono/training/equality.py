@@ -22,8 +22,6 @@ from unisono.topology import Group
 from unisono.training.agreement import is_sharded
 from unisono.training.states import has_state, own_states, plain
 
-__all__ = ("assert_equal", "differing", "digest")
-
 _DIGEST_BYTES = 16
 _NAMED = 5
 _CALL = "assert_equal"

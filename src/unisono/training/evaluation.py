@@ -27,8 +27,6 @@ from unisono.context import ContextState, communicator, current, current_model
 from unisono.errors import ArgumentError, CollectiveMismatchError
 from unisono.training.loading import DistributedProxySampler, auto_dataloader
 
-__all__ = ("EvaluationSampler", "evaluate", "gather_results")
-
 Columns = dict[str | None, Any]
 Kind = tuple[str, tuple[int, ...]] | None  # dtype and shape of a sample's result; None in lists
 

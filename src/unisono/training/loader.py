@@ -27,8 +27,6 @@ from unisono.payload.pytree import mapped
 from unisono.training.randomness import seeded
 from unisono.training.streams import Shard
 
-__all__ = ("ReplicaLoader", "moved")
-
 _KEYS = ("epoch", "order", "batches", "is_dealt_in_turn", "batch_size", "world_size", "samples")
 
 

@@ -35,8 +35,6 @@ from unisono.training.loader import ReplicaLoader
 from unisono.training.randomness import seeded
 from unisono.training.streams import Shard
 
-__all__ = ("DistributedProxySampler", "auto_dataloader")
-
 _log = logging.getLogger(__name__)
 _OF_TORCH = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 _drawing = threading.Lock()

@@ -13,8 +13,6 @@ from unisono.collectives.call import guarded, swap
 from unisono.context import communicator
 from unisono.errors import ArgumentError, UnsupportedOperation
 
-__all__ = ("preemptible", "preemption_point")
-
 _watched: dict[int, Any] = {}  # signals that are noted, with the handlers from before
 _noted: list[int] = []  # those that came
 _told: list[int] = []  # those that a preemption_point has told of, come or not

@@ -12,8 +12,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from unisono.context import current_model
 
-__all__ = ("progress",)
-
 T = TypeVar("T")
 
 

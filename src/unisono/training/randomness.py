@@ -17,15 +17,6 @@ from unisono.collectives.membership import GroupLike, team
 from unisono.context import current_model
 from unisono.errors import ArgumentError
 
-__all__ = (
-    "get_rng_state",
-    "rank_generator",
-    "seed_everything",
-    "seeded",
-    "set_rng_state",
-    "sync_random_seed",
-)
-
 _LIMIT = 2**32  # what numpy takes
 
 

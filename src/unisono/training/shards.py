@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException as CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
@@ -21,8 +21,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from unisono.errors import PayloadError
 from unisono.training.atomic_files import check_archive, write_whole
-
-__all__ = ("CheckpointException", "blank", "flat", "load", "metadata_of", "save", "seal")
 
 _Unpickler: Any = vars(pickle)["_Unpickler"]
 _METADATA = ".metadata"

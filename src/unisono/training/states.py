@@ -14,25 +14,6 @@ from unisono.errors import ArgumentError, PayloadError
 from unisono.payload.pytree import mapped
 from unisono.training.data_parallel import Replicated
 
-__all__ = (
-    "BY_RANK",
-    "ByRank",
-    "by_rank",
-    "entries",
-    "has_shards",
-    "has_shown_wrapper",
-    "has_state",
-    "hidden_module",
-    "is_kept",
-    "leaves",
-    "own_states",
-    "plain",
-    "refuse_lost_shards",
-    "remember_wrapper",
-    "unwrapped",
-    "with_own_keys",
-)
-
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, Replicated)
 _COMPILED = "_orig_mod"  # where torch.compile keeps the module
 _SHOWN = ("module.", f"{_COMPILED}.")

@@ -10,8 +10,6 @@ from torch.utils.data import IterableDataset, get_worker_info
 from unisono import facts
 from unisono.collectives.value_types import T
 
-__all__ = ("Shard", "shard")
-
 
 def shard(iterable: Iterable[T]) -> IterableDataset[T]:
     """Split an iterable over the ranks, and over the workers of their loaders.

@@ -33,17 +33,6 @@ from unisono.payload.tensors import is_dense
 from unisono.topology import PREFIXED
 from unisono.training.agreement import is_sharded
 
-__all__ = (
-    "RankFilter",
-    "RankFormatter",
-    "get_current_memory_gb",
-    "get_device_memory_gb",
-    "print",
-    "reduce_dict",
-    "reduce_mean",
-    "reduce_sum",
-)
-
 Meant = TypeVar("Meant", Tensor, float, complex, float | Tensor)
 _GIB = 2**30
 

@@ -33,16 +33,6 @@ from unisono.training.data_parallel import Replicated, UnannouncedAverager, owne
 from unisono.training.ddp_hook import average_by_name
 from unisono.training.states import remember_wrapper, unwrapped
 
-__all__ = (
-    "auto_model",
-    "auto_optim",
-    "averaging_optimizers",
-    "join",
-    "no_sync",
-    "register_wrapper",
-    "unwrap_model",
-)
-
 Wrapper = Callable[..., nn.Module]
 _DDP = nn.parallel.DistributedDataParallel
 _DDP_OPTIONS = frozenset(inspect.signature(_DDP).parameters) - {
