@@ -168,10 +168,7 @@ def _seen(plain: Sequence[Any], shift_ns: int) -> Seen:
     known = Rank(*rank)
     made_ns, moved = known.made_ns + shift_ns, tuple(_call(call, shift_ns) for call in calls)
     if not isinstance(told, str):
-        told = [
-            Stack(ident, name, tuple(Frame(*frame) for frame in frames))
-            for ident, name, frames in told
-        ]
+        told = [Stack(ident, tuple(Frame(*frame) for frame in frames)) for ident, frames in told]
     return Seen(replace(known, calls=moved, made_ns=made_ns), facts, told)
 
 
