@@ -1,4 +1,4 @@
-"""The tree of a group: which ranks one rank is connected to, and the processes of its host.
+"""The tree of a group: which ranks one rank is connected to.
 
 A place is a rank's position in its group, from 0 to ``n - 1``.
 """
