@@ -306,4 +306,4 @@ def _name(fn: Any) -> str:
 def _pickled(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], takes_rank: bool) -> bytes:
     if not callable(fn):
         raise ArgumentError(f"fn should be callable: {fn!r}")
-    return pickle_for_worker((fn, args, kwargs, takes_rank), with_main=False)
+    return pickle_for_worker((fn, args, kwargs, takes_rank))

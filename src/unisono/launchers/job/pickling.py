@@ -42,7 +42,7 @@ class _Definitions:
     sources: dict[str, str] = field(default_factory=dict)
 
 
-def pickle_for_worker(value: object, *, with_main: bool = True) -> bytes:
+def pickle_for_worker(value: object) -> bytes:
     """Pickle a value for a process that has this one's ``sys.path``, but not its modules."""
     # Functions and classes of modules that such a process can import go by reference.
     out = io.BytesIO()

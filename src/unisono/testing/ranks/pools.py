@@ -101,7 +101,7 @@ class Pool:
     ) -> Answers:
         replicas = self._replicas
         assert replicas is not None
-        pickled = pickle_for_worker((function, args, {}, True), with_main=False)
+        pickled = pickle_for_worker((function, args, {}, True))
         limit = None if timeout_s is None else time.monotonic() + timeout_s
         call = Call(replicas, once(pickled, self.size), _too_late, limit, is_together=True)
         job: Job[Any] = Job(call, self.size)
@@ -320,7 +320,7 @@ class Ranks:
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Run ``function(*args, **kwargs)`` in every rank."""
         # Local; in the ranks collectives work.
-        pickled = pickle_for_worker((function, args, kwargs), with_main=False)
+        pickled = pickle_for_worker((function, args, kwargs))
         answers = self._pool.run(RankSession.call, pickled, timeout_s=self._timeout_s)
         size = self._pool.size
         if len(answers.values) < size:
