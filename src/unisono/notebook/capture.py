@@ -28,13 +28,7 @@ def by_thread() -> Iterator[None]:
 
 @contextmanager
 def captured(path: str, is_process: bool) -> Iterator[None]:
-    """Append what this rank prints in the block to a file.
-
-    Args:
-        path: of the file.
-        is_process: whether the rank is a process, whose descriptors are captured too: what C code
-            and children print.
-    """
+    """Append this rank's output to a file; of a process also that of C code and children."""
     with ExitStack() as stack:
         how = {"encoding": "utf-8", "errors": "backslashreplace"}
         file = stack.enter_context(Path(path).open("a", buffering=1, **how))
