@@ -95,7 +95,7 @@ class Wait:
         return min([end, *(at for at in (end_of_block(), self._until) if at is not None)])
 
     def _overdue(self, position: int | None) -> str:
-        waited = format_s((self._end - self._begun) / host_s(1))
+        waited = format_s(max(0.0, self._end - self._begun) / host_s(1))
         return (
             f"{self._late(position)}\n  {self._control.where(self._call)}: not done after {waited}"
         )

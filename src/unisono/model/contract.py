@@ -7,7 +7,7 @@ one is compared with it, for every operation, dtype, root and group, by the conf
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ("COMMON_DTYPES", "ComputationModel")
 
-T = TypeVar("T")
 
 # What nearly every library's collectives carry.
 COMMON_DTYPES: frozenset[torch.dtype] = frozenset(

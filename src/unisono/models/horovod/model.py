@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import horovod.torch as hvd  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import torch
@@ -32,7 +32,6 @@ if not hasattr(hvd, "init"):  # without its extension horovod.torch only prints 
         "with HOROVOD_WITH_PYTORCH=1, so that its build says what is missing"
     )
 
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _OPS = {
     ReduceOp.SUM: hvd.Sum,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 __tracebackhide__ = hides
 
-T = TypeVar("T")
 
 _TAG = 32_767  # the highest that every MPI has: out of the way of a user's own messages
 
