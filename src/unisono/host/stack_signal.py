@@ -120,31 +120,20 @@ def texts(
     if own is None:
         return None
     found = {thread_id: own}
-    for each in _threads(pid, facts) if all_threads else []:
-        left_s = until - time.monotonic()
-        if each != thread_id and left_s > 0 and (text := ask(pid, facts, each, left_s)):
-            found[each] = text
+    with contextlib.suppress(OSError):  # it has ended
+        tasks = os.listdir(f"/proc/{pid}/task") if all_threads else []
+        for each in sorted({int(task) for task in tasks} - {thread_id}):
+            left_s = until - time.monotonic()
+            if left_s > 0 and (text := ask(pid, facts, each, left_s)):
+                found[each] = text
     return found
 
 
-def _threads(pid: int, facts: Mapping[str, int]) -> list[int]:
-    """List the threads of a process that may be asked: a library's thread may block the signal."""
-    bit = _bit(facts.get("signal", 0) or 1)
-    try:
-        tasks = sorted(int(task.name) for task in Path(f"/proc/{pid}/task").iterdir())
-    except OSError:
-        return []
-    return [each for each in tasks if not _masks(_task(pid, each)).get("SigBlk", -1) & bit]
-
-
-def _task(pid: int, thread_id: int) -> Path:
-    return Path(f"/proc/{pid}/task/{thread_id}/status")
-
-
 def _answer(pid: int, thread_id: int, number: int, fd: int, until: float) -> str | None:
-    task, bit = _task(pid, thread_id), _bit(number)
+    task, bit = Path(f"/proc/{pid}/task/{thread_id}/status"), _bit(number)
     masks = _masks(task)
-    if not masks.get("SigCgt", 0) & bit:  # its default would end the process
+    # The default of the signal would end the process; a library's thread may block it.
+    if not masks.get("SigCgt", 0) & ~masks.get("SigBlk", 0) & bit:
         return None
     if os.fstat(fd).st_size > _MOST_BYTES:
         os.ftruncate(fd, 0)

@@ -55,11 +55,10 @@ _PAGE_BYTES = _LANES_AT + _LANES * _LANE_BYTES
 _EDITION = 1
 END, NUMBER, STATE = 2, 3, _STEP - 1
 """Words of a record that change."""
-_STATES = 3  # bits of the last word
 _LONGEST_NAME, _BEGINNING = 100, 60  # of a group, in bytes
 
-CALLED, IN_FLIGHT, WAITED_FOR = 0, 1, 2
-"""States of a record: a call that blocks; one that was started; one that was, and is waited for."""
+CALLED, IN_FLIGHT = 0, 1
+"""States of a record: a call that blocks or is waited for; one that was started."""
 
 _numbers = itertools.count(1)
 _open: weakref.WeakSet[StatusPage] = weakref.WeakSet()
@@ -257,12 +256,12 @@ class PageReader:
         first = start + _HEAD_BYTES + at * _RECORD.size
         last = self._words[first // _WORD + STATE]
         stamp, begin, end, number, size, text, _ = _RECORD.unpack_from(self._memory, first)
-        if not 0 < stamp == last & ~_STATES == self._words[first // _WORD]:
+        if not 0 < stamp == last & ~IN_FLIGHT == self._words[first // _WORD]:
             return None
         name, group, line, file = text.decode("utf-8", "replace").split("\0")[:4]
         return PageRecord(
             lane, self._words[start // _WORD], stamp // _STEP, name, file, int(line), group, number,
-            size, begin, end, last & _STATES,
+            size, begin, end, last & IN_FLIGHT,
         )  # fmt: skip
 
 
