@@ -5,13 +5,13 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from unisono.observe import stacks
 from unisono.observe.jobs import Job, Seen, stacks_of
 from unisono.observe.stacks import Frame, Stack
-from unisono.observe.verdict import Call, Culprit, State, Verdict, judge
+from unisono.observe.verdict import Culprit, State, Verdict, judge
 
 _S = 1e9
 _MOST_ASKED = 8  # culprits whose stacks are asked for
@@ -92,7 +92,7 @@ def report_of(job: Job, asked: Asked) -> dict[str, Any]:
         **facts_of(job),
         "verdict": {"kind": verdict.kind, "text": verdict.text},
         "culprits": [
-            {**_culprit(each), **_place(each, verdict, answers.get(each.rank))}
+            {**_plain(each), **_place(each, verdict, answers.get(each.rank))}
             for each in verdict.culprits
         ],
         "ranks": [
@@ -127,43 +127,34 @@ def _own_stack(answer: Answer | None) -> tuple[Frame, ...]:
     return told[0].frames if isinstance(told, list) and told else ()
 
 
-def _culprit(culprit: Culprit) -> dict[str, Any]:
+def _place(culprit: Culprit, verdict: Verdict, answer: Answer | None) -> dict[str, Any]:
+    """Return where a culprit is: in its call's line, in its stack, or where it was last seen."""
+    state, frames = verdict.states[culprit.rank], _own_stack(answer)
+    own, call = stacks.own_frame(frames), state.call
+    is_of_calls = verdict.kind in ("mismatch", "deadlock", "extra call")
+    place: dict[str, Any] = {"file": "", "line": 0, "function": "", "from": ""}
+    if own is not None and not (is_of_calls and call is not None):
+        place = {**_plain(own), "from": "stack"}
+    elif call is not None:
+        source = "call" if is_of_calls or state.is_inside else "last call"
+        place |= {"file": call.file, "line": call.line, "from": source}
+    told = answer.stacks if answer is not None else None
     return {
-        "rank": culprit.rank,
-        "why": culprit.why,
-        "waiters": list(culprit.waiters),
-        "waited_s": culprit.waited_s,
-        "lost_s": culprit.lost_s,
-        "came_last": culprit.came_last,
-        "n_calls": culprit.n_calls,
-        "median_late_s": culprit.median_late_s,
+        **place,
+        "no_stack": told if isinstance(told, str) else None,
+        "told_s": None if answer is None else time.monotonic() - answer.at_s,
+        "stack": [_plain(frame) for frame in frames],
     }
 
 
-def _place(culprit: Culprit, verdict: Verdict, answer: Answer | None) -> dict[str, Any]:
-    """Say where a culprit is: in its call's line, in its stack, or where it was last seen."""
-    state, frames = verdict.states[culprit.rank], _own_stack(answer)
-    own, call = stacks.own_frame(frames), state.call
-    told: dict[str, Any] = {"no_stack": None, "told_s": None, "stack": _frames(frames)}
-    if answer is not None:
-        told["no_stack"] = answer.stacks if isinstance(answer.stacks, str) else None
-        told["told_s"] = time.monotonic() - answer.at_s
-    if verdict.kind in ("mismatch", "deadlock", "extra call") and call is not None:
-        return {"file": call.file, "line": call.line, "function": "", "from": "call", **told}
-    if own is not None:
-        place = {"file": own.file, "line": own.line, "function": own.function, "from": "stack"}
-        return {**place, **told}
-    if call is not None:
-        source = "call" if state.is_inside else "last call"
-        return {"file": call.file, "line": call.line, "function": "", "from": source, **told}
-    return {"file": "", "line": 0, "function": "", "from": "", **told}
-
-
-def _frames(frames: Iterable[Frame]) -> list[dict[str, Any]]:
-    return [{"file": each.file, "line": each.line, "function": each.function} for each in frames]
+def _plain(value: Culprit | Frame) -> dict[str, Any]:
+    facts = ((each.name, getattr(value, each.name)) for each in fields(value))
+    return {name: list(each) if isinstance(each, tuple) else each for name, each in facts}
 
 
 def _rank(seen: Seen, state: State, now_ns: int) -> dict[str, Any]:
+    call = state.call
+    named = ("name", "group", "number", "size_bytes", "file", "line")
     return {
         "rank": seen.rank.rank,
         "host": seen.facts.get("host", ""),
@@ -176,18 +167,5 @@ def _rank(seen: Seen, state: State, now_ns: int) -> dict[str, Any]:
         "waits_for": list(state.waits_for),
         "since_s": max(now_ns - state.since_ns, 0) / _S,
         "is_in_call": state.is_inside,
-        "call": _call(state.call),
-    }
-
-
-def _call(call: Call | None) -> dict[str, Any] | None:
-    if call is None:
-        return None
-    return {
-        "name": call.name,
-        "group": call.group,
-        "number": call.number,
-        "size_bytes": call.size_bytes,
-        "file": call.file,
-        "line": call.line,
+        "call": None if call is None else {key: getattr(call, key) for key in named},
     }

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from unisono.control.absent_ranks import named
 
@@ -159,29 +159,25 @@ class _Job:
             if other in self.ranks
             and (
                 self.newest[other].get(call.key, 0) < call.number
-                or (self._is_gone_alone(other, rank) and self._is_in(other, call))
+                or (self._is_gone_alone(other, rank) and self._has(other, call, is_over=False))
             )
         ]
         unseen = [other for other in others if other not in self.ranks]
         return _Wait(call, tuple(missing), tuple(unseen))
-
-    def _is_in(self, rank: int, call: Call) -> bool:
-        return any(
-            each.key == call.key and each.number == call.number and not each.end_ns
-            for each in self.ranks[rank].calls
-        )
 
     def waits_for_nobody(self, rank: int) -> bool:
         """Return whether a rank waits for none, not even for one that can't be seen from here."""
         wait = self.waits.get(rank)
         if wait is None or not (wait.ranks or wait.unseen):
             return True
-        return not wait.ranks and any(self._is_over(other, wait.call) for other in self.ranks)
+        return not wait.ranks and any(
+            self._has(other, wait.call, is_over=True) for other in self.ranks
+        )
 
-    def _is_over(self, rank: int, call: Call) -> bool:
-        """Return whether a call that has begun is over for a rank: so all had come to it."""
+    def _has(self, rank: int, call: Call, *, is_over: bool) -> bool:
+        """Return whether a rank is in a call, or has left it, which all had come to then."""
         return any(
-            each.key == call.key and each.number == call.number and each.end_ns
+            (each.key, each.number, bool(each.end_ns)) == (call.key, call.number, is_over)
             for each in self.ranks[rank].calls
         )
 
@@ -190,15 +186,10 @@ class _Job:
 
     def waiters(self, culprit: int) -> tuple[int, ...]:
         """List the ranks that wait for one, and those that wait for these."""
-        found: set[int] = set()
-        new = {culprit}
-        while new:
-            new = {
-                rank
-                for rank, wait in self.waits.items()
-                if rank not in found and new & set(wait.ranks)
-            }
-            found |= new
+        found = _reached(
+            culprit,
+            lambda new: {rank for rank, wait in self.waits.items() if new.intersection(wait.ranks)},
+        )
         return tuple(sorted(found - {culprit}))
 
     def waited_s(self, ranks: Iterable[int]) -> float:
@@ -236,16 +227,16 @@ class _Job:
             waiters = culprit.waiters or self.waiters(culprit.rank)
             now_s = sum(self.waited_s([rank]) for rank in waiters)
             lost_s, lates = costs.lost_s.get(culprit.rank, 0.0), costs.lates.get(culprit.rank, [])
+            median_s = statistics.median(lates) if lates else 0.0
             found.append(
-                Culprit(
-                    culprit.rank,
-                    culprit.why,
-                    waiters,
-                    self.waited_s(waiters),
-                    now_s + lost_s,
-                    len(lates),
-                    costs.n_calls,
-                    statistics.median(lates) if lates else 0.0,
+                replace(
+                    culprit,
+                    waiters=waiters,
+                    waited_s=self.waited_s(waiters),
+                    lost_s=now_s + lost_s,
+                    came_last=len(lates),
+                    n_calls=costs.n_calls,
+                    median_late_s=median_s,
                 )
             )
         return tuple(found)
@@ -365,7 +356,11 @@ def _why_late(job: _Job, rank: int) -> str:
 def _deadlock(job: _Job) -> _Found:
     """Find ranks that wait for each other; those of the rarest call are named first."""
     waiting = [rank for rank, wait in job.waits.items() if wait.ranks]
-    cycle = [rank for rank in waiting if rank in _reached(job, rank)]
+
+    def waited_for(by: set[int]) -> set[int]:
+        return {other for rank in by if rank in job.waits for other in job.waits[rank].ranks}
+
+    cycle = [rank for rank in waiting if rank in _reached(rank, waited_for)]
     if not cycle or not job.is_worth_a_word(cycle):
         return None
     by_call: dict[tuple[str, int], list[int]] = {}
@@ -384,13 +379,12 @@ def _deadlock(job: _Job) -> _Found:
     return "deadlock", f"ranks wait for each other: {', '.join(parts)}", culprits
 
 
-def _reached(job: _Job, start: int) -> set[int]:
-    """List the ranks that one waits for, and those that these wait for."""
+def _reached(start: int, after: Callable[[set[int]], set[int]]) -> set[int]:
+    """Return the ranks after one, and those after these."""
     found: set[int] = set()
     new = {start}
     while new:
-        new = {other for rank in new if rank in job.waits for other in job.waits[rank].ranks}
-        new -= found
+        new = after(new) - found
         found |= new
     return found
 
