@@ -138,7 +138,7 @@ if TYPE_CHECKING:
         evaluate as evaluate,
         gather_results as gather_results,
     )
-    from unisono.training.loader import ReplicaLoader as ReplicaLoader
+    from unisono.training.loader import ReplicaLoader as ReplicaLoader, shard as shard
     from unisono.training.loading import (
         DistributedProxySampler as DistributedProxySampler,
         auto_dataloader as auto_dataloader,
@@ -156,7 +156,6 @@ if TYPE_CHECKING:
         sync_random_seed as sync_random_seed,
     )
     from unisono.training.states import ByRank as ByRank
-    from unisono.training.streams import shard as shard
     from unisono.training.toolbox import (
         RankFilter as RankFilter,
         RankFormatter as RankFormatter,

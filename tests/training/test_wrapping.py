@@ -442,40 +442,6 @@ def test_batch_norm_over_uneven_batches() -> None:
         torch.testing.assert_close(ours(part), plain(x)[mine])
 
 
-@several
-def test_batch_norm_is_differentiable_several_times() -> None:
-    """Compare the gradients of a gradient's norm, and of those, with those over the batch.
-
-    Not with torch's batch norm, whose third derivative is another.
-    """
-    rank, size = idist.get_rank(), idist.get_world_size()
-    all_rows, weights = drawn(5, 2, 5 * size, 3, 2).double()
-    mine = slice(5 * rank - (rank > 0), 5 * rank + 4 if rank < size - 1 else None)
-    for affine in (True, False):
-        plain = nn.BatchNorm1d(3, affine=affine).double()
-        ours = idist.convert_sync_batchnorm(plain, "unisono")
-        results = derivatives(ours, all_rows[mine], weights[mine])
-        expected = derivatives(normalised, all_rows, weights)
-        for got, want in zip(results, expected, strict=True):
-            torch.testing.assert_close(got, want[mine], rtol=1e-6, atol=1e-9)
-
-
-def normalised(x: Tensor) -> Tensor:
-    variance, mean = torch.var_mean(x, (0, 2), correction=0, keepdim=True)
-    return (x - mean) * torch.rsqrt(variance + 1e-5)
-
-
-def derivatives(layer: Any, x: Tensor, weights: Tensor) -> list[Tensor]:
-    x = x.clone().requires_grad_()
-    value = (torch.tanh(layer(x)) * weights).sum()
-    results = []
-    for order in range(3):
-        (gradient,) = torch.autograd.grad(value, x, create_graph=order < 2)
-        results.append(gradient.detach())
-        value = (gradient * weights.sin()).pow(2).sum()
-    return results
-
-
 def test_conversion_keeps_parameters_and_takes_names() -> None:
     net: Any = nn.Sequential(nn.BatchNorm2d(2), nn.Sequential(nn.BatchNorm1d(3)))
     before = {name: id(item) for name, item in net.named_parameters()}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +19,7 @@ __tracebackhide__ = hides
 
 Report = tuple[str, str]
 """An exception as a line, and its traceback."""
+T = TypeVar("T")
 _CPU = torch.device("cpu")
 
 
@@ -44,14 +46,14 @@ def agreed(
     group: Group | None = None,
     *,
     call: str = "",
-    refusal: str = "",
+    refusal: str | None = None,
     misses: int = 0,
 ) -> list[Any]:
     """Return every rank's fact; raise on every rank where one has an error."""
     # Collective over `group`. With a `refusal`, which goes before its text, a PayloadError of one
     # rank is a PayloadError on every rank.
     how = None if error is None else report(error)
-    if refusal and isinstance(error, PayloadError):
+    if refusal is not None and isinstance(error, PayloadError):
         how = (f"{refusal}{error}", "")
     is_in_turn = isinstance(error, CollectiveMismatchError)
     with context.calls.call(name, group):
@@ -71,6 +73,29 @@ def agreed(
         _, rank, how = min(failed)
         raise (failure(rank, name, how) if how[1] else PayloadError(how[0])) from error
     return [each for *_, each in replies]
+
+
+def together(
+    context: ContextState,
+    name: str,
+    call: Callable[[], tuple[T, Any]],
+    group: Group | None = None,
+    *,
+    refusal: str | None = None,
+    misses: int = 0,
+) -> tuple[T, list[Any]]:
+    """Return the value of a function, and every rank's fact; fail on all where it fails on one."""
+    # Collective over `group`.
+    error: Exception | None = None
+    value: Any = None
+    fact: Any = None
+    try:
+        value, fact = call()
+        encode(fact)
+    except Exception as raised:  # what the classes of the user raise
+        error, fact = raised, None
+    facts = agreed(context, name, error, fact, group, refusal=refusal, misses=misses)
+    return value, facts
 
 
 @guarded

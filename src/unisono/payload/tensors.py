@@ -145,28 +145,23 @@ def is_exact(value: object) -> bool:
 def why_not_dense(tensor: Tensor) -> str:
     """Return why a tensor doesn't travel as plain memory, and what to do."""
     kind = type(tensor)
-    if _is_distributed(kind):
+    if hasattr(kind, "to_local") and hasattr(kind, "full_tensor"):
         return (
             f"not a {kind.__name__}, which is spread over the ranks: call to_local() for this "
             "rank's part or full_tensor() for the whole first"
         )
-    if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return (
-            f"not a {kind.__name__}, which has no memory of its own: make a plain tensor of it "
-            "first, or send it inside a list as an object"
-        )
     if tensor.is_nested:
         return "not nested ones: call unbind() first and send the list of its tensors"
-    if tensor.layout is torch.strided and tensor.dtype in _CODE_OF and not tensor.is_meta:
-        return "not one without memory of its own, as within torch.func: send it from outside"
+    is_own = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+    if is_own or (tensor.layout is torch.strided and tensor.dtype in _CODE_OF):
+        return (
+            f"not a {kind.__name__} without memory of its own: make "
+            "a plain tensor of it first, or send it inside a list as an object"
+        )
     return (
         f"not {tensor.layout} of {tensor.dtype} on {tensor.device}: call to_dense() first, or send "
         "it inside a list as an object"
     )
-
-
-def _is_distributed(kind: type) -> bool:
-    return hasattr(kind, "to_local") and hasattr(kind, "full_tensor")
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -174,6 +169,14 @@ def plain(tensor: Tensor) -> Tensor:
     if type(tensor) is not Tensor and type(tensor) is not Parameter:
         tensor = tensor.as_subclass(Tensor)
     return tensor.detach()
+
+
+def reach_bytes(tensor: Tensor) -> int:
+    """Return the bytes from the first to the last of a tensor, 0 if two elements are one place."""
+    steps = list(zip(tensor.shape, tensor.stride(), strict=True))
+    if not tensor.numel() or any(stride == 0 and size > 1 for size, stride in steps):
+        return 0
+    return (sum((size - 1) * stride for size, stride in steps) + 1) * tensor.itemsize
 
 
 def view_bytes(tensor: Tensor) -> memoryview:

@@ -13,62 +13,37 @@ from unisono.collectives.call import swap
 from unisono.context import ContextState
 from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError
 from unisono.payload.codec import decode, encode, failure, raise_failures
-from unisono.payload.tensors import is_dense
+from unisono.payload.tensors import is_dense, reach_bytes
 from unisono.topology import Group
 
 OVERLAPS = -1
 """The owner of a tensor that overlaps another in part, or itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Extent:
-    """The first and last byte of a tensor in the device's memory."""
-
-    index: int
-    tensor: Tensor
-    device: str
-    start: int
-    end: int
-
-    def owns(self, other: _Extent) -> bool:
-        """Return whether each element of a tensor is surely one of this one."""
-        is_dense = self.end - self.start == self.tensor.nbytes
-        return is_dense and other.end <= self.end and other.tensor.dtype is self.tensor.dtype
-
-
 def aliases(names: Sequence[object], tensors: Sequence[Tensor | None]) -> list[int]:
     """Return for each tensor the index of the one that owns its memory, or `OVERLAPS`."""
     first_with: dict[int, int] = {}
     owners = [first_with.setdefault(id(name), index) for index, name in enumerate(names)]
-    extents = []
+    places = []
     for index, tensor in enumerate(tensors):
-        if tensor is not None and owners[index] == index and tensor.numel():
-            extent = _extent(index, tensor)
-            if extent is None:
-                owners[index] = OVERLAPS
-            elif extent.start:  # what has no address is known by its identity alone
-                extents.append(extent)
-    extents.sort(key=lambda each: (each.device, each.start, -each.end, each.index))
-    first = None
-    for each in extents:
-        if first is None or each.device != first.device or each.start >= first.end:
-            first = each
-        else:
-            owners[each.index] = first.index if first.owns(each) else OVERLAPS
+        if tensor is None or owners[index] != index or not tensor.numel():
+            continue
+        end = tensor.data_ptr() + reach_bytes(tensor)
+        if end - tensor.data_ptr() < tensor.nbytes:
+            owners[index] = OVERLAPS
+        elif tensor.data_ptr():  # what has no address is known by its identity alone
+            places.append((str(tensor.device), tensor.data_ptr(), -end, index, tensor))
+    places.sort(key=lambda place: place[:-1])
+    first = places[:1]
+    for place in places:
+        (owner,) = first
+        if place[0] != owner[0] or place[1] >= -owner[2]:
+            first = [place]
+        elif place is not owner:
+            is_within = -place[2] <= -owner[2] and place[-1].dtype is owner[-1].dtype
+            is_dense = -owner[2] - owner[1] == owner[-1].nbytes
+            owners[place[3]] = owner[3] if is_within and is_dense else OVERLAPS
     return [owner if owner == OVERLAPS else owners[owner] for owner in owners]
-
-
-def _extent(index: int, tensor: Tensor) -> _Extent | None:
-    """Return the place of a tensor, None if two of its elements have the same memory."""
-    steps = list(zip(tensor.shape, tensor.stride(), strict=True))
-    if any(stride == 0 and size > 1 for size, stride in steps):
-        return None
-    last = sum((size - 1) * stride for size, stride in steps)
-    start = tensor.data_ptr()
-    end = start + (last + 1) * tensor.itemsize
-    if end - start < tensor.nbytes:
-        return None
-    return _Extent(index, tensor, str(tensor.device), start, end)
 
 
 _NONE = b"n"

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import importlib
 import os
 import stat
-import time
 import uuid
 import zipfile
 from collections.abc import Callable
@@ -16,9 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from unisono.errors import PayloadError
-from unisono.topology import boot_id
 
-_DAY_S = 24 * 60 * 60.0
 _LONGEST = 50  # letters of a name that a temporary one begins with: a disk takes 255 bytes
 
 
@@ -44,22 +40,22 @@ class _Recorded:
 def write_whole(target: Path, write: Callable[[Any], object]) -> None:
     """Write a temporary file, sync it to the disk, and rename it."""
     # A symbolic link stays one, and its target is replaced; an old file's mode stays. Temporary
-    # files that killed writers of the same file left are removed.
+    # files that killed writers of the same file left are removed: they aren't locked.
     target = Path(os.path.realpath(target))
     old = target.stat() if target.exists() else None
     if old is not None and not stat.S_ISREG(old.st_mode):
         raise OSError(f"{target} isn't a regular file")
     if not target.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "there is no such folder", str(target.parent))
-    prefix = f".{target.name[:_LONGEST]}.{_own_mark()}"
-    part = target.with_name(f"{prefix}{uuid.uuid4().hex[:8]}.tmp")
+    start = f".{target.name[:_LONGEST]}."
+    part = target.with_name(f"{start}{uuid.uuid4().hex}.tmp")
     try:
-        with open(part, "xb", opener=_opener(old)) as file:
+        with open(part, "xb") as file:
             _lock(file.fileno())
-            _remove_leftovers(target, prefix, part)
+            _remove_leftovers(target, start, part)
+            if old is not None and os.name == "posix":  # others may read no more than before
+                os.fchmod(file.fileno(), stat.S_IMODE(old.st_mode))
             _fill(file, write, target)
-            if old is not None:
-                _keep_mode(file.fileno(), old)
             part.replace(target)  # while it is locked: others remove what isn't
     except BaseException:  # Ctrl-C too: no half of a file is left
         part.unlink(missing_ok=True)
@@ -82,27 +78,6 @@ def _fill(file: IO[bytes], write: Callable[[Any], object], target: Path) -> None
         raise OSError(cause.errno, cause.strerror, str(target)) from error
 
 
-def _opener(old: os.stat_result | None) -> Callable[[str, int], int] | None:
-    """Let nobody read the new file who may not read the old one."""
-    if old is None:
-        return None
-    mode = stat.S_IMODE(old.st_mode) & 0o600
-    return lambda path, flags: os.open(path, flags, mode | stat.S_IWUSR)
-
-
-def _keep_mode(number: int, old: os.stat_result) -> None:
-    if os.name != "posix":
-        return
-    with suppress(PermissionError):  # who isn't root may give it to no other user
-        os.fchown(number, old.st_uid, old.st_gid)
-    os.fchmod(number, stat.S_IMODE(old.st_mode))
-
-
-def _own_mark() -> str:
-    """Name this host in few letters: locks tell of its processes alone."""
-    return hashlib.blake2b(boot_id().encode(), digest_size=4).hexdigest()
-
-
 def _lock(number: int) -> bool:
     """Lock a file as long as it is open, if nobody else has and its file system can."""
     if os.name != "posix":
@@ -115,30 +90,21 @@ def _lock(number: int) -> bool:
     return True
 
 
-def _remove_leftovers(target: Path, prefix: str, own: Path) -> None:
-    """Remove what killed writers of `target` left: unlocked on this host, a day old on others."""
-    start = f".{target.name[:_LONGEST]}."
+def _remove_leftovers(target: Path, start: str, own: Path) -> None:
     names: list[str] = []
     with suppress(OSError):  # a folder may be writable and not readable
-        names = [name for name in os.listdir(target.parent) if name.endswith(".tmp")]
+        names = os.listdir(target.parent)
     for name in names:
-        is_one = name.startswith(start) and name.count(".") == own.name.count(".")
-        if not is_one or name == own.name:
-            continue
+        is_one = name.startswith(start) and name.endswith(".tmp") and len(name) == len(own.name)
         with suppress(OSError):  # another writer was faster, or it is another user's
-            path = target.with_name(name)
-            is_old = time.time() - path.stat().st_mtime > _DAY_S
-            if is_old or (name.startswith(prefix) and _is_left(path)):
-                path.unlink()
+            if is_one and name != own.name and _is_left(target.with_name(name)):
+                target.with_name(name).unlink()
 
 
 def _is_left(path: Path) -> bool:
-    number = os.open(path, os.O_RDWR)
-    try:
+    with open(path, "r+b") as file:
         # One that is just being made isn't locked yet, and has nothing in it.
-        return os.fstat(number).st_size > 0 and _lock(number)
-    finally:
-        os.close(number)
+        return os.fstat(file.fileno()).st_size > 0 and _lock(file.fileno())
 
 
 def _sync_folder(folder: Path) -> None:

@@ -10,21 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.collectives.broadcasts import broadcast
-from unisono.collectives.call import swap
+from unisono.collectives.broadcasts import broadcast, home
 from unisono.collectives.membership import GroupLike, check_rank, team
+from unisono.collectives.outcomes import together
 from unisono.collectives.reductions import all_reduce
 from unisono.context import ContextState
 from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError
 from unisono.model.reduction import OpLike, ReduceOp, parse_op
-from unisono.payload.codec import decode, encode_or_reason, failure, raise_failures
 from unisono.payload.pytree import flatten, unflatten
-from unisono.payload.tensors import is_dense
+from unisono.payload.tensors import TensorHeader, head_of, is_dense
 from unisono.topology import Group
 from unisono.training import buckets
 from unisono.training.agreement import Described, agree, is_sharded, listed
 
-_SIGN = -(2**63)
 Params = nn.Module | Tensor | Iterable[Tensor] | MutableMapping[str, Any]
 
 
@@ -178,40 +176,18 @@ def _average_integers(
     context: ContextState, tensors: Sequence[Tensor], group: Group | None, is_cut: bool
 ) -> None:
     """Give integers their mean; cut it towards 0, or refuse one that isn't whole."""
-    # Quotients and remainders travel apart, for the sum itself may not fit into 64 bits. What wraps
-    # in the sum of quotients comes back when that of the remainders is added.
     size = context.model.topology.size(group)
-    signed = [_signed(tensor) for tensor in tensors]
-    quotients = [torch.div(item, size, rounding_mode="floor") for item in signed]
-    remainders = [item - part * size for item, part in zip(signed, quotients, strict=True)]
-    totals = all_reduce([*quotients, *remainders], "SUM", group)
-    rows = zip(tensors, totals, totals[len(tensors) :], strict=False)
-    means = []
-    for i, (tensor, total, rest) in enumerate(rows):
-        mean, is_whole = total + torch.div(rest, size, rounding_mode="floor"), rest % size == 0
-        if not is_cut and not bool(is_whole.all()):
+    if any(tensor.dtype is torch.uint64 for tensor in tensors):
+        raise PayloadError("there is no mean of uint64: convert it to int64, or to a float")
+    totals = all_reduce([tensor.to(torch.int64) for tensor in tensors], "SUM", group)
+    for i, (tensor, total) in enumerate(zip(tensors, totals, strict=True)):
+        if not is_cut and bool((total % size).any()):
             raise PayloadError(
                 f"the mean over {size} ranks of integer tensor {i} ({tensor.dtype}"
                 f"{list(tensor.shape)}) isn't whole: leave it out, or reduce it with MAX or SUM"
             )
-        if tensor.dtype is torch.uint64:
-            means.append(_unsigned(mean))
-        else:
-            means.append(mean + ((mean < 0) & ~is_whole))
-    for tensor, mean in zip(tensors, means, strict=True):
-        tensor.detach().copy_(mean)
-
-
-def _signed(tensor: Tensor) -> Tensor:
-    """Give integers as int64; those of uint64 less 2**63, for all of them to fit."""
-    if tensor.dtype is not torch.uint64:
-        return tensor.to(torch.int64)
-    return tensor.contiguous().view(torch.int64) ^ _SIGN
-
-
-def _unsigned(tensor: Tensor) -> Tensor:
-    """Undo `_signed` of uint64."""
-    return (tensor ^ _SIGN).view(torch.uint64)
+    for tensor, total in zip(tensors, totals, strict=True):
+        tensor.detach().copy_(torch.div(total, size, rounding_mode="trunc"))
 
 
 def broadcast_params(params: Params, src: int = 0, group: GroupLike = None) -> None:
@@ -281,25 +257,26 @@ def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0, group: GroupLi
     check_rank(context, group, src, "src")
     if not is_member:
         return
-    is_src = context.model.topology.rank == src
-    state = optimizer.state_dict()
-    call = f"broadcast_optimizer_state from {src}"
-    frames = swap(context, call, _described(state, is_src), group)
-    raise_failures(frames, partial(context.model.topology.members, group), call)
-    descriptions = [decode(frame, context.model.device) for frame in frames]
-    counts, apart = descriptions[context.model.topology.position(group, src)]
-    _check_groups(
-        dict(zip(context.model.topology.members(group), descriptions, strict=True)), counts, src
-    )
-    if not is_src:
-        state = _put_together(context, *apart)
+    rank, members = context.model.topology.rank, context.model.topology.members(group)
+    call, state = f"broadcast_optimizer_state from {src}", optimizer.state_dict()
+    describe = partial(_described, state, rank == src)
+    _, facts = together(context, call, describe, group, refusal=f"rank {rank}, {call}: ")
+    expected, plain, heads = facts[members.index(src)]
+    for other, (sizes, *_) in zip(members, facts, strict=True):
+        if sizes != expected:
+            raise CollectiveMismatchError(
+                f"broadcast_optimizer_state: rank {other} has groups of {sizes} parameters, but "
+                f"rank {src} of {expected}: make the same optimizer on every rank"
+            )
+    if rank != src:
+        state = _put_together(context, plain, heads)
     tensors = [leaf for leaf in flatten(state)[0] if isinstance(leaf, Tensor)]
     works: list[buckets.Work] = [
         (tensor.contiguous(), torch.contiguous_format) for tensor in tensors
     ]
     with torch.no_grad():
         buckets.broadcast_all(context, works, src, group)
-    if not is_src:
+    if rank != src:
         optimizer.load_state_dict(state)
         _keep_dtypes(optimizer, state)
 
@@ -316,49 +293,32 @@ def _keep_dtypes(optimizer: Optimizer, state: dict[str, Any]) -> None:
                 loaded[name] = value
 
 
-_Heads = dict[int, tuple[str, list[int], bool]]
-
-
-def _described(state: dict[str, Any], is_src: bool) -> bytes:
-    """Encode the sizes of an optimizer's groups, and on `src` its state without tensors."""
-    tensors = [leaf for leaf in flatten(state)[0] if isinstance(leaf, Tensor)]
+def _described(state: dict[str, Any], is_src: bool) -> tuple[None, Any]:
+    """Give the sizes of an optimizer's groups, and on `src` its state without tensors, and them."""
+    leaves, _ = flatten(state)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if any(map(is_sharded, tensors)):
-        return failure(
+        raise PayloadError(
             "a state that is sharded, in DTensors, of which each rank has its part: there is "
             "nothing to broadcast; save_checkpoint and load_checkpoint take it"
         )
     if not all(map(is_dense, tensors)):
-        return failure("a state with tensors that aren't dense")
+        raise PayloadError("a state with tensors that aren't dense")
     sizes = [len(item["params"]) for item in state["param_groups"]]
-    return encode_or_reason((sizes, _taken_apart(state) if is_src else None))
+    if not is_src:
+        return None, (sizes, None, None)
+    heads = {i: head_of(leaf).pack() for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+    plain = unflatten(state, [None if i in heads else leaf for i, leaf in enumerate(leaves)])
+    return None, (sizes, plain, heads)
 
 
-def _taken_apart(state: dict[str, Any]) -> tuple[dict[str, Any], _Heads]:
-    """Return a state without its tensors, and what these look like, by their place."""
-    leaves, _ = flatten(state)
-    heads: _Heads = {}
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
-            heads[i] = (str(leaf.dtype).removeprefix("torch."), list(leaf.shape), leaf.is_cpu)
-            leaves[i] = None
-    return unflatten(state, leaves), heads
-
-
-def _put_together(context: ContextState, plain: dict[str, Any], heads: _Heads) -> dict[str, Any]:
+def _put_together(
+    context: ContextState, plain: dict[str, Any], heads: dict[int, bytes]
+) -> dict[str, Any]:
     """Make a state with memory for its tensors."""
     leaves, _ = flatten(plain)
-    for i, (dtype, shape, is_cpu) in heads.items():
-        device = torch.device("cpu") if is_cpu else context.model.device
-        leaves[i] = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+    for i, packed in heads.items():
+        head, _ = TensorHeader.unpack(packed)
+        leaves[i] = torch.empty(head.shape, dtype=head.dtype, device=home(context, head))
     state: dict[str, Any] = unflatten(plain, leaves)
     return state
-
-
-def _check_groups(descriptions: dict[int, Any], expected: list[int], src: int) -> None:
-    """Refuse on every rank an optimizer that is over other groups somewhere."""
-    for rank, (sizes, _) in descriptions.items():
-        if sizes != expected:
-            raise CollectiveMismatchError(
-                f"broadcast_optimizer_state: rank {rank} has groups of {sizes} parameters, but "
-                f"rank {src} of {expected}: make the same optimizer on every rank"
-            )

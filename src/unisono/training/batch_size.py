@@ -7,20 +7,19 @@ import gc
 import math
 import traceback
 from collections.abc import Callable
-from typing import Any, Concatenate, Literal, TypeVar
+from typing import Any, Concatenate, TypeVar
 
 import torch
 from typing_extensions import ParamSpec
 
 from unisono.accelerators import accelerator
 from unisono.arguments import check_count
-from unisono.collectives.outcomes import Report, exchange, failure, report
+from unisono.collectives.outcomes import agreed, exchange
 from unisono.context import communicator
-from unisono.errors import CollectiveMismatchError, UnisonoError
+from unisono.errors import CollectiveMismatchError, PeerFailedError, UnisonoError
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Ending = Literal["done", "out of memory", "failed", "out of step"]
 _NAME = "find_executable_batch_size"
 _TEXTS = (
     "out of memory",
@@ -78,8 +77,8 @@ def find_executable_batch_size(
             with context.calls.call(_NAME):
                 exchange(context, f"{_NAME} from {size}", None)
             while size:
-                ending, value = _try(lambda: fn(size, *args, **kwargs), size)  # noqa: B023
-                if ending == "done":
+                has_room, value = _try(lambda: fn(size, *args, **kwargs), size)  # noqa: B023
+                if has_room:
                     return value
                 _free()
                 size //= 2
@@ -90,46 +89,39 @@ def find_executable_batch_size(
     return decorate
 
 
-def _try(call: Callable[[], T], size: int) -> tuple[Ending, T]:
-    """Call something, and learn how it ended on all ranks. Collective over all ranks."""
-    ending: Ending = "done"
+def _try(call: Callable[[], T], size: int) -> tuple[bool, T]:
+    """Return whether a call had memory enough on all ranks. Collective over all ranks."""
     value: Any = None
     error: Exception | None = None
-    reported: Report | None = None
+    has_room = True
     try:
         value = call()
     except Exception as raised:
-        ending = _ending(raised)
-        if ending != "out of memory":  # then nothing may keep what the function's frames hold
-            error, reported = raised, report(raised)
+        has_room = not _is_of_memory(raised)
+        error = raised if has_room else None  # nothing may keep what the function's frames hold
     context = communicator()
     with context.calls.call(_NAME):
-        replies = exchange(context, f"{_NAME}: {size}", (ending, reported), misses=math.inf)
-    endings = [reply[0] for reply in replies]
-    if "out of memory" in endings:
+        replies = exchange(context, f"{_NAME}: {size}", has_room, misses=math.inf)
+    if not all(replies):
         if error is not None:  # the thread that raised it may hold it still, and so its frames
             traceback.clear_frames(error.__traceback__)
-        value = None  # the next try needs its room
-        return "out of memory", value
-    for worst in ("failed", "out of step"):
-        if error is not None and ending == worst:
-            raise error
-        if worst in endings:
-            rank = endings.index(worst)
-            raise failure(rank, f"a function with batch size {size}", replies[rank][1]) from error
-    return "done", value
+        return False, None  # type: ignore[return-value]
+    try:
+        agreed(context, f"a function with batch size {size}", error)
+    except PeerFailedError as failed:
+        if error is not None and failed.rank == context.model.topology.rank:
+            raise error from None
+        raise
+    return True, value
 
 
-def _ending(error: Exception) -> Ending:
+def _is_of_memory(error: BaseException | None) -> bool:
     if isinstance(error, CollectiveMismatchError):
-        return "out of step"
-    cause: BaseException | None = error
-    while isinstance(cause, UnisonoError):  # as that of evaluate, which has the original below
-        cause = cause.__cause__
-    if isinstance(cause, (MemoryError, torch.OutOfMemoryError)):
-        return "out of memory"
-    is_told = isinstance(cause, RuntimeError) and any(text in str(cause) for text in _TEXTS)
-    return "out of memory" if is_told else "failed"
+        return False
+    while isinstance(error, UnisonoError):  # as that of evaluate, which has the original below
+        error = error.__cause__
+    is_told = isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
+    return is_told or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
 def _free() -> None:

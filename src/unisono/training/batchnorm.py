@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from unisono.collectives.gathers import all_gather_tensors_with_shapes
@@ -20,52 +21,27 @@ from unisono.plugins import PluginRegistry, check_callable
 Converter = Callable[[nn.Module], nn.Module]
 
 
-class _Total(torch.autograd.Function):
-    """The sum of a tensor over all ranks, differentiable any number of times."""
-
-    @staticmethod
-    def forward(ctx: Any, mine: Tensor, group: Any) -> Any:
-        ctx.group = group
-        return all_reduce_(mine.clone(memory_format=torch.contiguous_format), "SUM", group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _total(grads[0], ctx.group), None
-
-
-def _total(mine: Tensor, group: GroupLike) -> Tensor:
-    """Add up a tensor of all ranks. Collective over `group`, in each direction."""
-    total: Tensor = _Total.apply(mine, group)  # type: ignore[no-untyped-call]
-    return total
-
-
 class _Normalize(torch.autograd.Function):
     """Normalise with mean and variance over all ranks; both directions are collective."""
 
-    # Where the gradient itself will be differentiated (``create_graph=True``, on every rank alike),
-    # the statistics, too, are computed again from `x`, so that autograd knows what depends on it.
-
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, mean: Tensor, invstd: Tensor, count: Tensor, eps: float, group: Any
+        ctx: Any, x: Tensor, mean: Tensor, invstd: Tensor, count: Tensor, group: Any
     ) -> Any:
         ctx.save_for_backward(x, mean, invstd, count)
-        ctx.eps, ctx.group = eps, group
+        ctx.group = group
         return (x - _wide(mean, x)) * _wide(invstd, x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         x, mean, invstd, count = ctx.saved_tensors
         grad = grads[0]
-        if torch.is_grad_enabled():
-            mean = _total(_channels(x), ctx.group) / count
-            variance = _total(_channels((x - _wide(mean, x)) ** 2), ctx.group) / count
-            invstd = torch.rsqrt(variance + ctx.eps)
         normal = (x - _wide(mean, x)) * _wide(invstd, x)
         sums = torch.stack([_channels(grad), _channels(grad * normal)])
-        mean_grad, mean_dot = _total(sums, ctx.group) / count
+        mean_grad, mean_dot = all_reduce_(sums, "SUM", ctx.group) / count
         back = grad - _wide(mean_grad, grad) - normal * _wide(mean_dot, grad)
-        return back * _wide(invstd, grad), None, None, None, None, None
+        return back * _wide(invstd, grad), None, None, None, None
 
 
 def _wide(values: Tensor, like: Tensor) -> Tensor:
@@ -97,7 +73,8 @@ class SyncBatchNorm(_BatchNorm):
     """Batch norm over any dimensions with the statistics of all ranks, on every model.
 
     Collective over `group` in training, in forward and in backward. As
-    ``torch.nn.SyncBatchNorm``, but on any device; ranks may have batches of different size.
+    ``torch.nn.SyncBatchNorm``, but on any device; ranks may have batches of different size. Its
+    gradient can't be differentiated once more.
 
     Args:
         num_features: channels.
@@ -140,7 +117,7 @@ class SyncBatchNorm(_BatchNorm):
                 self._track(mean, variance, count)
         invstd = torch.rsqrt(variance + self.eps)
         normal: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
-            x, mean, invstd, count, self.eps, self.group
+            x, mean, invstd, count, self.group
         )
         for apply, parameter in ((torch.mul, self.weight), (torch.add, self.bias)):
             if parameter is not None:  # torch 2.13 has affine ones without bias

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,8 @@ from unisono.training.checkpoints import is_whole, remove, save_checkpoint
 _NAME = re.compile(r"step=(\d+)(?:,score=(nan|-?(?:inf|[0-9][0-9.e+-]*)))?")
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """A checkpoint that is whole."""
-
-    step: int
-    score: float
-    path: Path
+_Kept = tuple[int, float, Path]
+"""Step, score and place of a checkpoint that is whole."""
 
 
 class CheckpointManager:
@@ -97,17 +92,18 @@ class CheckpointManager:
 
         Collective over all ranks: rank 0 looks.
         """
-        return self._path(run_on_rank(lambda: _name(self._found())))
+        return self._chosen(lambda found: found[-1:])
 
     def best(self) -> Path | None:
         """Find the whole checkpoint of the best score, the newest of equal ones, None without one.
 
         Collective over all ranks: rank 0 looks.
         """
-        return self._path(run_on_rank(lambda: _name(self._best(self._found()))))
+        return self._chosen(self._best)
 
-    def _path(self, name: str | None) -> Path | None:
-        return None if name is None else self._folder / name
+    def _chosen(self, choose: Callable[[list[_Kept]], list[_Kept]]) -> Path | None:
+        names = run_on_rank(lambda: [path.name for *_, path in choose(self._found())])
+        return self._folder / names[0] if names else None
 
     def _prepare(self, step: int, score: float | None) -> str:
         """Return the name of a checkpoint, in a folder that is there."""
@@ -118,23 +114,19 @@ class CheckpointManager:
         """Return the whole ones, by their steps."""
         named = [(path, _NAME.fullmatch(path.name)) for path in self._folder.glob("step=*")]
         found = [
-            _Kept(int(match[1]), float(match[2] or "nan"), path)
+            (int(match[1]), float(match[2] or "nan"), path)
             for path, match in named
             if match is not None and is_whole(path)
         ]
-        return sorted(found, key=lambda each: each.step)
+        return sorted(found, key=lambda each: each[0])
 
     def _best(self, found: list[_Kept]) -> list[_Kept]:
-        scored = [each for each in found if not math.isnan(each.score)]
-        return sorted(scored, key=lambda each: (self._sign * each.score, each.step))[-1:]
+        scored = [each for each in found if not math.isnan(each[1])]
+        return sorted(scored, key=lambda each: (self._sign * each[1], each[0]))[-1:]
 
     def _remove_others(self, path: Path, step: int) -> None:
-        found = [each for each in self._found() if each.step != step or each.path == path]
-        kept = {each.path for each in (*found[-self._keep :], *self._best(found))}
+        found = [each for each in self._found() if each[0] != step or each[2] == path]
+        kept = {each[2] for each in (*found[-self._keep :], *self._best(found))}
         for other in self._folder.glob("step=*"):
             if _NAME.fullmatch(other.name) and other not in kept:
                 remove(other)
-
-
-def _name(found: list[_Kept]) -> str | None:
-    return found[-1].path.name if found else None

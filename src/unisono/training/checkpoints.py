@@ -9,8 +9,8 @@ import pickle
 import shutil
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -19,7 +19,7 @@ import torch
 
 from unisono.collectives.broadcasts import broadcast
 from unisono.collectives.membership import check_rank
-from unisono.collectives.outcomes import agreed, exchange
+from unisono.collectives.outcomes import together
 from unisono.context import ContextState, communicator, current, current_model
 from unisono.errors import (
     ArgumentError,
@@ -29,24 +29,23 @@ from unisono.errors import (
     UnisonoError,
     UnsupportedOperation,
 )
-from unisono.payload.codec import encode, refuse_pickle
+from unisono.payload.codec import refuse_pickle
 from unisono.sections import run_on_rank
 from unisono.training.atomic_files import check_archive, write_whole
 from unisono.training.equality import differing, digest
 from unisono.training.loader import moved
 from unisono.training.restoring import (
+    Plan,
     begin_states,
-    known_to,
     refuse_lost_states,
-    restore,
     states_to_fill,
+    warn_of_left_out,
 )
 from unisono.training.states import (
     ByRank,
     by_rank,
     entries,
     has_shards,
-    has_shown_wrapper,
     own_states,
     plain,
     refuse_lost_shards,
@@ -55,6 +54,7 @@ from unisono.training.states import (
 PathLike = str | os.PathLike[str]
 T = TypeVar("T")
 _UNPICKLABLE = (pickle.PicklingError, TypeError, AttributeError, RecursionError)
+_SAVE = "save_checkpoint"
 _SHARDS = "shards-"
 _POINTER = "CURRENT"  # of a sharded checkpoint: names the folder of the shards that count
 
@@ -91,9 +91,8 @@ def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | Non
             original is the cause on the rank that failed). The old one is untouched.
 
     Warns:
-        UserWarning: `load_checkpoint` won't read a value without ``weights_only=False``; or all
-            keys of a state dict in `obj` begin with ``module.``, as those of a wrapped module do,
-            so that it doesn't fit the module alone (on the rank that writes).
+        UserWarning: `load_checkpoint` won't read a value without ``weights_only=False`` (on the
+            rank that writes).
 
     Example:
         >>> import pathlib, tempfile, torch, unisono as idist
@@ -105,26 +104,21 @@ def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | Non
         (3, ['weight', 'bias'])
     """
     target, context = Path(path), communicator()
-    (states, is_sharded), told = _tried(lambda: _look(obj, sharded))
+    look = partial(_look, obj, sharded)
+    (states, is_sharded), told = together(context, _SAVE, look, refusal=_refusal(context))
     _settle(context, obj, states, told)
     if is_sharded:
-        _save_shards(obj, states, target)
+        _save_shards(context, obj, states, target)
         return
     _save_file(obj, states, target, rank)
-    if context.model.topology.rank != rank:
-        return
-    unread = _unread(target) if os.access(target, os.R_OK) else ""
+    is_own = context.model.topology.rank == rank
+    unread = _unread(target) if is_own and os.access(target, os.R_OK) else ""
     if unread:
         warnings.warn(f"{target}: {unread}", UserWarning, stacklevel=2)
-    prefix = has_shown_wrapper(obj)
-    if prefix:
-        warnings.warn(
-            f"{target}: all keys of a state dict begin with {prefix!r}, as those of a wrapped "
-            "module do: it won't load with another number of replicas. Give save_checkpoint "
-            "the model itself, or unwrap_model(model).state_dict()",
-            UserWarning,
-            stacklevel=2,
-        )
+
+
+def _refusal(context: ContextState) -> str:
+    return f"rank {context.model.topology.rank} can't save its checkpoint: "
 
 
 def _look(obj: Any, sharded: bool | None) -> tuple[tuple[dict[int, Any], bool], Any]:
@@ -133,17 +127,14 @@ def _look(obj: Any, sharded: bool | None) -> tuple[tuple[dict[int, Any], bool], 
     named = entries(obj, states)
     split = {name: item.state() for name, item in named.items() if isinstance(item, ByRank)}
     digests = {name: digest(states[id(named[name])]) for name in named.keys() - split.keys()}
-    told = digests, split
-    if sharded:
-        return (states, True), told
-    is_sharded = has_shards(obj, states)
+    is_sharded = bool(sharded) or has_shards(obj, states)
     if is_sharded and sharded is False:
         raise PayloadError(
             "sharded=False would write one rank's part of its tensors that are sharded: leave "
             "sharded out, which writes a folder, or give whole tensors, such as those of torch's "
             "get_model_state_dict with full_state_dict=True"
         )
-    return (states, is_sharded), told
+    return (states, is_sharded), (digests, split)
 
 
 def _settle(context: ContextState, obj: Any, states: dict[int, Any], told: list[Any]) -> None:
@@ -167,72 +158,36 @@ def _settle(context: ContextState, obj: Any, states: dict[int, Any], told: list[
         states[id(named[name])] = by_rank([split[name] for split in splits])
 
 
-class _Agreement:
-    """Rounds of an exchange in which the problem of one rank ends a load on all."""
-
-    def __init__(self, rounds: int) -> None:
-        self.refusal: BaseException | None = None
-        self._rounds = rounds
-
-    def __call__(self, problem: str | None = None) -> None:
-        """Raise the first problem of others, if this rank has none."""
-        # Collective over all ranks, as long as there are rounds.
-        if not self._rounds:
-            return
-        self._rounds -= 1
-        try:
-            problems = exchange(communicator(), "load_checkpoint", problem)
-            first = next(filter(None, problems), None)
-            if problem is None and first is not None:
-                raise PayloadError(first)
-        except BaseException as error:
-            self.refusal = error
-            raise
-
-
-def _tried(call: Callable[[], tuple[T, Any]]) -> tuple[T, list[Any]]:
-    """Return the value of a function, and every rank's fact; fail on all where it fails on one."""
-    # Collective over all ranks.
-    context, error = communicator(), None
-    value: Any = None
-    fact: Any = None
-    try:
-        value, fact = call()
-        encode(fact)
-    except Exception as raised:  # what the classes of the user raise
-        error, fact = raised, None
-    refusal = f"rank {context.model.topology.rank} can't save its checkpoint: "
-    return value, agreed(context, "save_checkpoint", error, fact, refusal=refusal)
-
-
 def _save_file(obj: Any, states: dict[int, Any], target: Path, rank: int) -> None:
     kept: list[Exception] = []
-    refused = run_on_rank(lambda: _write(plain(obj, states), target, kept), rank)
+
+    def write() -> str | None:
+        state = plain(obj, states)
+        try:
+            write_whole(target, partial(torch.save, state))
+        except OSError:
+            raise
+        except Exception as error:  # what the value's own classes raise
+            kept.append(error)
+            return f"{type(error).__qualname__}: {error}"
+        return None
+
+    refused = run_on_rank(write, rank)
     if refused is not None:
         cause = kept[0] if kept else None
         raise PayloadError(f"{target} can't be saved by rank {rank}: {refused}") from cause
 
 
-def _write(obj: Any, target: Path, kept: list[Exception]) -> str | None:
-    """Write a file; say what can't be pickled, and keep why."""
-    try:
-        write_whole(target, partial(torch.save, obj))
-    except OSError:
-        raise
-    except Exception as error:  # what the value's own classes raise
-        kept.append(error)
-        return f"{type(error).__qualname__}: {error}"
-    return None
-
-
-def _save_shards(obj: Any, states: dict[int, Any], target: Path) -> None:
+def _save_shards(context: ContextState, obj: Any, states: dict[int, Any], target: Path) -> None:
     library = _shard_library()
-    state = _tried(lambda: (_state_of_shards(obj, states), None))[0]
+    look = partial(_state_of_shards, obj, states)
+    state, _ = together(context, _SAVE, look, refusal=_refusal(context))
     name = broadcast(f"{_SHARDS}{uuid.uuid4().hex[:12]}")
     folder = target / name
     run_on_rank(partial(folder.mkdir, parents=True))
     try:
-        with _without_warning():
+        with warnings.catch_warnings():  # torch says that a process alone is alone
+            warnings.filterwarnings("ignore", "torch.distributed is ", UserWarning)
             library.save(state, folder)
     except library.CheckpointException as error:  # torch raises it on every rank
         shutil.rmtree(folder, ignore_errors=True)
@@ -243,12 +198,12 @@ def _save_shards(obj: Any, states: dict[int, Any], target: Path) -> None:
     run_on_rank(partial(_let_count, target, name))
 
 
-def _state_of_shards(obj: Any, states: dict[int, Any]) -> Any:
+def _state_of_shards(obj: Any, states: dict[int, Any]) -> tuple[Any, None]:
     if current_model().topology.world_size > 1:
         refuse_pickle("to save shards, which ranks agree on,")
     state = plain(obj, states)
     refuse_lost_shards(obj, state)
-    return state
+    return state, None
 
 
 def _let_count(target: Path, name: str) -> None:
@@ -313,7 +268,7 @@ def load_checkpoint(
             ``UNISONO_NO_PICKLE=1``.
         map_location: as in ``torch.load``; None for `device`.
         strict: False leaves what wasn't saved, or in another shape, as it is, and logs a warning
-            with its names; optimizers are loaded whole.
+            with its names; optimizers are loaded whole, and shards need the same shapes.
         src: global rank that reads a file and sends it to all, where others can't reach its disk.
 
     Returns:
@@ -332,27 +287,44 @@ def load_checkpoint(
         unisono.errors.ArgumentError: there is no checkpoint nowhere.pt ...
     """
     topology, target = current().model.topology, Path(path)
+    if not weights_only:
+        refuse_pickle("load_checkpoint with weights_only=False")
     if src is not None:
         check_rank(current(), None, src, "src")
     sent = None if src is None else run_on_rank(partial(_sent, target), src)
     is_folder = target.is_dir() if src is None else sent is True
-    agree = _Agreement(2 if is_folder else int(src is not None))
-    try:
+    where = f"checkpoint {target} can't be read (rank {topology.rank} of {topology.world_size})"
+    step = partial(_step, where, is_folder or src is not None)
+    with ExitStack() as undo:
         if is_folder:
-            return _load_shards(target, into, weights_only, strict, agree)
-        file = _opened(target) if src is None else _received(sent, target, src)
-        return restore(into, _read(file, weights_only, map_location), strict, agree)
-    except BaseException as error:
-        if agree.refusal is not None:
-            raise agree.refusal from None  # torch wraps what is raised while it reads
-        failed = _failed(
-            error, f"{target} can't be read (rank {topology.rank} of {topology.world_size})"
-        )
-        if failed is not None:
-            agree(str(failed))
-        if failed is None or failed is error:
-            raise
-        raise failed from error
+            state = _from_shards(target, into, weights_only, strict, step, undo)
+            plan = step(lambda: Plan(into, state, strict, undo))
+        else:
+            file = _opened(target) if src is None else _received(sent, target, src)
+            read = partial(_read, file, weights_only, map_location)
+            plan = step(lambda: Plan(into, read(), strict, undo))
+        undo.pop_all()
+    return plan.fill()
+
+
+def _step(where: str, is_together: bool, call: Callable[[], T]) -> T:
+    """Take a step of loading; of ranks that load together none goes on where one can't."""
+    # Collective over all ranks that load together, else local.
+
+    def read() -> tuple[T, None]:
+        try:
+            return call(), None
+        except BaseException as error:
+            is_torch_s = type(error).__name__ == "CheckpointException"  # which is no Exception
+            is_ours = isinstance(error, UnisonoError) and not isinstance(error, PayloadError)
+            if is_ours or not (isinstance(error, Exception) or is_torch_s):
+                raise
+            kind = "" if isinstance(error, PayloadError) else f"{type(error).__qualname__}: "
+            raise PayloadError(f"{where}: {kind}{error}") from error
+
+    if not is_together:
+        return read()[0]
+    return together(communicator(), "load_checkpoint", read, refusal="")[0]
 
 
 def _opened(target: Path) -> IO[bytes]:
@@ -385,8 +357,6 @@ def _read(file: IO[bytes], weights_only: bool, map_location: Any) -> Any:
     device = current_model().device if map_location is None else map_location
     place = device if map_location is not None or _restores(device) else "cpu"
     with file:
-        if not weights_only:
-            refuse_pickle("load_checkpoint with weights_only=False")
         check_archive(file, "it")
         try:
             state = torch.load(file, map_location=place, weights_only=weights_only)
@@ -394,6 +364,16 @@ def _read(file: IO[bytes], weights_only: bool, map_location: Any) -> Any:
             file.seek(0)
             raise PayloadError(_unread(file) or str(error)) from error
     return state if place is device else moved(state, device)
+
+
+def _restores(device: torch.device) -> bool:
+    """Return whether torch reads a file onto a device; it doesn't onto XLA's."""
+    untyped: Any = torch
+    try:
+        untyped.serialization.default_restore_location(untyped.UntypedStorage(0), str(device))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _unread(file: Path | IO[bytes]) -> str:
@@ -407,35 +387,18 @@ def _unread(file: Path | IO[bytes]) -> str:
     )
 
 
-def _restores(device: torch.device) -> bool:
-    """Return whether torch reads a file onto a device; it doesn't onto XLA's."""
-    untyped: Any = torch
-    try:
-        untyped.serialization.default_restore_location(untyped.UntypedStorage(0), str(device))
-    except RuntimeError:
-        return False
-    return True
-
-
-def _failed(error: BaseException, text: str) -> UnisonoError | None:
-    """Return what is raised for an error of a reader; None for what isn't about the checkpoint."""
-    if isinstance(error, UnisonoError) and not isinstance(error, PayloadError):
-        return error if isinstance(error, ArgumentError) else None
-    is_torch_s = type(error).__name__ == "CheckpointException"  # no Exception, and not imported
-    if not isinstance(error, Exception) and not is_torch_s:
-        return None
-    kind = "" if isinstance(error, PayloadError) else f"{type(error).__qualname__}: "
-    return PayloadError(f"checkpoint {text}: {kind}{error}")
-
-
-def _load_shards(
-    target: Path, into: Any, weights_only: bool, is_strict: bool, agree: Callable[[], object]
+def _from_shards(
+    target: Path,
+    into: Any,
+    weights_only: bool,
+    is_strict: bool,
+    step: Callable[[Callable[[], Any]], Any],
+    undo: ExitStack,
 ) -> Any:
-    """Fill what is to be loaded. Collective, as `agree` and modules' state dicts are."""
+    """Return the state of what is to be loaded, filled. Collective over all ranks."""
     library = _shard_library()
-    states = own_states(into)
     try:
-        name = (target / _POINTER).read_text()
+        name = (target / _POINTER).read_text(errors="replace")
     except OSError as error:
         raise ArgumentError(f"the folder {target} has no checkpoint: {error}") from error
     if into is None:
@@ -444,29 +407,20 @@ def _load_shards(
         )
     if not name.startswith(_SHARDS) or os.path.basename(name) != name:
         raise PayloadError(f"{target / _POINTER} names no shards, but {name!r}")
-    if not weights_only:
-        refuse_pickle("load_checkpoint with weights_only=False")
-    metadata = library.metadata_of(target / name, weights_only)
-    saved = metadata.state_dict_metadata
-    take_back = begin_states(into, saved)
-    try:
-        state = plain(into, states | states_to_fill(into, saved, library.blank))
+
+    def looked_at() -> tuple[Any, Any]:
+        shards = library.metadata_of(target / name)
+        saved = shards.state_dict_metadata
+        begin_states(into, saved, undo)
+        state = plain(into, own_states(into) | states_to_fill(into, saved, library.blank))
         refuse_lost_shards(into, state)
-        if not is_strict:
-            state = known_to(saved, state)
         refuse_lost_states(into, library.flat(state), saved)
-        library.load(state, target / name, metadata, weights_only, agree)
-        return restore(into, state, is_strict, agree)
-    except BaseException:  # Ctrl-C too: what was begun here goes again
-        take_back()
-        raise
+        library.check(state, target / name, shards, is_strict)
+        return state, shards
 
-
-@contextmanager
-def _without_warning() -> Iterator[None]:
-    """Keep torch from saying that a process alone is alone."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "torch.distributed is (disabled|unavailable)", UserWarning
-        )
-        yield
+    state, shards = step(looked_at)
+    step(partial(library.load, state, target / name, shards, weights_only, is_strict))
+    if not is_strict:
+        there = shards.state_dict_metadata
+        warn_of_left_out([key for key in library.flat(state) if key not in there])
+    return state

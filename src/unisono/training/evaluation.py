@@ -21,9 +21,9 @@ from torch.utils.data.distributed import DistributedSampler
 from unisono.arguments import check_count
 from unisono.collectives.gathers import all_gather, gather
 from unisono.collectives.membership import check_rank
-from unisono.collectives.outcomes import agreed
+from unisono.collectives.outcomes import together
 from unisono.collectives.value_types import T
-from unisono.context import ContextState, communicator, current, current_model
+from unisono.context import communicator, current, current_model
 from unisono.errors import ArgumentError, CollectiveMismatchError
 from unisono.training.loading import DistributedProxySampler, auto_dataloader
 
@@ -69,19 +69,17 @@ class EvaluationSampler(Sampler[int]):
 
 
 @overload
-def gather_results(part: Tensor, size: int, dst: None = None) -> Tensor: ...
+def gather_results(part: Tensor, size: int) -> Tensor: ...
 
 
 @overload
-def gather_results(part: list[T] | tuple[T, ...], size: int, dst: None = None) -> list[T]: ...
+def gather_results(part: list[T] | tuple[T, ...], size: int) -> list[T]: ...
 
 
 @overload
-def gather_results(part: Tensor, size: int, dst: int | None) -> Tensor | None: ...
-
-
-@overload
-def gather_results(part: list[T] | tuple[T, ...], size: int, dst: int | None) -> list[T] | None: ...
+def gather_results(
+    part: list[Any] | tuple[Any, ...] | Tensor, size: int, dst: int | None = None
+) -> Any: ...
 
 
 def gather_results(part: Sequence[Any] | Tensor, size: int, dst: int | None = None) -> Any:
@@ -115,19 +113,16 @@ def gather_results(part: Sequence[Any] | Tensor, size: int, dst: int | None = No
         raise ArgumentError(f"results should be a list or a tensor, not {type(part).__qualname__}")
     size = check_count("size", size, 0)
     context = current()
+    n = context.model.topology.world_size
     mine = part if isinstance(part, Tensor) else list(part)
     parts: Any
     if dst is None:
         parts = all_gather(mine, uneven=True)
+        described = [(len(item), _kind(item)) for item in parts]
     else:
         check_rank(context, None, dst, "dst")
         lists = gather([mine], dst=dst)
         parts = None if lists is None else [item for (item,) in lists]
-    n = context.model.topology.world_size
-    described: list[tuple[int, Kind]]
-    if dst is None:
-        described = [(len(item), _kind(item)) for item in parts]
-    else:
         described = all_gather((len(mine), _kind(mine)))
     counts = [count for count, _ in described]
     short = [rank for rank in range(n) if counts[rank] < len(range(rank, size, n))]
@@ -216,31 +211,21 @@ def evaluate(fn: Callable[[Any], Any], data: Any, dst: int | None = None, **kwar
     context = communicator()
     check_rank(context, None, 0 if dst is None else dst, "dst")
     loader = auto_dataloader(data, shuffle=False, drop_last=False, **kwargs)
-    columns = _tried(context, lambda: _joined(_results(fn, loader)))
+
+    def results() -> tuple[Columns, dict[str | None, Kind]]:
+        columns = _joined(_results(fn, loader))
+        return columns, {name: _kind(part) for name, part in columns.items()}
+
+    # One miss: who isn't here then has left evaluate, such as to tell of a batch too large.
+    columns, kinds = together(context, "evaluate", results, misses=1)
+    if any(other != kinds[0] for other in kinds):
+        raise CollectiveMismatchError(f"evaluate: results differ in kind between ranks: {kinds}")
     made: Columns = dict.fromkeys(columns)
     for name in sorted(columns, key=str):  # ranks may have made them in another order
         made[name] = gather_results(columns[name], len(dataset), dst)
     if dst not in (None, context.model.topology.rank):
         return None
     return made.get(None, made) if made else []
-
-
-def _tried(context: ContextState, call: Callable[[], Columns]) -> Columns:
-    """Return the results of this rank, or fail on all. Collective over all ranks."""
-    error: Exception | None = None
-    columns: Columns = {}
-    try:
-        columns = call()
-    except Exception as raised:  # what the function of the user raises
-        error = raised
-    kinds = {name: _kind(part) for name, part in columns.items()}
-    # One miss: who isn't here then has left evaluate, such as to tell of a batch too large.
-    all_kinds = agreed(context, "evaluate", error, kinds, misses=1)
-    if any(other != kinds for other in all_kinds):
-        raise CollectiveMismatchError(
-            f"evaluate: results differ in kind between ranks: {all_kinds}"
-        )
-    return columns
 
 
 def _check_sampler(loader: DataLoader[Any], size: int) -> None:
@@ -252,16 +237,13 @@ def _check_sampler(loader: DataLoader[Any], size: int) -> None:
         sampler = sampler.sampler
     if isinstance(sampler, (SequentialSampler, DistributedSampler, EvaluationSampler)):
         return
-    if isinstance(sampler, RandomSampler) and not sampler.replacement:
-        drawn = sampler.num_samples
-        is_all = drawn == size
-    else:
-        indices = [i for item in sampler for i in (item if isinstance(item, list) else [item])]
-        drawn, is_all = len(indices), sorted(indices) == list(range(size))
-    if not is_all:
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == size:
+        return
+    indices = [i for item in sampler for i in (item if isinstance(item, list) else [item])]
+    if sorted(indices) != list(range(size)):
         raise ArgumentError(
             f"evaluate takes each of the {size} samples once, and the loader's sampler, a "
-            f"{type(sampler).__qualname__}, draws {drawn}: give it a torch.utils.data.Subset"
+            f"{type(sampler).__qualname__}, draws {len(indices)}: give it a torch.utils.data.Subset"
         )
 
 

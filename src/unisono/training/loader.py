@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import islice
 from typing import Any, NoReturn
@@ -17,15 +17,17 @@ from torch.utils.data import (
     IterableDataset,
     SequentialSampler,
     Subset,
+    get_worker_info,
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from unisono import facts
 from unisono.arguments import check_count
+from unisono.collectives.value_types import T
 from unisono.context import current_model
 from unisono.errors import ArgumentError, UnsupportedOperation
 from unisono.payload.pytree import mapped
 from unisono.training.randomness import seeded
-from unisono.training.streams import Shard
 
 _KEYS = ("epoch", "order", "batches", "is_dealt_in_turn", "batch_size", "world_size", "samples")
 
@@ -371,3 +373,38 @@ def moved(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
     for name, value in made.items():
         object.__setattr__(new, name, value)  # it may be frozen
     return new
+
+
+def shard(iterable: Iterable[T]) -> IterableDataset[T]:
+    """Split an iterable over the ranks, and over the workers of their loaders.
+
+    Each reads all of it and keeps what is its own. Of n ranks, rank r has the items r,
+    r + n, ..., with any number of workers; it may have one less than others.
+
+    Args:
+        iterable: the same items on every rank, such as a stream, or a generator within the
+            ``__iter__`` of a dataset; one that is read again for each pass.
+
+    Returns:
+        A dataset for `auto_dataloader`, or to be iterated. The rank and the worker are those of the
+        process that iterates over it.
+
+    Example:
+        >>> import unisono as idist
+        >>> list(idist.shard(range(3)))
+        [0, 1, 2]
+    """
+    return Shard(iterable)
+
+
+class Shard(IterableDataset[T]):
+    """What `shard` makes."""
+
+    def __init__(self, dataset: Iterable[T]) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[T]:
+        worker = get_worker_info()
+        index, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        size = facts.get_world_size()
+        return islice(self.dataset, facts.get_rank() + size * index, None, size * count)

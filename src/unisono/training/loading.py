@@ -31,9 +31,8 @@ from unisono.context import communicator, current, current_model
 from unisono.control.signatures import level
 from unisono.errors import ArgumentError, CollectiveMismatchError
 from unisono.model.training import hooks_of
-from unisono.training.loader import ReplicaLoader
+from unisono.training.loader import ReplicaLoader, Shard
 from unisono.training.randomness import seeded
-from unisono.training.streams import Shard
 
 _log = logging.getLogger(__name__)
 _OF_TORCH = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)

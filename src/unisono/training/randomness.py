@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -92,46 +92,41 @@ def _seed(seed: int) -> None:
         numpy.random.seed(seed)
 
 
-class _Generator(NamedTuple):
-    get: Callable[[], Any]
-    set: Callable[[Any], None]
-    seed: Callable[[int], Any]
-
-
-def _generators() -> dict[str, _Generator]:
-    """Return the generators that everything in this rank shares, of its device too."""
-    made = {
-        "python": _Generator(random.getstate, random.setstate, random.seed),
-        "torch": _Generator(
-            torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed
-        ),
+def _generators() -> dict[
+    str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[int], Any]]
+]:
+    """Return how to get, set and seed the generators that everything in this rank shares."""
+    default = torch.default_generator
+    made: dict[str, Any] = {
+        "python": (random.getstate, random.setstate, random.seed),
+        "torch": (torch.get_rng_state, torch.set_rng_state, default.manual_seed),
     }
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         draws = numpy.random
-        made["numpy"] = _Generator(draws.get_state, draws.set_state, draws.seed)
+        made["numpy"] = (draws.get_state, draws.set_state, draws.seed)
     device = current_model().device
     module: Any = getattr(torch, device.type, None)
     if device.type != "cpu" and hasattr(module, "get_rng_state"):
-        made["device"] = _Generator(
+        get, put = (
             partial(module.get_rng_state, device),
             partial(module.set_rng_state, device=device),
-            module.manual_seed,
         )
+        made["device"] = (get, put, module.manual_seed)
     return made
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Draw from a seed, and put the generators back where they were."""
-    before = [(each, each.get()) for each in _generators().values()]
-    for each, _ in before:
-        each.seed(seed % _LIMIT)
+    before = [(put, get()) for get, put, _ in _generators().values()]
+    for _, _, draw_from in _generators().values():
+        draw_from(seed % _LIMIT)
     try:
         yield
     finally:
-        for each, state in before:
-            each.set(state)
+        for put, state in before:
+            put(state)
 
 
 def rank_generator(seed: int | None = None, device: torch.device | str = "cpu") -> torch.Generator:
@@ -180,7 +175,7 @@ def get_rng_state() -> dict[str, Any]:
         >>> bool(torch.rand(1) == first)
         True
     """
-    state = {name: each.get() for name, each in _generators().items()}
+    state = {name: get() for name, (get, _, _) in _generators().items()}
     version, internal, gauss = state["python"]
     state["python"] = [version, list(internal), gauss]
     if "numpy" in state:
@@ -206,7 +201,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
         raise ArgumentError("a state that get_rng_state gave is needed")
     version, internal, gauss = state["python"]
     given = {**state, "python": (version, tuple(internal), gauss)}
-    for name, each in _generators().items():
+    for name, (_, put, _) in _generators().items():
         if name in given:
             value = given[name]
-            each.set(value.cpu() if isinstance(value, torch.Tensor) else value)
+            put(value.cpu() if isinstance(value, torch.Tensor) else value)

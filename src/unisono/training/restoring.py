@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import logging
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from unisono.context import current_model
 from unisono.errors import PayloadError
 from unisono.payload.pytree import like
-from unisono.training.local_parts import local_part, optimizer_parts
+from unisono.training.agreement import is_sharded
 from unisono.training.states import (
     BY_RANK,
     ByRank,
@@ -33,37 +34,25 @@ _MISSING = object()
 Step = Callable[[], object]
 
 
-def restore(into: Any, saved: Any, is_strict: bool, agree: Callable[[], object]) -> Any:
-    """Load a saved state into existing objects, or raise and leave them as they were."""
-    # Local, but for what `agree` does.
-    plan = _Plan(is_strict)
-    made = plan.of(into, saved, "the checkpoint")
-    tried: list[Step] = []
-    try:
-        for load, take_back in plan.trials:
-            tried.append(take_back)
-            load()
-        agree()
-    except BaseException:  # Ctrl-C too: no half of a state is left
-        for take_back in reversed(tried):
-            with suppress(Exception):  # what the user's classes raise
-                take_back()
-        raise
-    for fill in plan.fills:
-        fill()
-    if plan.left_out:
-        _log.warning("strict=False left out %s", ", ".join(plan.left_out))
-    return made
+class Plan:
+    """A state that is to be loaded: what may fail is done, and undone where `undo` is closed."""
 
-
-class _Plan:
-    """What is to be loaded: steps that may fail, each with its undoing, and those that can't."""
-
-    def __init__(self, is_strict: bool) -> None:
-        self.is_strict = is_strict
+    def __init__(self, into: Any, saved: Any, is_strict: bool, undo: ExitStack) -> None:
+        self.is_strict: bool = is_strict
         self.trials: list[tuple[Step, Step]] = []
         self.fills: list[Step] = []
         self.left_out: list[str] = []
+        self.made: Any = self.of(into, saved, "the checkpoint")
+        for load, take_back in self.trials:
+            undo.callback(_quietly, take_back)
+            load()
+
+    def fill(self) -> Any:
+        """Do what can't fail; return what comes in the place of the target."""
+        for fill in self.fills:
+            fill()
+        warn_of_left_out(self.left_out)
+        return self.made
 
     def of(self, into: Any, saved: Any, where: str) -> Any:
         """Return what comes in the place of `into`."""
@@ -153,6 +142,17 @@ class _Plan:
             self.left_out.append(where)
 
 
+def warn_of_left_out(names: Sequence[str]) -> None:
+    """Log what ``strict=False`` has left as it was."""
+    if names:
+        _log.warning("strict=False left out %s", ", ".join(names))
+
+
+def _quietly(take_back: Step) -> None:
+    with suppress(Exception):  # what the user's classes raise
+        take_back()
+
+
 def _said(load: Step, where: str) -> Step:
     """Return a step that says what doesn't fit."""
 
@@ -182,13 +182,7 @@ def _entry(saved: Any, key: Any) -> Any:
         return saved[key]
     start = f"{key}."
     names = [name for name in saved if isinstance(name, str) and name.startswith(start)]
-    part: Any = OrderedDict((name.removeprefix(start), saved[name]) for name in names)
-    versions = getattr(saved, "_metadata", {})
-    part._metadata = OrderedDict(
-        (f"{path}.".removeprefix(start)[:-1], version)
-        for path, version in versions.items()
-        if f"{path}.".startswith(start)
-    )
+    part = OrderedDict((name.removeprefix(start), saved[name]) for name in names)
     return part if names else _MISSING
 
 
@@ -214,46 +208,90 @@ def _was_saved(saved: Any) -> str:
     return f"a value of type {type(saved).__qualname__} was saved"
 
 
-def begin_states(into: Any, saved: Mapping[str, Any]) -> Step:
+def local_part(like: object, saved: Any, where: str) -> Any:
+    """Cut this rank's part out of a whole tensor."""
+    if not is_sharded(like) or not isinstance(saved, Tensor) or is_sharded(saved):
+        return saved
+    target: Any = like
+    if target.shape != saved.shape:
+        return saved  # which is refused where it is loaded
+    spread: Any = importlib.import_module("torch.distributed.tensor")
+    if any(type(each) not in (spread.Shard, spread.Replicate) for each in target.placements):
+        raise _unknown(where, target)
+    everywhere = [spread.Replicate()] * target.device_mesh.ndim
+    whole = spread.DTensor.from_local(
+        saved.detach(), target.device_mesh, everywhere, run_check=False
+    )
+    part = whole.redistribute(placements=target.placements)
+    if part.to_local().shape != target.to_local().shape:
+        raise _unknown(where, target)
+    return part
+
+
+def _unknown(where: str, target: Any) -> PayloadError:
+    return PayloadError(
+        f"{where} doesn't fit: a whole tensor was saved, and isn't cut for one that is spread as "
+        f"{target.placements}: save it with this model, or load it before the model is sharded"
+    )
+
+
+def optimizer_parts(optimizer: torch.optim.Optimizer, saved: Any, where: str) -> Any:
+    """Cut this rank's parts out of what an optimizer of whole tensors saved."""
+    params = [item for group in optimizer.param_groups for item in group["params"]]
+    is_known = isinstance(saved, Mapping) and isinstance(saved.get("state"), Mapping)
+    if not is_known or not any(map(is_sharded, params)):
+        return saved
+    names = [name for group in saved.get("param_groups", ()) for name in group["params"]]
+    likes = dict(zip(names, params, strict=False))  # which the optimizer checks
+    state = {
+        key: _state_parts(likes.get(key), item, f"{where}['state'][{key!r}]")
+        for key, item in saved["state"].items()
+    }
+    return {**saved, "state": state}
+
+
+def _state_parts(param: Any, state: Any, where: str) -> Any:
+    if not is_sharded(param) or not isinstance(state, Mapping):
+        return state
+    for name, item in state.items():
+        is_whole = isinstance(item, Tensor) and not is_sharded(item) and item.numel() > 1
+        if is_whole and item.shape != param.shape:
+            raise PayloadError(
+                f"{where}[{name!r}] doesn't fit: a whole tensor of shape {tuple(item.shape)} was "
+                f"saved, for a sharded parameter of shape {tuple(param.shape)}"
+            )
+    return {name: local_part(param, item, f"{where}[{name!r}]") for name, item in state.items()}
+
+
+def begin_states(into: Any, saved: Mapping[str, Any], undo: ExitStack) -> None:
     """Let optimizers make the states that shards have and they don't, as new ones do."""
-    made: list[tuple[torch.optim.Optimizer, Tensor]] = []
-
-    def take_back() -> None:
-        for optimizer, item in made:
-            optimizer.state.pop(item, None)
-
     for path, leaf in leaves(into):
         if isinstance(leaf, torch.optim.Optimizer):
             names = _saved_in(saved, (*path, "state"))
-            lacking = [p for i, p in _params(leaf) if str(i) in names and not leaf.state.get(p)]
-            made += [(leaf, item) for item in lacking]
-            try:
-                if lacking:
-                    _begin(leaf, lacking)
-            except BaseException:  # as in `restore`
-                take_back()
-                raise
-    return take_back
+            params = [item for group in leaf.param_groups for item in group["params"]]
+            lacking = [
+                item
+                for i, item in enumerate(params)
+                if str(i) in names and not leaf.state.get(item)
+            ]
+            for item in lacking:
+                undo.callback(leaf.state.pop, item, None)
+            if lacking:
+                _begin(leaf, params, set(map(id, lacking)))
 
 
-def _params(optimizer: torch.optim.Optimizer) -> list[tuple[int, Tensor]]:
-    return list(enumerate(item for group in optimizer.param_groups for item in group["params"]))
-
-
-def _begin(optimizer: torch.optim.Optimizer, lacking: list[Tensor]) -> None:
+def _begin(optimizer: torch.optim.Optimizer, params: list[Tensor], chosen: set[int]) -> None:
     """Let an optimizer make states, by a step of length zero that changes nothing."""
-    groups = optimizer.param_groups
-    grads = [(item, item.grad) for _, item in _params(optimizer)]
-    rates = [(group, group["lr"]) for group in groups if "lr" in group]
-    chosen = set(map(id, lacking))
+    grads = [item.grad for item in params]
+    rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
     try:
-        for item, _ in grads:
+        for item in params:
             item.grad = torch.zeros_like(item) if id(item) in chosen else None
         for group, rate in rates:
             group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
         optimizer.step()  # some need a closure, some refuse a zero rate
     finally:
-        for item, grad in grads:
+        for item, grad in zip(params, grads, strict=True):
             item.grad = grad
         for group, rate in rates:
             group["lr"] = rate
@@ -281,13 +319,14 @@ def _options(
     group: dict[str, Any], saved: Mapping[str, Any], path: tuple[Any, ...], blank: Any
 ) -> dict[str, Any]:
     """Return a group of parameters with the options that were saved, and no others."""
-    names = _saved_in(saved, path)
+    start, names = _key(path), _saved_in(saved, path)
     if not names:
         return group  # which is then missed
-    start = _key(path)
-    kept = {name: item for name, item in group.items() if name in names}
-    new = [name for name in names if name not in group and start + name in saved]
-    return kept | {name: blank(saved[start + name]) for name in new}
+    return {
+        name: group[name] if name in group else blank(saved[start + name])
+        for name in names
+        if name in group or start + name in saved
+    }
 
 
 def _key(path: Sequence[Any]) -> str:
@@ -316,18 +355,3 @@ def refuse_lost_states(into: Any, there: Mapping[str, Any], saved: Mapping[str, 
                     "bring it to where it was at saving, an optimizer by a step, before "
                     "load_checkpoint"
                 )
-
-
-def known_to(saved: Mapping[str, Any], state: Any, path: tuple[Any, ...] = ()) -> Any:
-    """Return a state without what shards lack, or have in another shape."""
-    if not isinstance(state, Mapping):
-        return state
-    kept = {}
-    for key, item in state.items():
-        below = (*path, key)
-        entry = saved.get(_key(below)[:-1])
-        size = getattr(entry, "size", None)
-        is_there = entry is not None or bool(_saved_in(saved, below))
-        if is_there and (size is None or size == getattr(item, "shape", size)):
-            kept[key] = known_to(saved, item, below)
-    return kept

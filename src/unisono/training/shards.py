@@ -6,7 +6,6 @@ import hashlib
 import io
 import os
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from unisono.errors import PayloadError
 from unisono.training.atomic_files import check_archive, write_whole
 
-_Unpickler: Any = vars(pickle)["_Unpickler"]
 _METADATA = ".metadata"
 _SEAL = "metadata.sha256"
 _CLASSES: dict[tuple[str, str], Any] = {
@@ -60,14 +58,13 @@ def flat(state: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def metadata_of(folder: Path, weights_only: bool) -> metadata.Metadata:
+def metadata_of(folder: Path) -> metadata.Metadata:
     """Read the metadata, which says where the shards are."""
     data = (folder / _METADATA).read_bytes()
     sealed = folder / _SEAL
     if sealed.exists() and hashlib.sha256(data).hexdigest().encode() != sealed.read_bytes():
         raise PayloadError(f"{folder / _METADATA} is damaged: its checksum is another")
-    kind: Any = _MetadataUnpickler if weights_only else pickle.Unpickler
-    read = kind(io.BytesIO(data)).load()
+    read = _MetadataUnpickler(io.BytesIO(data)).load()
     if not isinstance(read, metadata.Metadata):
         raise PayloadError(f"{folder / _METADATA} has a {type(read).__qualname__} and no metadata")
     return read
@@ -80,27 +77,37 @@ def blank(entry: Any) -> Any:
     return None
 
 
+def check(into: dict[str, Any], folder: Path, shards: metadata.Metadata, is_strict: bool) -> None:
+    """Check that the shards of a state dict are there, whole."""
+    planner = DefaultLoadPlanner(allow_partial_load=not is_strict)
+    planner.set_up_planner(into, shards)
+    for item in planner.create_local_plan().items:
+        info = shards.storage_data[item.storage_index]
+        name = str(info.relative_path)
+        if os.path.basename(name) != name:
+            raise PayloadError(f"a shard can't be in another folder: {name!r}")
+        with open(folder / name, "rb") as file:
+            file.seek(info.offset)
+            check_archive(io.BytesIO(file.read(max(info.length, 0))), f"shard {name}")
+
+
 def load(
     into: dict[str, Any],
     folder: Path,
     shards: metadata.Metadata,
     weights_only: bool,
-    agree: Callable[[], object],
+    is_strict: bool,
 ) -> None:
-    """Fill a state dict with this rank's part of it, once all ranks can."""
-    # Local, but for what `agree` does.
+    """Fill a state dict with this rank's part of it."""
     # Each rank reads what it needs, so that nothing needs to be pickled between them.
-    planner = _WeightsPlanner() if weights_only else DefaultLoadPlanner()
-    reader = _CheckingReader(folder, shards, agree)
+    kind = _WeightsPlanner if weights_only else DefaultLoadPlanner
+    planner = kind(allow_partial_load=not is_strict)
+    reader = _Reader(folder, shards)
     _load_state_dict(into, storage_reader=reader, planner=planner, no_dist=True)
 
 
-class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
+class _MetadataUnpickler(pickle.Unpickler):
     """Unpickles only the classes that torch's metadata consist of."""
-
-    # Python's own one in Python, where BUILD can be kept from changing classes.
-
-    dispatch = dict(_Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the class of a name, if it is one of the allowed ones."""
@@ -113,54 +120,23 @@ class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
         if isinstance(allowed, torch.dtype) or allowed is torch.Size:
             return allowed
         if (module, name) == ("torch.serialization", "_get_layout"):
-            return _layout
+            return {str(each): each for each in (torch.strided, torch.sparse_coo)}.get
         raise pickle.UnpicklingError(f"{module}.{name} has no place in the metadata of shards")
 
-    def load_build(self) -> None:
-        """Set the state of an object, unless it is a class."""
-        if isinstance(self.stack[-2], type):
-            raise pickle.UnpicklingError("a class can't be changed")
-        super().load_build()
 
-    dispatch[pickle.BUILD[0]] = load_build
+class _Reader(FileSystemReader):
+    """Reads shards by metadata that were read already."""
 
-
-def _layout(name: str) -> torch.layout:
-    layout = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(layout, torch.layout):
-        raise pickle.UnpicklingError(f"{name} isn't a layout of a tensor")
-    return layout
-
-
-class _CheckingReader(FileSystemReader):
-    """Reads shards whose checksums are right, as metadata that were read already say."""
-
-    def __init__(
-        self, folder: Path, shards: metadata.Metadata, agree: Callable[[], object]
-    ) -> None:
+    def __init__(self, folder: Path, shards: metadata.Metadata) -> None:
         super().__init__(folder)
-        self._metadata = shards
-        self._agree = agree
+        self._shards = shards
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         """Return the metadata."""
-        if self._metadata.storage_meta is None:
-            self._metadata.storage_meta = metadata.StorageMeta()
-        self._metadata.storage_meta.load_id = self.load_id
-        return self._metadata
-
-    def read_data(self, plan: Any, planner: Any) -> Any:
-        """Read what the plan says, once all of it has proved to be whole."""
-        for item in plan.items:
-            info = self.storage_data[item.storage_index]
-            name = str(info.relative_path)
-            if os.path.basename(name) != name:
-                raise PayloadError(f"a shard can't be in another folder: {name!r}")
-            with open(Path(self.path) / name, "rb") as file:
-                file.seek(info.offset)
-                check_archive(io.BytesIO(file.read(max(info.length, 0))), f"shard {name}")
-        self._agree()
-        return super().read_data(plan, planner)
+        if self._shards.storage_meta is None:
+            self._shards.storage_meta = metadata.StorageMeta()
+        self._shards.storage_meta.load_id = self.load_id
+        return self._shards
 
 
 class _WeightsPlanner(DefaultLoadPlanner):

@@ -86,29 +86,33 @@ def _without(key: str, shown: list[tuple[str, str]]) -> str:
     return key
 
 
+def _keys(state: Mapping[str, Any]) -> list[str]:
+    """List the keys of a module's state, and the paths of its modules as their beginnings."""
+    return [*state, *(f"{path}." for path in getattr(state, "_metadata", ()) if path)]
+
+
+def _names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
+    """Return the keys that a module has for its state, with those without wrappers."""
+    shown = _shown(module)
+    return {key: _without(key, shown) for key in _keys(state)}
+
+
 def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> OrderedDict[str, Any]:
     """Return a state dict with other keys, and the versions of its modules with them."""
-    renamed = OrderedDict((names.get(key, key), value) for key, value in state.items())
-    if len(renamed) != len(state):
-        raise PayloadError("several keys of a module's state are the same without its wrappers")
+    renamed: Any = OrderedDict((names.get(key, key), value) for key, value in state.items())
     versions: Any = getattr(state, "_metadata", None)
     if versions is not None:
-        made: Any = renamed
-        made._metadata = OrderedDict(
+        renamed._metadata = OrderedDict(
             (names.get(f"{path}.", f"{path}.")[:-1] if path else path, version)
             for path, version in versions.items()
         )
-    return renamed
+    made: OrderedDict[str, Any] = renamed
+    return made
 
 
 def _state_of(module: nn.Module) -> OrderedDict[str, Any]:
-    shown = _shown(module)
-    state: Any = module.state_dict()
-    if not shown:
-        made: OrderedDict[str, Any] = state
-        return made
-    paths = [f"{path}." for path in getattr(state, "_metadata", ()) if path]
-    return _renamed(state, {key: _without(key, shown) for key in (*state, *paths)})
+    state = module.state_dict()
+    return _renamed(state, _names(module, state))
 
 
 def with_own_keys(
@@ -118,16 +122,12 @@ def with_own_keys(
     if not isinstance(saved, Mapping):
         kind = type(saved).__qualname__
         raise PayloadError(f"{where} has no state of a module: a value of type {kind} was saved")
-    shown = _shown(module)
-    names = {_without(key, shown): key for key in own}
-    while not names.keys() & saved.keys():  # others wrote it from within their wrappers
-        prefix = next((text for text in _SHOWN if _all_begin(saved, text)), None)
-        if prefix is None:
+    names = {name: key for key, name in _names(module, own).items()}
+    while saved and not names.keys() & saved.keys():  # others wrote it from within their wrappers
+        starts = [text for text in _SHOWN if all(str(key).startswith(text) for key in saved)]
+        if not starts:
             break
-        paths = [f"{path}." for path in getattr(saved, "_metadata", ()) if path]
-        saved = _renamed(saved, {key: key.removeprefix(prefix) for key in (*saved, *paths)})
-    paths = [name for name, _ in module.named_modules(remove_duplicate=False) if name]
-    names |= {_without(f"{path}.", shown): f"{path}." for path in paths}
+        saved = _renamed(saved, {key: key.removeprefix(starts[0]) for key in _keys(saved)})
     return _renamed(saved, names)
 
 
@@ -272,23 +272,3 @@ def is_kept(item: Any) -> bool:
     if isinstance(item, (list, tuple)):
         return any(map(is_kept, item))
     return isinstance(item, (nn.Module, ByRank, dict, Tensor)) or has_state(item)
-
-
-def has_shown_wrapper(obj: Any) -> str | None:
-    """Return the prefix that all keys of a state dict have, as those of a wrapped module do."""
-    if isinstance(obj, Mapping):
-        prefix = next((text for text in _SHOWN if _all_begin(obj, text)), None)
-        return prefix or _first(has_shown_wrapper(item) for item in obj.values())
-    return _first(map(has_shown_wrapper, obj)) if type(obj) in (list, tuple) else None
-
-
-def _all_begin(state: Mapping[Any, Any], prefix: str) -> bool:
-    """Return whether a state dict has only keys that begin so, and tensors."""
-    return bool(state) and all(
-        isinstance(key, str) and key.startswith(prefix) and isinstance(item, Tensor)
-        for key, item in state.items()
-    )
-
-
-def _first(texts: Iterator[str | None]) -> str | None:
-    return next((text for text in texts if text), None)
