@@ -24,7 +24,6 @@ from unisono.collectives import (
     p2p,
 )
 from unisono.errors import NotInitializedError, PayloadError
-from unisono.model import superaccumulator
 from unisono.model.reduction import fold_numbers, fold_tensors
 from unisono.models.threads import ThreadsModel
 from unisono.observe import waits
@@ -291,7 +290,7 @@ BREAKS: dict[str, list[tuple[Any, str, Any]]] = {
     ],
     "an_exact_sum_is_rounded_once": [(_scalars, "sum_exactly", _rounds_each_addition)],
     "an_exact_sum_has_one_rule_for_what_isnt_finite": [
-        (superaccumulator, "_apply_marks", lambda bits, marks, form: None)
+        (_exact_sums, "_apply_marks", lambda bits, marks, form: None)
     ],
     "exact_sums_of_containers_and_numbers_keep_their_shape": [
         (_scalars, "sum_numbers_exactly", partial(fold_numbers, ReduceOp.SUM))

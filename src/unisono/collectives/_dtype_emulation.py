@@ -27,15 +27,13 @@ from unisono.model.reduction import (
     mean_factors,
 )
 from unisono.payload.codec import reason
-from unisono.payload.tensors import as_bytes_tensor, is_dense, plain, why_not_dense
+from unisono.payload.tensors import as_bytes_tensor, is_dense, plain, reach_bytes, why_not_dense
 from unisono.topology import Group
 from unisono.tracebacks import hides
 
 __tracebackhide__ = hides
 
 Restore = Callable[[Tensor], Tensor]
-_AS_MAX = (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.OR)
-_AS_MIN = (ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.AND)
 _SIGN = -(2**63)
 
 
@@ -48,31 +46,12 @@ def check_dense(tensor: Tensor, call: str) -> None:
 def check_writable(tensor: Tensor, call: str) -> None:
     """Refuse what can't be overwritten, before anything is sent."""
     check_dense(tensor, call)
-    if not tensor.is_contiguous() and _overlaps(tensor):
+    if not tensor.is_contiguous() and reach_bytes(tensor) < tensor.nbytes:
         raise PayloadError(
             f"{call} writes into its tensor, but several elements of this one (shape "
             f"{list(tensor.shape)}, strides {list(tensor.stride())}) are one place in memory: pass "
             "tensor.contiguous()"
         )
-
-
-def _overlaps(tensor: Tensor) -> bool:
-    dims = [pair for pair in zip(tensor.stride(), tensor.shape, strict=True) if pair[1] != 1]
-    if any(size == 0 for _, size in dims):
-        return False
-    if any(stride == 0 for stride, _ in dims):
-        return True
-    reach = 0
-    for stride, size in sorted(dims):
-        if stride <= reach:
-            break
-        reach += stride * (size - 1)
-    else:
-        return False
-    places = torch.zeros((), dtype=torch.int64, device="cpu")
-    for stride, size in dims:
-        places = places.unsqueeze(-1) + torch.arange(size, device="cpu") * stride
-    return bool((places.reshape(-1).sort().values.diff() == 0).any())
 
 
 def check_reducible(tensor: Tensor, op: ReduceOp) -> None:
@@ -141,17 +120,13 @@ def _guise(tensor: Tensor, op: ReduceOp, size: int) -> tuple[Tensor, ReduceOp, R
     dtype = tensor.dtype
     if op is ReduceOp.AVERAGE:
         return _guise_average(tensor, size)
-    if dtype is torch.bool:
-        return _guise_bool(tensor, op)
     if dtype.is_complex and op is ReduceOp.SUM:
         return torch.view_as_real(tensor), op, torch.view_as_complex
     if dtype is torch.uint64 and op in (ReduceOp.MIN, ReduceOp.MAX):
         flipped = tensor.view(torch.int64) ^ _SIGN
         return flipped, op, lambda total: (total ^ _SIGN).view(torch.uint64)
-    if dtype is torch.uint64:
-        return tensor.view(torch.int64), op, lambda total: total.view(torch.uint64)
     if not dtype.is_floating_point and not dtype.is_complex:
-        return tensor.to(torch.int64), op, lambda total: total.to(dtype)
+        return tensor.to(torch.int64), op, lambda total: total.to(dtype)  # of bool, too
     if dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize:
         wide, step, back = _guise(tensor.to(torch.float32), op, size)
         return wide, step, lambda total: back(total).to(dtype)
@@ -180,16 +155,6 @@ def _scaled(tensor: Tensor, size: int) -> tuple[Tensor, ReduceOp, Restore]:
     if size > 1:
         tensor.mul_(before)  # ours
     return tensor, ReduceOp.SUM, lambda total: total / after
-
-
-def _guise_bool(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, ReduceOp, Restore]:
-    bits = tensor.view(torch.uint8)
-    if op in _AS_MAX:
-        return bits, ReduceOp.MAX, lambda total: total.to(torch.bool)
-    if op in _AS_MIN:
-        return bits, ReduceOp.MIN, lambda total: total.to(torch.bool)
-    # A sum of bits that wraps at 256 is odd exactly where their XOR is 1.
-    return bits, ReduceOp.SUM, lambda total: (total & 1).to(torch.bool)
 
 
 def _carrier(

@@ -1,13 +1,22 @@
-"""Exact sums of tensors: their limbs are integers, which the ordinary all_reduce adds.
+"""Exact sums of floats as integers: in any order, of any number of ranks, rounded once.
+
+A float is an integer times the least number of its dtype, 2**-149 for float32. Its bits are cut
+into limbs of `Layout.limb_bits` bits, each an int64 with room above them for as many summands as
+there are. So limbs are added like any other integers, exactly and in any order, and nothing but
+their sum is rounded. Only the limbs between the greatest and the least number in use are kept.
 
 One exchange tells all ranks which exponents are in use. Then block by block each rank cuts its
-terms into limbs (`model/superaccumulator`), the ranks add these, and each rounds the sum.
+terms into limbs, the ordinary all_reduce adds these, and each rounds the sum.
+
+All is done with integers: neither the order of instructions nor a mode of the processor, such as
+`torch.set_flush_denormal`, changes a bit.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,17 +26,293 @@ from unisono.collectives.call import swap
 from unisono.context import ContextState
 from unisono.errors import PayloadError
 from unisono.model.reduction import ReduceOp
-from unisono.model.superaccumulator import FORMATS, Span, add, layout, rounded, span
 from unisono.payload.tensors import plain
 from unisono.topology import Group
 from unisono.tracebacks import hides
 
 __tracebackhide__ = hides
 
+
 BLOCK = 1 << 16
 """Numbers in one block: those of a core's cache, and what a rank keeps of limbs at a time."""
 _COUNT = struct.Struct("<Q")
 _SPAN = struct.Struct("<Hh?")  # low, high, whether it is marked
+_ROOM_BITS = 62
+"""Of the 63 bits of an int64 one stays free for rounding."""
+_DOUBLE_BITS = 960
+"""Integers of so many bits stay far from a double's ends."""
+_MARK_BITS = 21
+_MARK = (1 << _MARK_BITS) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How a dtype keeps its numbers."""
+
+    dtype: torch.dtype
+    bits: torch.dtype
+    fraction: int
+
+    @property
+    def sign(self) -> int:
+        """The bits of -0."""
+        return int(torch.iinfo(self.bits).min)
+
+    @property
+    def infinity(self) -> int:
+        """The bits of infinity: what is above is NaN."""
+        return int(torch.iinfo(self.bits).max) >> self.fraction << self.fraction
+
+    @property
+    def least(self) -> int:
+        """The least number is 2 to the minus of this."""
+        width = self.bits.itemsize * 8
+        return (1 << (width - self.fraction - 2)) + self.fraction - 2
+
+    @property
+    def nan(self) -> int:
+        """The bits of the one NaN that a sum gives."""
+        return self.infinity + (1 << (self.fraction - 1))
+
+
+FORMATS: dict[torch.dtype, Format] = {
+    torch.float16: Format(torch.float16, torch.int16, 10),
+    torch.bfloat16: Format(torch.bfloat16, torch.int16, 7),
+    torch.float32: Format(torch.float32, torch.int32, 23),
+    torch.float64: Format(torch.float64, torch.int64, 52),
+}
+"""The dtypes that can be summed exactly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Which numbers some tensors have."""
+
+    low: int
+    high: int
+    is_marked: bool
+
+    @classmethod
+    def of_all(cls, spans: Iterable[Span]) -> Span:
+        """Return the span of all that `spans` are of."""
+        lows, highs, marks = zip(*((s.low, s.high, s.is_marked) for s in spans), strict=True)
+        return cls(min(lows), max(highs), any(marks))
+
+
+_NO_LOW = 4095
+_NOTHING = Span(_NO_LOW, -1, False)
+
+
+def span(terms: Tensor) -> Span:
+    """Find which numbers there are."""
+    if terms.numel() == 0:
+        return _NOTHING
+    form = FORMATS[terms.dtype]
+    bits = terms.view(form.bits)
+    size = bits & ~form.sign
+    # Zero becomes the greatest size: the others are those of numbers, less one.
+    nonzero = (size - 1).bitwise_and_(~form.sign)
+    found = torch.stack([bits.amin().long(), size.amax().long(), nonzero.amin().long()])
+    first, greatest, least = found.tolist()
+    if greatest >= form.infinity:
+        finite = terms.masked_fill(size >= form.infinity, 0.0)
+        rest = span(finite)
+        return Span(rest.low, rest.high, True)
+    is_marked = first == form.sign
+    if greatest == 0:
+        return Span(_NO_LOW, -1, is_marked)
+    low, high = (max((each >> form.fraction) - 1, 0) for each in (least + 1, greatest))
+    return Span(low, high, is_marked)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the limbs lie, the same on every rank."""
+
+    low: int
+    limb_bits: int
+    limbs: int
+    is_marked: bool
+
+    @property
+    def rows(self) -> int:
+        """How many int64 there are for each number."""
+        return self.limbs + self.is_marked
+
+
+def layout(found: Span, dtype: torch.dtype, count: int) -> Layout | None:
+    """Lay out the sum of `count` numbers of a span, None where each of them is +0."""
+    # Local, and the same on every rank for the same arguments.
+    if found.high < 0 and not found.is_marked:
+        return None
+    limb_bits = _ROOM_BITS - count.bit_length()
+    bits = found.high - found.low + FORMATS[dtype].fraction + 1
+    return Layout(found.low, limb_bits, max(-(-bits // limb_bits), 1), found.is_marked)
+
+
+def add(terms: Tensor, plan: Layout) -> Tensor:
+    """Cut numbers into limbs, and add those of this rank."""
+    form = FORMATS[terms.dtype]
+    rows = torch.zeros((plan.rows, terms.shape[1]), dtype=torch.int64, device=terms.device)
+    add_term = _add_normal_term if _are_normal_in_double(plan, form) else _add_term
+    for term in terms:
+        add_term(rows[: plan.limbs], term, form, plan)
+    if plan.is_marked:
+        rows[-1] = _marks(terms, form)
+    return rows
+
+
+def _are_normal_in_double(plan: Layout, form: Format) -> bool:
+    """Return whether a double holds all terms as integers, and none is subnormal before."""
+    is_inside = plan.limbs * plan.limb_bits < _DOUBLE_BITS
+    return plan.low > 0 and form.least - plan.low < _DOUBLE_BITS and is_inside
+
+
+def _add_normal_term(limbs: Tensor, term: Tensor, form: Format, plan: Layout) -> None:
+    """As `_add_term`, in fewer steps."""
+    finite = term.nan_to_num(0.0, 0.0, 0.0) if plan.is_marked else term
+    rest = finite.double() * 2.0 ** (form.least - plan.low)
+    for place in range(plan.limbs - 1, 0, -1):
+        unit = 2.0 ** (place * plan.limb_bits)
+        part = (rest * (1 / unit)).trunc_()
+        limbs[place] += part.long()
+        rest.sub_(part, alpha=unit)
+    limbs[0] += rest.long()
+
+
+def _add_term(limbs: Tensor, term: Tensor, form: Format, plan: Layout) -> None:
+    """Add one term, [n], to [limbs, n]."""
+    bits = term.view(form.bits)
+    size = (bits & ~form.sign).long()
+    exponent = size >> form.fraction
+    value = size.bitwise_and_((1 << form.fraction) - 1)
+    value += (exponent != 0).long().bitwise_left_shift_(form.fraction)
+    if plan.is_marked:
+        value.masked_fill_(exponent == form.infinity >> form.fraction, 0)
+    sign = (bits >> (form.bits.itemsize * 8 - 1)).long()  # 0 or -1
+    # Of a zero, whose exponent may be below: it has no bits to shift.
+    shift = exponent.clamp_(min=plan.low + 1).sub_(plan.low + 1)
+    if plan.limbs == 1:
+        value.bitwise_left_shift_(shift.clamp_(max=_ROOM_BITS))
+        limbs[0] += value.bitwise_xor_(sign).sub_(sign)
+        return
+    mask = (1 << plan.limb_bits) - 1
+    for limb in limbs:
+        part = value << shift.clamp(0, plan.limb_bits)
+        part = part.bitwise_right_shift_((-shift).clamp_(0, 63)).bitwise_and_(mask)
+        limb += part.bitwise_xor_(sign).sub_(sign)
+        shift -= plan.limb_bits
+
+
+def _marks(terms: Tensor, form: Format) -> Tensor:
+    """Count, for each number, whether some term is +infinity, -infinity or anything but -0."""
+    # Three fields of one int64, so that a sum over ranks counts the ranks; NaN is both infinities.
+    bits = terms.view(form.bits)
+    size = bits & ~form.sign
+    is_special, is_nan = size >= form.infinity, size > form.infinity
+    fields = [
+        (is_special & (bits >= 0)) | is_nan,
+        (is_special & (bits < 0)) | is_nan,
+        bits != form.sign,
+    ]
+    total = torch.zeros(terms.shape[1], dtype=torch.int64, device=terms.device)
+    for place, field in enumerate(fields):
+        total += field.any(0).long() << (place * _MARK_BITS)
+    return total
+
+
+def rounded(rows: Tensor, plan: Layout, dtype: torch.dtype) -> Tensor:
+    """Round a sum of limbs to the nearest number, to the even one where two are."""
+    form, limbs = FORMATS[dtype], rows[: plan.limbs]
+    _carry(limbs, plan.limb_bits)
+    result = _converted if _are_normal(plan, form) else _composed
+    total = result(limbs, plan, form)
+    if plan.is_marked:
+        _apply_marks(total.view(form.bits), rows[-1], form)
+    return total
+
+
+def _are_normal(plan: Layout, form: Format) -> bool:
+    """Return whether every sum is zero or a normal number, and no power of two beyond a double."""
+    # Of float16 and bfloat16 none is: torch rounds an integer to float32 first, so twice.
+    is_wide = form.fraction >= FORMATS[torch.float32].fraction
+    is_inside = plan.low + (plan.limbs - 1) * plan.limb_bits < form.least + _DOUBLE_BITS
+    return is_wide and form.fraction <= plan.low and is_inside
+
+
+def _converted(limbs: Tensor, plan: Layout, form: Format) -> Tensor:
+    """Round by converting 62 bits to a float, which is then multiplied by a power of two."""
+    if plan.limbs == 1:
+        return limbs[0].to(form.dtype).mul_(2.0 ** (plan.low - form.least))
+    value, exponent = _leading(limbs, plan)
+    power = exponent.sub_(form.least - 1023).bitwise_left_shift_(52).view(torch.float64)
+    return (value.to(form.dtype).double() * power).to(form.dtype)
+
+
+def _composed(limbs: Tensor, plan: Layout, form: Format) -> Tensor:
+    """Round bit by bit, and put the float together: right at a dtype's ends, too."""
+    sign = limbs[-1] >> 63
+    limbs.bitwise_xor_(sign).sub_(sign)
+    _carry(limbs, plan.limb_bits)
+    bits = _nearest(*_leading(limbs, plan), form)
+    bits.bitwise_xor_(sign.bitwise_and_(form.sign))
+    return bits.to(form.bits).view(form.dtype)
+
+
+def _carry(limbs: Tensor, limb_bits: int) -> None:
+    """Leave each limb but the last its own bits."""
+    for limb, above in zip(limbs[:-1], limbs[1:], strict=True):
+        above += limb >> limb_bits
+        limb &= (1 << limb_bits) - 1
+
+
+def _leading(limbs: Tensor, plan: Layout) -> tuple[Tensor, Tensor]:
+    """Give the first 62 bits and the exponent of the last of them, which is set if more follow."""
+    # Of a negative sum in two's complement: an odd number stands for what lies beside it there,
+    # too.
+    value = limbs[-1]
+    exponent = torch.full_like(value, plan.low + (plan.limbs - 1) * plan.limb_bits)
+    mask, rest = (1 << plan.limb_bits) - 1, None
+    for limb in limbs[:-1].flip(0):
+        room = (_ROOM_BITS - _length(value ^ (value >> 63))).clamp_(0, plan.limb_bits)
+        exponent -= room
+        cut = (limb << room).bitwise_and_(mask)
+        rest = cut if rest is None else rest.bitwise_or_(cut)
+        value = value << room
+        value |= limb >> room.neg_().add_(plan.limb_bits)
+    return value if rest is None else value.bitwise_or_(rest != 0), exponent
+
+
+def _length(value: Tensor) -> Tensor:
+    """Return the number of bits of [n] int64, none negative."""
+    # A float's exponent, and no rounding up to the next: only the first bit of 1s in a row stays.
+    first = (value & ~(value >> 1)).double().view(torch.int64)
+    return (first >> 52).sub_(1022).clamp_(min=0)
+
+
+def _nearest(value: Tensor, exponent: Tensor, form: Format) -> Tensor:
+    """Return the bits of the float that is nearest to value * 2**exponent."""
+    last = (_length(value) + exponent).sub_(form.fraction + 1).clamp_(min=0)  # bit of the result
+    last.masked_fill_(value == 0, 0)
+    shift = last - exponent
+    drop = shift.clamp(min=0)
+    half = (torch.ones_like(drop) << drop) >> 1
+    odd = (value >> drop).bitwise_and_(1)
+    kept = (half.sub_(1).add_(odd).clamp_(min=0).add_(value)) >> drop
+    kept <<= shift.neg_().clamp_(0, 63)
+    # What is too long for a significand goes into the exponent's bits above it, up to infinity.
+    greatest = (form.infinity >> form.fraction) - 1
+    bits = last.clamp_(max=greatest).bitwise_left_shift_(form.fraction)
+    return bits.sub_(form.infinity).add_(kept).clamp_(max=0).add_(form.infinity)
+
+
+def _apply_marks(bits: Tensor, marks: Tensor, form: Format) -> None:
+    up = (marks & _MARK) > 0
+    down = ((marks >> _MARK_BITS) & _MARK) > 0
+    bits.masked_fill_((marks >> 2 * _MARK_BITS) == 0, form.sign)
+    bits.masked_fill_(up, form.infinity)
+    bits.masked_fill_(down, form.infinity | form.sign)
+    bits.masked_fill_(up & down, form.nan)
 
 
 def check_summable(tensor: Tensor) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import numbers
-import struct
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -18,7 +16,7 @@ from unisono.collectives.call import ranks_of, swap
 from unisono.context import ContextState
 from unisono.errors import CollectiveMismatchError, PayloadError
 from unisono.model.reduction import Number, ReduceOp, fold_numbers, sum_numbers_exactly
-from unisono.payload.codec import encode, failure, raise_failures, reason
+from unisono.payload.codec import decode, encode, frame_or_reason, raise_failures
 from unisono.payload.pytree import survey, unflatten
 from unisono.topology import Group
 from unisono.tracebacks import hides
@@ -26,14 +24,11 @@ from unisono.tracebacks import hides
 __tracebackhide__ = hides
 
 
-_PLAIN = {bool: "?", int: "q", float: "d", complex: "D"}
+_PLAIN = (bool, int, float, complex)
 _BOOLS_OF_NUMPY = (("numpy", "bool"), ("numpy", "bool_"))  # until numpy 2: bool_
-_HEAD = struct.Struct("<cII")
-_TAG = b"v"
-_ALONE = {
-    kind: (_PLAIN[kind].encode(), struct.Struct(f"{_HEAD.format}c{_PLAIN[kind]}"))
-    for kind in (bool, int, float)
-}
+_CPU = torch.device("cpu")
+Look = Callable[[Tensor, str], str]
+"""Refuses a tensor at a path, or says what must be the same on all ranks."""
 
 
 def _number(value: object) -> Number | None:
@@ -57,7 +52,12 @@ def reduce_values(
     context: ContextState, call: str, value: Any, op: ReduceOp, group: Group | None
 ) -> Any:
     """Reduce a number or a container. Collective over `group`."""
-    columns, leaves, tensors = _compared(context, call, value, _Reduction(op), group)
+
+    def look(tensor: Tensor, path: str) -> str:
+        carriers.check_reducible(tensor, op)
+        return f"{tensor.dtype}{list(tensor.shape)}"
+
+    columns, leaves, tensors = _compared(context, call, value, look, group)
     totals = _reduce_fused(context, tensors, op, group) if tensors else []
     return _rebuilt(value, leaves, [fold_numbers(op, column) for column in columns], totals)
 
@@ -66,61 +66,27 @@ def sum_values(
     context: ContextState, call: str, value: Any, group: Group | None, *, are_terms: bool = False
 ) -> Any:
     """Sum tensors, numbers or containers exactly. Collective over `group`."""
-    how = _ExactTerms() if are_terms else _ExactSum()
-    columns, leaves, tensors = _compared(context, call, value, how, group)
+    counts: set[int] = set()
+
+    def look(tensor: Tensor, path: str) -> str:
+        carriers.check_reducible(tensor, ReduceOp.SUM)
+        check_summable(tensor)
+        if not are_terms:
+            return f"{tensor.dtype}{list(tensor.shape)}"
+        if tensor.dim() == 0:
+            raise PayloadError(f"the tensor{_at(path)} has no dim 0, which counts the terms")
+        if counts - {tensor.shape[0]}:
+            raise PayloadError(
+                f"the tensor{_at(path)} has {tensor.shape[0]} terms, others have {counts.pop()}: "
+                "dim 0 must be the same for all tensors of a rank"
+            )
+        counts.add(tensor.shape[0])
+        return f"{tensor.dtype}{list(tensor.shape[1:])}"
+
+    columns, leaves, tensors = _compared(context, call, value, look, group, not are_terms)
     terms = tensors if are_terms else [tensor.unsqueeze(0) for tensor in tensors]
     totals = sum_exactly(context, call, terms, group) if terms else []
     return _rebuilt(value, leaves, [sum_numbers_exactly(column) for column in columns], totals)
-
-
-class _Reduction:
-    """What is asked of a leaf."""
-
-    def __init__(self, op: ReduceOp) -> None:
-        self.op = op
-
-    def look_at(self, tensor: Tensor, path: str) -> str:
-        """Refuse a tensor, or say what must be the same on all ranks."""
-        carriers.check_reducible(tensor, self.op)
-        return f"{tensor.dtype}{list(tensor.shape)}"
-
-    def look_at_number(self, value: Number, path: str) -> None:
-        """Refuse a number."""
-
-
-class _ExactSum(_Reduction):
-    def __init__(self) -> None:
-        super().__init__(ReduceOp.SUM)
-
-    def look_at(self, tensor: Tensor, path: str) -> str:
-        found = super().look_at(tensor, path)
-        check_summable(tensor)
-        return found
-
-
-class _ExactTerms(_ExactSum):
-    """All have the same number of terms, which other ranks may have more or less of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._count: int | None = None
-
-    def look_at(self, tensor: Tensor, path: str) -> str:
-        super().look_at(tensor, path)
-        if tensor.dim() == 0:
-            raise PayloadError(f"the tensor{_at(path)} has no dim 0, which counts the terms")
-        if self._count not in (None, tensor.shape[0]):
-            raise PayloadError(
-                f"the tensor{_at(path)} has {tensor.shape[0]} terms, others have {self._count}: "
-                "dim 0 must be the same for all tensors of a rank"
-            )
-        self._count = tensor.shape[0]
-        return f"{tensor.dtype}{list(tensor.shape[1:])}"
-
-    def look_at_number(self, value: Number, path: str) -> None:
-        raise PayloadError(
-            f"a {type(value).__name__}{_at(path)} isn't a tensor: stack the terms along dim 0"
-        )
 
 
 def _at(path: str) -> str:
@@ -128,15 +94,27 @@ def _at(path: str) -> str:
 
 
 def _compared(
-    context: ContextState, call: str, value: Any, how: _Reduction, group: Group | None
+    context: ContextState,
+    call: str,
+    value: Any,
+    look: Look,
+    group: Group | None,
+    takes_numbers: bool = True,
 ) -> tuple[list[tuple[Number, ...]], list[Any], list[Tensor]]:
     """Return the numbers of all ranks, leaf by leaf, this rank's leaves, and its tensors."""
-    # Collective over `group`.
-    frame, leaves, tensors = _describe(value, how)
+    # Collective over `group`. A number alone travels as it is, else with it the structure of all.
+    leaves: list[Any] = []
+    tensors: list[Tensor] = []
+    if takes_numbers and type(value) in _PLAIN:
+        leaves, frame = [value], frame_or_reason(encode, value)
+    else:
+        frame = frame_or_reason(_describe, value, look, takes_numbers, leaves, tensors)
     frames = swap(context, call, frame, group)
     ranks = partial(ranks_of, context, group)
     raise_failures(frames, ranks, call)
-    structures, values = zip(*map(_read, frames), strict=True)
+    read = [decode(each, _CPU) for each in frames]
+    pairs = [each if type(each) is tuple else ("", (each,)) for each in read]
+    structures, values = zip(*pairs, strict=True)
     _check_alike(structures, ranks, call)
     return list(zip(*values, strict=True)), leaves, tensors
 
@@ -150,75 +128,32 @@ def _rebuilt(value: Any, leaves: list[Any], numbers_: list[Any], totals: list[Te
     return unflatten(value, results)
 
 
-def _describe(value: Any, how: _Reduction) -> tuple[bytes, list[Any], list[Tensor]]:
-    """Return the frame of this rank, its leaves and its tensors."""
-    # The frame: a tag, the lengths of structure and kinds as uint32, both, then the numbers as
-    # ``struct`` packs them by their kinds, little-endian.
-    if type(value) in _ALONE and not isinstance(how, _ExactTerms):
-        kind, shape = _ALONE[type(value)]
-        with contextlib.suppress(struct.error):  # out of range, which is told below
-            return shape.pack(_TAG, 0, 1, kind, value), [value], []
-    try:
-        leaves, paths, structure = survey(value)
-        values: list[Number] = []
-        tensors: list[Tensor] = []
-        kinds = ""
-        for leaf, path in zip(leaves, paths, strict=True):
-            number = leaf if type(leaf) in _PLAIN else _number(leaf)
-            if number is not None:
-                how.look_at_number(number, path)
-                kinds += _PLAIN[type(number)]
-                structure.append(path)
-                values.append(number)
-            elif isinstance(leaf, Tensor):
-                structure.append(f"{path} {how.look_at(leaf, path)}")
-                tensors.append(leaf)
-            else:
-                raise PayloadError(f"a {type(leaf).__qualname__}{_at(path)} can't be reduced")
-        text = "\n".join(structure).encode("utf-8", "surrogatepass")
-        head = _HEAD.pack(_TAG, len(text), len(kinds)) + text + kinds.encode()
-        return head + _pack(kinds, values), leaves, tensors
-    except Exception as error:  # the user's reprs, properties and __float__ may raise anything
-        return failure(reason(error)), [], []
+def _describe(
+    value: Any, look: Look, takes_numbers: bool, leaves: list[Any], tensors: list[Tensor]
+) -> bytes:
+    """Encode the structure of a value and its numbers, and list its leaves and tensors."""
+    leaves[:], paths, structure = survey(value)
+    values: list[Number] = []
+    for leaf, path in zip(leaves, paths, strict=True):
+        number = leaf if type(leaf) in _PLAIN else _number(leaf)
+        if number is not None and takes_numbers:
+            structure.append(path)
+            values.append(number)
+        elif isinstance(leaf, Tensor):
+            structure.append(f"{path} {look(leaf, path)}")
+            tensors.append(leaf)
+        elif number is not None:
+            kind = type(number).__name__
+            raise PayloadError(f"a {kind}{_at(path)} isn't a tensor: stack the terms along dim 0")
+        else:
+            raise PayloadError(f"a {type(leaf).__qualname__}{_at(path)} can't be reduced")
+    return encode(("\n".join(structure), values))
 
 
-def _pack(kinds: str, values: list[Number]) -> bytes:
-    if "D" in kinds:
-        values = [part for value in values for part in _halves(value)]
-    try:
-        return struct.pack("<" + kinds.replace("D", "dd"), *values)
-    except struct.error:
-        for value in values:
-            encode(value)  # says which one is out of range
-        raise
-
-
-def _halves(value: Number) -> tuple[Number, ...]:
-    return (value.real, value.imag) if isinstance(value, complex) else (value,)
-
-
-def _read(frame: bytes) -> tuple[bytes, list[Number]]:
-    """Return the structure of a rank's value and its numbers."""
-    _, width, count = _HEAD.unpack_from(frame)
-    start = _HEAD.size
-    end = start + width
-    kinds = str(frame[end : end + count], "ascii")
-    shape = "<" + kinds
-    if "D" not in kinds:
-        return bytes(frame[start:end]), list(struct.unpack_from(shape, frame, end + count))
-    values: list[Number] = list(struct.unpack_from(shape.replace("D", "dd"), frame, end + count))
-    for i, kind in enumerate(kinds):
-        if kind == "D":
-            values[i : i + 2] = [complex(*values[i : i + 2])]
-    return bytes(frame[start:end]), values
-
-
-def _check_alike(
-    structures: Sequence[bytes], ranks: Callable[[], Sequence[int]], call: str
-) -> None:
+def _check_alike(structures: Sequence[str], ranks: Callable[[], Sequence[int]], call: str) -> None:
     if structures.count(structures[0]) == len(structures):
         return
-    listed = [structure.decode("utf-8", "surrogatepass").split("\n") for structure in structures]
+    listed = [structure.split("\n") for structure in structures]
     differences = []
     for rank, structure in zip(ranks(), listed, strict=True):
         other = listed[0] if structure != listed[0] else listed[-1]

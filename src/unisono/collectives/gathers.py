@@ -108,15 +108,27 @@ def _gather(
     dtypes = {head.dtype for head in heads}
     if len(dtypes) > 1:
         raise CollectiveMismatchError(f"{call} of different dtypes: {_listed(heads, ranks)}")
-    sizes = [_numel(head.shape) for head in heads]
-    mine = carriers.lend(context, value, carry(context, value, group)).reshape(-1)
-    if mine.numel() < max(sizes):
-        mine = torch.cat([mine, mine.new_zeros(max(sizes) - mine.numel())])
-    rows = carriers.all_gather(context, mine, group).to(value.device)
-    if len({head.shape for head in heads}) == 1:
-        return rows.reshape(len(heads), *heads[0].shape)
-    cut = zip(rows, sizes, heads, strict=True)
-    return [row[:size].reshape(head.shape).clone() for row, size, head in cut]
+    shapes = [head.shape for head in heads]
+    rows = _rows(context, value, shapes, group)
+    if len(set(shapes)) == 1:
+        return rows.reshape(len(heads), *shapes[0])
+    return _cut(rows, shapes)
+
+
+def _rows(
+    context: ContextState, tensor: Tensor, shapes: Sequence[tuple[int, ...]], group: Group | None
+) -> Tensor:
+    """Gather the elements of all ranks' tensors, each row as long as the longest of them."""
+    longest = max(_numel(shape) for shape in shapes)
+    mine = carriers.lend(context, tensor, carry(context, tensor, group)).reshape(-1)
+    if mine.numel() < longest:
+        mine = torch.cat([mine, mine.new_zeros(longest - mine.numel())])
+    return carriers.all_gather(context, mine, group).to(tensor.device)
+
+
+def _cut(rows: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    cut = zip(rows, shapes, strict=True)
+    return [row[: _numel(shape)].reshape(shape).clone() for row, shape in cut]
 
 
 def _frame(context: ContextState, value: Any, call: str, group: Group | None) -> bytes:
@@ -216,15 +228,7 @@ def all_gather_tensors_with_shapes(
 
     def call() -> list[Tensor]:
         check(context, f"{name} {expected}", tensor.new_empty(0), members)
-        sizes = [_numel(shape) for shape in expected]
-        mine = carriers.lend(context, tensor, carry(context, tensor, members)).reshape(-1)
-        if mine.numel() < max(sizes):
-            mine = torch.cat([mine, mine.new_zeros(max(sizes) - mine.numel())])
-        rows = carriers.all_gather(context, mine, members).to(tensor.device)
-        return [
-            row[:size].reshape(shape).clone()
-            for row, size, shape in zip(rows, sizes, expected, strict=True)
-        ]
+        return _cut(_rows(context, tensor, expected, members), expected)
 
     return call
 

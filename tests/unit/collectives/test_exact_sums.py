@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from unisono.model import superaccumulator
-from unisono.model.superaccumulator import FORMATS, Layout, Span, add, layout, rounded, span
+from unisono.collectives import _exact_sums
+from unisono.collectives._exact_sums import FORMATS, Layout, Span, add, layout, rounded, span
 from unisono.testing.cases._law import same
 from unisono.testing.cases.sums import correctly_rounded, rough
 
@@ -90,8 +90,8 @@ def test_sums_that_hypothesis_finds(dtype: torch.dtype, data: st.DataObject) -> 
 
 def in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out what is quicker for normal numbers."""
-    monkeypatch.setattr(superaccumulator, "_are_normal", lambda *_: False)
-    monkeypatch.setattr(superaccumulator, "_are_normal_in_double", lambda *_: False)
+    monkeypatch.setattr(_exact_sums, "_are_normal", lambda *_: False)
+    monkeypatch.setattr(_exact_sums, "_are_normal_in_double", lambda *_: False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -107,7 +107,7 @@ def test_a_conversion_rounds_as_the_bits_do(
     alone = values.clone()
     alone[:-1] = torch.randint(-1, 2, shape, generator=generator)[:-1]
     plan = Layout(60, 58, limbs, False)
-    assert superaccumulator._are_normal(plan, FORMATS[dtype])
+    assert _exact_sums._are_normal(plan, FORMATS[dtype])
     for each in (values, halves.clamp(-(2**61), 2**61), alone, torch.zeros_like(values)):
         quick = rounded(each.clone(), plan, dtype)
         with monkeypatch.context() as patch:
