@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from unisono.collectives import broadcasts, gathers, groups, reductions
-from unisono.collectives.groups import barrier
+from unisono.collectives.groups import barrier as barrier
 from unisono.compat.groups import library_group
 from unisono.context import current_model, is_serial
 from unisono.errors import ArgumentError
 from unisono.facts import (
-    backend,
-    device,
-    get_local_rank,
-    get_nnodes,
-    get_node_rank,
-    get_nproc_per_node,
-    get_rank,
-    get_world_size,
-    hostname,
-    model_name,
-    set_local_rank,
-    show_config,
+    backend as backend,
+    device as device,
+    get_local_rank as get_local_rank,
+    get_nnodes as get_nnodes,
+    get_node_rank as get_node_rank,
+    get_nproc_per_node as get_nproc_per_node,
+    get_rank as get_rank,
+    get_world_size as get_world_size,
+    hostname as hostname,
+    model_name as model_name,
+    set_local_rank as set_local_rank,
+    show_config as show_config,
 )
 from unisono.lazy_import import OF_IDIST, attach
-from unisono.lifecycle import finalize, initialize, spawn, sync
+from unisono.lifecycle import (
+    finalize as finalize,
+    initialize as initialize,
+    spawn as spawn,
+    sync as sync,
+)
 from unisono.model.contract import ComputationModel
-from unisono.registry import available_backends
-from unisono.sections import one_rank_first, one_rank_only
+from unisono.registry import available_backends as available_backends
+from unisono.sections import one_rank_first as one_rank_first, one_rank_only as one_rank_only
 
 if TYPE_CHECKING:
     has_hvd_support: bool
@@ -38,74 +42,19 @@ if TYPE_CHECKING:
     has_xla_support: bool
     registered_computation_models: tuple[type[ComputationModel], ...]
 
-__all__ = (
-    "all_gather",
-    "all_gather_tensors_with_shapes",
-    "all_reduce",
-    "available_backends",
-    "backend",
-    "barrier",
-    "broadcast",
-    "device",
-    "finalize",
-    "get_local_rank",
-    "get_nnodes",
-    "get_node_rank",
-    "get_nproc_per_node",
-    "get_rank",
-    "get_world_size",
-    "has_hvd_support",
-    "has_native_dist_support",
-    "has_xla_support",
-    "hostname",
-    "initialize",
-    "model_name",
-    "new_group",
-    "one_rank_first",
-    "one_rank_only",
-    "registered_computation_models",
-    "set_local_rank",
-    "show_config",
-    "spawn",
-    "sync",
-)
 
+def _with_groups(fn: Callable[..., Any], at: int) -> Callable[..., Any]:
+    """Let a function of the facade take the groups of ignite, as its argument at a place."""
 
-def all_reduce(tensor: Any, op: Any = "SUM", group: Any = None, **options: Any) -> Any:
-    """Reduce a value of every rank to one value on every rank. Collective over `group`.
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > at:
+            args = (*args[:at], _group(args[at]), *args[at + 1 :])
+        elif "group" in kwargs:
+            kwargs["group"] = _group(kwargs["group"])
+        return fn(*args, **kwargs)
 
-    Args:
-        tensor: as in the facade's.
-        op: as in the facade's.
-        group: a list of ranks, or what `new_group` gave; None for all ranks.
-        options: the facade's ``async_op``.
-    """
-    return reductions.all_reduce(tensor, op, _group(group), **options)
-
-
-def all_gather(tensor: Any, group: Any = None, **options: Any) -> Any:
-    """Gather a value of every rank on every rank. Collective over `group`.
-
-    Args:
-        tensor: as in the facade's.
-        group: as in `all_reduce`.
-        options: the facade's ``uneven`` and ``async_op``.
-    """
-    return gathers.all_gather(tensor, _group(group), **options)
-
-
-def all_gather_tensors_with_shapes(
-    tensor: Tensor, shapes: Sequence[Sequence[int]], group: Any = None, **options: Any
-) -> Any:
-    """Gather tensors whose shapes every rank knows already. Collective over `group`.
-
-    Args:
-        tensor: as in the facade's.
-        shapes: as in the facade's.
-        group: as in `all_reduce`.
-        options: the facade's ``async_op``.
-    """
-    return gathers.all_gather_tensors_with_shapes(tensor, shapes, _group(group), **options)
+    return call
 
 
 def broadcast(
@@ -117,7 +66,7 @@ def broadcast(
         tensor: as in the facade's.
         src: global rank whose value travels.
         safe_mode: without effect: every broadcast is safe.
-        group: as in `all_reduce`.
+        group: a list of ranks, or what `new_group` gave; None for all ranks.
         options: the facade's ``async_op``.
     """
     return broadcasts.broadcast(tensor, src, _group(group), safe_mode, **options)
@@ -150,4 +99,12 @@ def _group(group: Any) -> Any:
     return None if is_list and is_serial(current_model()) else group
 
 
-attach(__name__, *OF_IDIST)
+# Of a group they take a list of ranks, or what `new_group` gave.
+all_reduce: Callable[..., Any] = _with_groups(reductions.all_reduce, 2)
+all_gather: Callable[..., Any] = _with_groups(gathers.all_gather, 1)
+all_gather_tensors_with_shapes: Callable[..., Any] = _with_groups(
+    gathers.all_gather_tensors_with_shapes, 2
+)
+
+_OWN = ("all_gather", "all_gather_tensors_with_shapes", "all_reduce", "broadcast", "new_group")
+attach(__name__, *OF_IDIST, *_OWN)
