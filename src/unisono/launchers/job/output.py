@@ -104,7 +104,7 @@ class Pipes:
     """The outputs of processes, read in whole lines; a carriage return ends one, too."""
 
     def __init__(self) -> None:
-        self.selector = selectors.DefaultSelector()
+        self.selector: selectors.BaseSelector = selectors.DefaultSelector()
         self.logs: dict[int, IO[bytes]] = {}
         """Files that get what is read of stdout (1) and stderr (2)."""
         self._rests: dict[int, bytes] = {}
