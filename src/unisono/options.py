@@ -13,6 +13,15 @@ import torch
 import torch.distributed as dist
 from typing_extensions import TypedDict
 
+__all__ = (
+    "GroupOptions",
+    "InitializeOptions",
+    "ModelOptions",
+    "ParallelOptions",
+    "PoolOptions",
+    "SpawnOptions",
+)
+
 
 class ModelOptions(TypedDict, total=False):
     """Options of the built-in models; each model takes some of them."""

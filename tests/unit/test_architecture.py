@@ -219,6 +219,7 @@ STATE = {
     "deadlines: _until": "the deadline of a with block",
     "environments.detection: environments": "what plug-ins bring",
     "facts: _warned": "a warning that is given once",
+    "host.stack_signal: _lock": "one signal of the process",
     "host.status_page: _numbers": "pages of a process are numbered",
     "host.status_page: _open": "pages that go with the process",
     "launchers.job.lifetime: cls._is_within cls._pid": "what forked children must know of the job",

@@ -24,6 +24,7 @@ import platform
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -31,17 +32,28 @@ from pathlib import Path
 
 _HIGHEST = 4  # below SIGRTMAX: the last ones are what other runtimes take first
 _LOOK_S = 0.002
+_LOCKED_S = 1.0
 _QUIET = 20  # looks without an answer: the thread runs no Python
 _TGKILL = {"x86_64": 234, "aarch64": 131}  # the number of the system call
 _MOST_BYTES = 1 << 20  # of old text, before the next one is asked for
 _COUNTS = sys.version_info < (3, 11)  # whether faulthandler takes references
 _MASK = re.compile(r"^(SigPnd|ShdPnd|SigBlk|SigCgt|SigIgn):\s*([0-9a-f]+)", re.MULTILINE)
 _MEMORY = "unisono-stacks"
+_lock = threading.Lock()  # ranks that are threads of one process install at once
+
+
+def install() -> Mapping[str, int]:
+    """Let others of this user ask this process for its stacks; return how, empty if they can't."""
+    if not _lock.acquire(timeout=_LOCKED_S):  # a fork may have left it locked
+        return {}
+    try:
+        return _install()
+    finally:
+        _lock.release()
 
 
 @cache  # once, for this process and its forks, which inherit the handler and the memory
-def install() -> Mapping[str, int]:
-    """Let others of this user ask this process for its stacks; return how, empty if they can't."""
+def _install() -> Mapping[str, int]:
     if _COUNTS or not sys.platform.startswith("linux"):
         return {}
     masks = _masks(Path("/proc/self/status"))
