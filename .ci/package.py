@@ -27,7 +27,7 @@ RUN = ("-m", "unisono", "run", "--nproc-per-node", "2", "--launcher")
 EXTRAS = {  # what each is for, in a command
     "examples": ("examples/digits.py", "--backend", "threads", "--nproc-per-node", "2"),
     "notebook": ("-m", "IPython", "-c", "%load_ext unisono"),
-    "bench": ("benchmarks/scaling.py", "--ranks", "2", "--rounds", "1"),
+    "bench": ("benchmarks/payloads.py", "--rounds", "1", "--calls", "2"),
     "mpi": (*RUN, "mpi", "--backend", "mpi4py", PROGRAM),  # mpiexec starts the ranks
     "ray": (*RUN, "ray", PROGRAM),
     "docs": ("-c", "import furo, myst_nb, sphinx, sphinx_copybutton"),
