@@ -27,6 +27,7 @@ __tracebackhide__ = hides
 _PLAIN = (bool, int, float, complex)
 _BOOLS_OF_NUMPY = (("numpy", "bool"), ("numpy", "bool_"))  # until numpy 2: bool_
 _CPU = torch.device("cpu")
+_INTS = range(-(1 << 63), 1 << 63)  # as for an int alone
 Look = Callable[[Tensor, str], str]
 """Refuses a tensor at a path, or says what must be the same on all ranks."""
 
@@ -137,6 +138,8 @@ def _describe(
     for leaf, path in zip(leaves, paths, strict=True):
         number = leaf if type(leaf) in _PLAIN else _number(leaf)
         if number is not None and takes_numbers:
+            if isinstance(number, int) and number not in _INTS:
+                raise PayloadError(f"an int{_at(path)} doesn't fit into 64 bits: reduce a float")
             structure.append(path)
             values.append(number)
         elif isinstance(leaf, Tensor):

@@ -315,7 +315,7 @@ def _step(where: str, is_together: bool, call: Callable[[], T]) -> T:
         try:
             return call(), None
         except BaseException as error:
-            is_torch_s = type(error).__name__ == "CheckpointException"  # which is no Exception
+            is_torch_s = type(error).__name__ == "CheckpointException"  # a BaseException
             is_ours = isinstance(error, UnisonoError) and not isinstance(error, PayloadError)
             if is_ours or not (isinstance(error, Exception) or is_torch_s):
                 raise
