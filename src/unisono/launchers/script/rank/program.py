@@ -20,7 +20,7 @@ from typing import Any
 
 from unisono.errors import UnisonoError
 from unisono.launchers.job.failure import signal_name
-from unisono.launchers.job.forkserver import die_with
+from unisono.launchers.job.forkserver import die_with, guard
 from unisono.launchers.job.output import Pipes
 from unisono.launchers.job.signals import OTHERS, TO_END, TO_SAVE, Orders, handled
 from unisono.launchers.job.title import name_process
@@ -234,6 +234,8 @@ class _Running:
             return
         while self.came:
             number = self._orders.take(self.came.pop(0), os.getppid() != self._parent)
+            if number in TO_SAVE:
+                guard(self._process.pid)
             self._signal(number)
             if number in TO_SAVE:
                 self._signal(signal.SIGCONT)  # a stopped program hears it once it goes on
