@@ -73,7 +73,7 @@ class ContextState:
         self.flat_buffers: dict[tuple[torch.dtype, torch.device], Tensor] = {}  # for averaging
 
     def renew(self, model: ComputationModel) -> None:
-        """Take a new view of the same library context, and keep everything made in the old one."""
+        """Replace the view of the same library context, and keep all state of the old one."""
         # What the ranks made together must not be made again on some of them alone.
         control = control_of(model)
         control.take_over(self.control)

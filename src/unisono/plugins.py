@@ -192,7 +192,7 @@ class PluginRegistry(Generic[T]):
         return name in self.built_in
 
     def register(self, names: Iterable[str], thing: T, *, override: bool, owner: str = "") -> None:
-        """Give names to a thing: all of them, or none where one is taken."""
+        """Register all names of an object, or none if one is taken."""
         names = tuple(names)
         limit = "" if self._replaces_built_in else " for one that was registered"
         with self._lock:

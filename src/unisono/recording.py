@@ -225,7 +225,7 @@ class Token:
         return Handle(partial(self.wait, handle.wait), handle.is_completed)
 
     def goes_on(self, plane: str) -> bool:
-        """Let the call be over once `wait` is; return whether anybody asks for that."""
+        """End the call when `wait` returns; return whether anything depends on that."""
         if self is _NOTHING:
             return False
         self.plane = plane

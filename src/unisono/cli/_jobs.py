@@ -100,7 +100,7 @@ def verdict_lines(job: Mapping[str, Any]) -> list[str]:
 
 
 def elsewhere(ranks: Sequence[int]) -> list[str]:
-    """Say which ranks have no page that could be read."""
+    """Return a note about ranks without a readable page."""
     if not ranks:
         return []
     why = 'on another host (name a command that leads there, as in --via "ssh node2"), or ended'
@@ -108,7 +108,7 @@ def elsewhere(ranks: Sequence[int]) -> list[str]:
 
 
 def look_everywhere(meter: Meter, commands: Sequence[str] | None) -> tuple[list[Job], int]:
-    """Look at the jobs of this host, and of those that commands lead to; report what failed."""
+    """Return the jobs of this host and of the hosts behind `--via`; print failed commands."""
     found, failed = look_through(commands or ())
     for line in failed:
         typer.echo(f"error: {line}", err=True)

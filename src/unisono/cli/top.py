@@ -62,7 +62,7 @@ def top(
 
 
 def _measured() -> Meter:
-    """Look a first time: how busy a process is comes with the second one."""
+    """Start measuring how busy processes are, which takes two looks."""
     meter = Meter()
     if read(meter):
         time.sleep(_SAMPLE_S)

@@ -169,7 +169,7 @@ def _are_normal_in_double(plan: Layout, form: Format) -> bool:
 
 
 def _add_normal_term(limbs: Tensor, term: Tensor, form: Format, plan: Layout) -> None:
-    """As `_add_term`, in fewer steps."""
+    """Add a term as `_add_term` does, in fewer steps."""
     finite = term.nan_to_num(0.0, 0.0, 0.0) if plan.is_marked else term
     rest = finite.double() * 2.0 ** (form.least - plan.low)
     for place in range(plan.limbs - 1, 0, -1):
@@ -260,14 +260,14 @@ def _composed(limbs: Tensor, plan: Layout, form: Format) -> Tensor:
 
 
 def _carry(limbs: Tensor, limb_bits: int) -> None:
-    """Leave each limb but the last its own bits."""
+    """Carry the excess bits of each limb but the last into the next one."""
     for limb, above in zip(limbs[:-1], limbs[1:], strict=True):
         above += limb >> limb_bits
         limb &= (1 << limb_bits) - 1
 
 
 def _leading(limbs: Tensor, plan: Layout) -> tuple[Tensor, Tensor]:
-    """Give the first 62 bits and the exponent of the last of them, which is set if more follow."""
+    """Return the first 62 bits, the last one set if more follow, and the exponent of that one."""
     # Of a negative sum in two's complement: an odd number stands for what lies beside it there,
     # too.
     value = limbs[-1]

@@ -78,7 +78,7 @@ def report(call: str, came: Mapping[int, str], missing: Sequence[Missing]) -> st
 
 
 def named(ranks: Iterable[int]) -> str:
-    """Name ranks, as in "rank 1" or "ranks 0-3, 7"."""
+    """Return a name for ranks, as in "rank 1" or "ranks 0-3, 7"."""
     numbers = sorted(set(ranks))
     runs: list[list[int]] = []
     for number in numbers:

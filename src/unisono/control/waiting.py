@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NoReturn
@@ -17,7 +18,6 @@ from unisono.errors import (
     PeerFailedError,
     UnisonoError,
 )
-from unisono.model.error_mapping import mapped
 from unisono.topology import Group, name_of
 from unisono.tracebacks import hides
 
@@ -117,3 +117,10 @@ class Wait:
             if time.monotonic() >= until:
                 return Absent(-1, "lost a peer")
             time.sleep(_AGAIN_S)
+
+
+def mapped(table: Mapping[str, type[CollectiveError]], text: str) -> type[CollectiveError]:
+    """Return the error of the first pattern that matches a library's text."""
+    rows = table.items()
+    found = (error for pattern, error in rows if re.search(pattern, text, re.IGNORECASE))
+    return next(found, CollectiveError)

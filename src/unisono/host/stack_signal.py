@@ -43,7 +43,7 @@ _lock = threading.Lock()  # ranks that are threads of one process install at onc
 
 
 def install() -> Mapping[str, int]:
-    """Let others of this user ask this process for its stacks; return how, empty if they can't."""
+    """Register the handler of this process's stacks; return the way to ask, if there is one."""
     if not _lock.acquire(timeout=_LOCKED_S):  # a fork may have left it locked
         return {}
     try:

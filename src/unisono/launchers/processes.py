@@ -223,7 +223,7 @@ def _start_fork_server(method: str, key: tuple[object, ...]) -> _ForkServer:
 
 
 def _retire(server: _ForkServer) -> None:
-    """Let a fork server end once it has no worker any more."""
+    """Close the control socket of a fork server, which then ends with its last worker."""
     with contextlib.suppress(OSError), server.control:  # forks of this process have copies of it
         server.control.shutdown(socket.SHUT_RDWR)
     if server.process.poll() is None:

@@ -79,7 +79,7 @@ class Meter:
 
 @dataclass(frozen=True, slots=True)
 class _Vitals:
-    """What the kernel says of a process that runs."""
+    """State of a running process, from the kernel."""
 
     condition: str
     thread_id: int
@@ -91,7 +91,7 @@ class _Vitals:
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """What a page said when it was read."""
+    """Contents of a page at the time of reading."""
 
     facts: Mapping[str, Any]
     records: Sequence[PageRecord]
@@ -108,7 +108,7 @@ def look(meter: Meter, elsewhere: Iterable[Job] = ()) -> list[Job]:
 
 
 def _joined(name: str, parts: Sequence[Job]) -> Job:
-    """Make one job of its parts on several hosts."""
+    """Merge the parts of a job on several hosts."""
     # Their looks weren't at one moment: a rank is late only if it was at the first of them.
     known: dict[int, Seen] = {}
     for each in (each for part in parts for each in part.ranks):

@@ -139,7 +139,7 @@ def _end(command: psutil.Process) -> None:
 
 
 def _bodies(text: str) -> tuple[list[str], bool]:
-    """Put the lines of each host together; return whether none is missing."""
+    """Join the lines of each host; return whether all are there."""
     # A launcher may have written something before them, such as the number of a task.
     found: dict[str, dict[int, str]] = {}
     counts: dict[str, int] = {}

@@ -21,7 +21,7 @@ _AGAIN_S = 5.0  # one that hasn't answered
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a rank has told."""
+    """A rank's answer."""
 
     stacks: list[Stack] | str
     at_s: float
@@ -38,7 +38,7 @@ class Asked:
         self._known: dict[tuple[str, int], Answer] = {}
 
     def stacks(self, job: Job, verdict: Verdict, wanted: Iterable[int]) -> dict[int, Answer]:
-        """Give the stacks of ranks; ask those that have made or left a call since the last time."""
+        """Return the stacks of ranks; ask those whose call has changed since the last time."""
         seen = {each.rank.rank: each for each in job.ranks}
         living = [rank for rank in wanted if seen[rank].rank.condition != "dead"]
         places = {rank: _place_of(seen[rank], verdict) for rank in living}
@@ -65,7 +65,7 @@ def _is_good(known: Answer | None, place: tuple[object, ...], now_s: float) -> b
 
 
 def reports(jobs: Sequence[Job]) -> dict[str, Any]:
-    """Say of jobs what each rank does, and who makes the others wait."""
+    """Return the state of each rank of each job, and the ranks that make others wait."""
     # Nothing is asked of the ranks of this host but of those that make others wait.
     asked = Asked()
     return {"host": socket.gethostname(), "jobs": [report_of(job, asked) for job in jobs]}
@@ -80,7 +80,7 @@ def facts_of(job: Job) -> dict[str, Any]:
 
 
 def report_of(job: Job, asked: Asked) -> dict[str, Any]:
-    """Say of one job what each rank does, and who makes the others wait."""
+    """Return the state of each rank of a job, and the ranks that make others wait."""
     now_ns, ranks = job.at_ns, [each.rank for each in job.ranks]
     verdict = judge(ranks, now_ns)
     if verdict.kind == "extra call" and _is_early(job, verdict, asked):

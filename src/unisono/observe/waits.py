@@ -1,4 +1,4 @@
-"""Who came last, and how long the others waited: worked out from the records of all ranks."""
+"""Late ranks and waiting times, computed from the records of all ranks."""
 
 from __future__ import annotations
 

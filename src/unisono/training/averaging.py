@@ -294,7 +294,7 @@ def _keep_dtypes(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 
 def _described(state: dict[str, Any], is_src: bool) -> tuple[None, Any]:
-    """Give the sizes of an optimizer's groups, and on `src` its state without tensors, and them."""
+    """Return the sizes of an optimizer's groups, and on `src` its state and its tensors."""
     leaves, _ = flatten(state)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if any(map(is_sharded, tensors)):

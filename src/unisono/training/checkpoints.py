@@ -308,7 +308,7 @@ def load_checkpoint(
 
 
 def _step(where: str, is_together: bool, call: Callable[[], T]) -> T:
-    """Take a step of loading; of ranks that load together none goes on where one can't."""
+    """Run a step of loading; ranks that load together fail together."""
     # Collective over all ranks that load together, else local.
 
     def read() -> tuple[T, None]:

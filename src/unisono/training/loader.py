@@ -398,7 +398,7 @@ def shard(iterable: Iterable[T]) -> IterableDataset[T]:
 
 
 class Shard(IterableDataset[T]):
-    """What `shard` makes."""
+    """The iterable that `shard` returns."""
 
     def __init__(self, dataset: Iterable[T]) -> None:
         self.dataset = dataset

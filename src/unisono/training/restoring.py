@@ -48,7 +48,7 @@ class Plan:
             load()
 
     def fill(self) -> Any:
-        """Do what can't fail; return what comes in the place of the target."""
+        """Run the steps that cannot fail; return the replacement of the target."""
         for fill in self.fills:
             fill()
         warn_of_left_out(self.left_out)
@@ -264,7 +264,7 @@ def _state_parts(param: Any, state: Any, where: str) -> Any:
 
 
 def begin_states(into: Any, saved: Mapping[str, Any], undo: ExitStack) -> None:
-    """Let optimizers make the states that shards have and they don't, as new ones do."""
+    """Create the optimizer states that shards have and new optimizers lack."""
     for path, leaf in leaves(into):
         if isinstance(leaf, torch.optim.Optimizer):
             names = _saved_in(saved, (*path, "state"))

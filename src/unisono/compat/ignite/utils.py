@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 def _with_groups(fn: Callable[..., Any], at: int) -> Callable[..., Any]:
-    """Let a function of the facade take the groups of ignite, as its argument at a place."""
+    """Wrap a function of the facade so that its argument at a place may be a group of ignite."""
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -163,7 +163,7 @@ class Pipes:
         return found
 
     def rests(self) -> list[tuple[int, bytes]]:
-        """Take the lines without an end of pipes that others hold open."""
+        """Return the unfinished lines of pipes that other processes hold open."""
         keys = list(self.selector.get_map().values())
         return [(key.data, line) for key in keys for line in self._lines(key.fd, b"")]
 

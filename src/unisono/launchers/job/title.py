@@ -12,7 +12,7 @@ OF_RANKS = "unisono rank "
 
 
 def name_process(rank: int, world_size: int, program: str) -> None:
-    """Name this process ``unisono rank 1 of 4: train.py``."""
+    """Set the title of this process to ``unisono rank 1 of 4: train.py``."""
     title = f"{OF_RANKS}{rank} of {world_size}: {Path(program).name or 'python'}"
     with contextlib.suppress(ImportError):
         load("setproctitle:setproctitle")(title)
@@ -20,6 +20,6 @@ def name_process(rank: int, world_size: int, program: str) -> None:
 
 
 def name_thread(rank: int, world_size: int) -> None:
-    """Name this thread, which in the main thread is the process's name in top."""
+    """Set the title of this thread; that of the main thread is the process's name in top."""
     with contextlib.suppress(ImportError):
         load("setproctitle:setthreadtitle")(f"rank {rank} of {world_size}")

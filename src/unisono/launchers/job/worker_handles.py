@@ -63,7 +63,7 @@ class Worker:
         self.inbox = messages.Inbox(self.channel)
 
     def signal(self, number: int) -> None:
-        """Have the process that looks after it signal it."""
+        """Send it a signal through the process that looks after it."""
         with contextlib.suppress(OSError):
             self.status.send(bytes([number]), socket.MSG_DONTWAIT)
 
@@ -160,7 +160,7 @@ class Workers(Ranks):
         )
 
     def _give_up(self, job: Job[Any]) -> None:
-        """Leave workers that no signal ends, or that their fork server cannot reap."""
+        """Give up workers that no signal ends, or that their fork server cannot reap."""
         left = [worker for worker in self.workers if not worker.has_ended]
         if not left:
             return

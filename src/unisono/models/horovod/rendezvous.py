@@ -111,7 +111,7 @@ class Store:
         return value.decode()
 
     def ask(self, verb: str, key: str, scope: str = "", value: str = "") -> bytes | None:
-        """Make a request; return the value of a key, None if there is none."""
+        """Send a request; return the value of a key, or None."""
         for _ in range(_TRIES - 1):  # it listens with a short queue
             with suppress(OSError, http.client.HTTPException):
                 return self._ask_once(verb, f"/{scope or self._scope}/{key}", value)

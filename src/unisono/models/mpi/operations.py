@@ -16,6 +16,7 @@ from torch import Tensor
 
 from unisono.control.absent_ranks import named, warn_after_s
 from unisono.control.signatures import site
+from unisono.control.waiting import mapped
 from unisono.deadlines import DEFAULT_TIMEOUT_S, format_s, host_s, limit_of
 from unisono.errors import (
     CollectiveError,
@@ -24,7 +25,6 @@ from unisono.errors import (
     PayloadError,
     PeerFailedError,
 )
-from unisono.model.error_mapping import mapped
 from unisono.model.fallback import FRAME_BYTES, as_frame, inline_part, length_of
 from unisono.model.handle import BACKGROUND, Outcome
 from unisono.model.reduction import TENSOR_STEPS, ReduceOp

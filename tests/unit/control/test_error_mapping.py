@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from unisono.control.waiting import mapped
 from unisono.errors import CollectiveError, CollectiveTimeoutError, PeerFailedError
-from unisono.model.error_mapping import mapped
 
 TABLE = {"timed out": CollectiveTimeoutError, "^gone|reset by peer": PeerFailedError}
 
