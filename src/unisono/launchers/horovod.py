@@ -36,6 +36,7 @@ _HOST = re.compile(r"([\w.-]+):([1-9][0-9]*)")
 # Horovodrun's own address, which it made sure that every host can reach.
 _HOST_VARIABLE = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 _NAMES = tuple(f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+_SHELL_SAYS = (b"Terminated", b"Killed", b"Aborted")
 _FROM_RANK = re.compile(rb"\[\d+\]<(stdout|stderr)>:")
 
 
@@ -76,17 +77,24 @@ class _Ranks(RemoteWorkers):
 
     def __init__(self, nodes: Sequence[int], is_verbose: bool, *args: Any) -> None:
         super().__init__(*args)
-        self._nodes, self._is_verbose = nodes, is_verbose
+        self._nodes, self._is_verbose, self._is_ending = nodes, is_verbose, False
 
     def print(self, target: int, line: bytes) -> None:
         """Print a rank's line without horovodrun's mark, and horovodrun's own if asked for."""
         mark = _FROM_RANK.match(line)
+        if mark is not None and self._is_ending and line[mark.end() :].rstrip() in _SHELL_SAYS:
+            return
         if mark is not None:
             show(2 if mark[1] == b"stderr" else 1, line[mark.end() :])
         elif self._is_verbose:
             super().print(2, line)
         else:
             self.last.append(line.decode(errors="replace").rstrip())
+
+    def end(self, job: Job[Any]) -> None:
+        """End all ranks and horovodrun, within seconds."""
+        self._is_ending = True
+        super().end(job)
 
     def seat(self, job: Job[Any], arrival: ConnectedRank) -> None:
         """Add a rank to the workers, with its node, which horovodrun doesn't pass on."""

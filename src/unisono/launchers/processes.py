@@ -21,7 +21,7 @@ from unisono.errors import ArgumentError, LaunchError, UnisonoError
 from unisono.launchers.job import forkserver
 from unisono.launchers.job.job import Job
 from unisono.launchers.job.pickling import pickle_for_worker
-from unisono.launchers.job.process_state import inherited, search_path, umask
+from unisono.launchers.job.process_state import check_streams, inherited, search_path, umask
 from unisono.launchers.job.store import hold
 from unisono.launchers.job.worker import Task, work
 from unisono.launchers.job.worker_handles import Worker, Workers
@@ -93,6 +93,7 @@ def _terminal(rank: int | None) -> Iterator[tuple[int, ...]]:
 
 START_METHODS = ("forkserver", "spawn", "fork")
 _END_S = 2.0
+_REQUEST_S = 300.0  # until the fork server takes a request, which includes importing torch
 # Variables that take effect when a library is loaded: a fork server that has loaded it is too old.
 _AT_LOAD = ("LD_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "PYTHON", "TORCH_", "PYTORCH_")
 
@@ -124,6 +125,7 @@ def launch(
     method = plan.start_method or _best_method()
     if method not in START_METHODS or (method != "spawn" and sys.platform == "win32"):
         raise ArgumentError(f"start_method={method!r}: use one of {', '.join(START_METHODS)}")
+    check_streams()
     pickled = pickle_for_worker(entry)
     variables = {**(environ or {}), **os.environ}
     path = search_path()
@@ -294,5 +296,9 @@ def _request(
             workers.append(Worker(info.rank, channel, status))  # first: Ctrl-C ends it, too
             request = b"exec" if method == "spawn" else b"fork"
             fds = [0, 1, 2, their_channel.fileno(), their_status.fileno()]
-            socket.send_fds(server.control, [request], fds)
+            server.control.settimeout(_REQUEST_S)
+            try:
+                socket.send_fds(server.control, [request], fds)
+            finally:
+                server.control.settimeout(None)
     return server.process

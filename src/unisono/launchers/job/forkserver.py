@@ -49,18 +49,23 @@ def die_with(parent: int, number: int = signal.SIGKILL) -> None:
         os.kill(os.getpid(), number)
 
 
-def guard(group: int) -> int:
-    """Fork a process that kills a group once this one has ended; a byte to the result ends it."""
-    reader, writer = os.pipe()  # this process holds the writer to its end
-    if os.fork() == 0:
-        os.setsid()
-        os.close(writer)
-        with contextlib.suppress(OSError):
+def guard(group: int) -> tuple[int, int]:
+    """Fork a process that kills a group once this one has ended; return its id and a pipe."""
+    # A byte in the pipe ends it before. This process holds the pipe to its end.
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)
+            os.setsid()
+            os.close(writer)
             if not os.read(reader, 1):
                 os.killpg(group, signal.SIGKILL)
-        os._exit(0)
+        finally:
+            os._exit(0)
     os.close(reader)
-    return writer
+    return pid, writer
 
 
 def _prctl(option: int, value: int) -> None:
@@ -167,7 +172,7 @@ def attend(status: socket.socket, pid: int, parent: int) -> int:
     signal.signal(signal.SIGTERM, lambda number, _: _signal(workers.values(), number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # mpiexec may kill this process at any moment: children of the worker end all the same.
-    release = guard(os.getpid()) if os.getpgrp() == os.getpid() else None
+    guarding = guard(os.getpid()) if os.getpgrp() == os.getpid() else None
     wake_read, _ = _wake_by_signals()
     _send(status, f"{pid}p")
     while not (ended := ended + orphans.reap(workers)) or orphans.are_ending:
@@ -177,8 +182,10 @@ def attend(status: socket.socket, pid: int, parent: int) -> int:
             _signal(workers.values(), signal.SIGKILL)
         if status.fileno() in ready:
             _obey(status, pid)
-    if release is not None and ended[0] == 0:  # what a worker leaves that ended well may stay
-        os.write(release, b"-")
+    if guarding is not None and ended[0] == 0:  # what a worker leaves that ended well may stay
+        with contextlib.suppress(OSError):  # it may be gone, or reaped
+            os.write(guarding[1], b"-")
+            os.waitpid(guarding[0], 0)
     return ended[0]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import selectors
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import IO, Any, TextIO
 from unisono.errors import LaunchError
 
 _LONGEST_LINE = 64 * 1024
+_END = re.compile(rb"(?<=\n)|(?<=\r)(?=[^\n])")
 _POLL_S = 0.02  # between two looks once all pipes have ended
 
 
@@ -101,7 +103,7 @@ class _Prefixed:
 
 
 class Pipes:
-    """The outputs of processes, read in whole lines; a carriage return ends one, too."""
+    """The outputs of processes, in whole lines with their ends; a carriage return is one, too."""
 
     def __init__(self) -> None:
         self.selector: selectors.BaseSelector = selectors.DefaultSelector()
@@ -164,7 +166,7 @@ class Pipes:
 
     def rests(self) -> list[tuple[int, bytes]]:
         """Return the unfinished lines of pipes that other processes hold open."""
-        keys = list(self.selector.get_map().values())
+        keys = list((self.selector.get_map() or {}).values())
         return [(key.data, line) for key in keys for line in self._lines(key.fd, b"")]
 
     def close(self) -> None:
@@ -179,13 +181,12 @@ class Pipes:
 
     def _lines(self, fd: int, chunk: bytes) -> list[bytes]:
         text = self._rests.pop(fd, b"") + chunk
-        lines = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
-        rest = lines.pop()
+        *lines, rest = _END.split(text)
         if chunk and len(rest) <= _LONGEST_LINE:
             self._rests[fd] = rest
         elif rest:
             lines.append(rest)
-        return [line + b"\n" for line in lines]
+        return lines
 
 
 def show(target: int, line: bytes) -> None:

@@ -24,6 +24,18 @@ def search_path() -> list[str]:
     return [here if item == "" else item for item in sys.path]
 
 
+def check_streams() -> None:
+    """Raise unless the standard streams of this process are open: workers get them."""
+    try:
+        for fd in range(3):
+            os.fstat(fd)
+    except OSError as error:
+        raise LaunchError(
+            "stdin, stdout or stderr (descriptor 0, 1 or 2) of this process is closed: open "
+            "os.devnull in its place"
+        ) from error
+
+
 def umask() -> int | None:
     """Return this process's umask; None without /proc, where reading it would change it."""
     with contextlib.suppress(OSError):

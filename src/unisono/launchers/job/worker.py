@@ -123,8 +123,11 @@ def _settle_in(task: Task) -> None:
     seed_generators()
     importlib.invalidate_caches()  # files may be newer than the process that this one is a copy of
     sys.argv[:] = task.argv
-    with contextlib.suppress(OSError):  # another host may lack it
+    try:
         os.chdir(task.directory)
+    except OSError:
+        if task.umask is not None:  # else it may be on another host, which lacks it
+            raise
     if task.umask is not None:
         os.umask(task.umask)
     threads = task.environ.get("OMP_NUM_THREADS", "")

@@ -82,7 +82,6 @@ class Workers(Ranks):
         self.workers: list[Worker] = []
         self.world_size: int = world_size
         self.fork_server: subprocess.Popen[bytes] | None = None
-        self.is_idle: bool = False  # whether the last look brought no news
         self._held = held
         self._stop_limit_s = stop_limit_s + _STOP_GRACE_S
         self._begin = self._looked_at = self._roused_at = time.monotonic()
@@ -97,7 +96,6 @@ class Workers(Ranks):
         with selectors.DefaultSelector() as selector:
             self._register(job, selector)
             ready = [key.data for key, _ in selector.select(max(0.0, left))]
-        self.is_idle = not ready
         for take_in in ready:
             take_in()
         self._look_after(job)

@@ -210,11 +210,13 @@ class RemoteWorkers(Workers):
             self.pass_on(_POLL_S)
         return self.process.poll() is not None
 
-    def last_lines(self) -> str:
-        """Return the launcher's last lines."""
-        until = time.monotonic() + self.drain_s
+    def last_lines(self, within_s: float = 1.0) -> str:
+        """Return the launcher's last lines; wait so long for more."""
+        until = time.monotonic() + within_s
         while self.pipes.open and time.monotonic() < until:
             self.pass_on(_POLL_S)
+        for target, line in self.pipes.rests():
+            self.print(target, line)
         return "\n".join(self.last).strip() or "(none)"
 
     def early_end(self, job: Job[Any]) -> LaunchError:
@@ -275,7 +277,7 @@ class RemoteWorkers(Workers):
                 break
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
-        self.last_lines()
+        self.last_lines(self.drain_s)
         self.pipes.close()
 
     def lost(self, job: Job[Any], rank: int) -> LaunchError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import signal
@@ -28,6 +29,7 @@ _POLL_S = 0.2
 _OWN_END_S = 2.0  # how long a launcher has to end its job by itself after a failure
 _KILL_S = 0.5  # for ranks that kill their programs at once
 _DRAIN_S = 2.0
+_OTHERS_S = 1.0  # until others have reported, too, where a launcher starts all again
 _MOST_ALSO = 8  # lines about further ranks
 _OF_A_RANK = re.compile(rb"(?:^|\W|\dm)\[(?:\d+|\?)\] ")  # where a line's prefix ends
 _LAUNCHER = -1  # stands for a launcher that makes the ranks itself
@@ -114,7 +116,8 @@ class Supervisor(Programs):
         self._unsent: list[int] = []
         self._told: set[Any] = set()
         self._codes: list[int | None] = []
-        self._attempt = 0  # restarts before it have been reported
+        self._attempt = 0  # those before have been reported
+        self._restart_at = math.inf
         self._of_launcher: list[bytes] = []
 
     def start(
@@ -157,12 +160,10 @@ class Supervisor(Programs):
         """Take a report in; it ends the job unless the launcher starts that again."""
         if not self._restarts:
             super().note(job, report)
-            return
-        self.reports.append(report)
-        is_new = self._attempt <= report.attempt < self._max_restarts
-        if is_new and not report.is_secondary:
-            self._attempt = report.attempt + 1
-            restart(verdict([report]), self._attempt, self._max_restarts)
+        elif report.attempt >= self._attempt:
+            self.reports.append(report)
+            soon = min(self._restart_at, time.monotonic() + _OTHERS_S)
+            self._restart_at = soon if report.attempt < self._max_restarts else math.inf
 
     def print(self, job: Job[Any], target: int, line: bytes) -> None:
         """Print a line, but what a launcher says of a report or a signal only if need be."""
@@ -178,6 +179,8 @@ class Supervisor(Programs):
         if self._restarts and job.orders.came and not _below(self.processes[0].pid) <= self._told:
             job.stop(LaunchError("ranks that ended of a signal were started again"))
         self.pass_on(job, self._pipes.read(min(_POLL_S, until - time.monotonic())))
+        if time.monotonic() > self._restart_at and not job.orders.came:
+            self._restart()
         codes = [process.poll() for process in self.processes]
         for rank, code in zip(self._ranks, codes, strict=True):
             if code == 0:
@@ -201,6 +204,14 @@ class Supervisor(Programs):
             self._read_until(job, time.monotonic() + wait_s)
         if all(process.poll() is not None for process in self.processes):
             self._read_until(job, begin + _DRAIN_S)
+
+    def _restart(self) -> None:
+        """Report the attempt after which the launcher starts all ranks again."""
+        self._attempt = max(report.attempt for report in self.reports) + 1
+        restart(verdict(self.reports), self._attempt, self._max_restarts)
+        self._restart_at = math.inf
+        self.reports.clear()
+        self._of_launcher.clear()
 
     def _read_until(self, job: Job[Any], limit: float) -> None:
         """Pass on what they print until all have ended and say no more."""
@@ -256,6 +267,8 @@ class Supervisor(Programs):
             return after_signal(job, self.reports)
         codes = [process.returncode for process in self.processes]
         if not job.failures and not any(codes):
+            if self._restart_at < math.inf:
+                self._restart()
             return Outcome(0)
         outcome = verdict([*self.reports, *self._lost()])
         if outcome.failed is not None:

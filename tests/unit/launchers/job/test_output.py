@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import selectors
 import sys
 from types import ModuleType
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 
 from unisono.control import signatures
 from unisono.control.envelopes import call_head
-from unisono.launchers.job.output import begin_lines_with_rank
+from unisono.launchers.job.output import Pipes, begin_lines_with_rank
 from unisono.launchers.job.title import name_process
 
 
@@ -28,6 +30,24 @@ def test_lines_end_at_newlines_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = ["half \x0b\x0c\x85\u2028 a line", "ab", "", "c", "d"]
     assert out.getvalue() == "\n".join(mine + line for line in lines)
     assert err.getvalue() == ""
+
+
+def test_pipes_give_whole_lines_with_their_ends() -> None:
+    """Progress bars stay what they are, and a line end that is torn over two reads is one."""
+    reader, writer = os.pipe()
+    pipes = Pipes()
+    with open(reader, "rb", buffering=0) as pipe:
+        pipes.selector.register(pipe, selectors.EVENT_READ, 2)
+        found = []
+        for chunk in (b"a\r", b"\nb\n\r50%", b"\r60%\nlast"):
+            os.write(writer, chunk)
+            found += [line for _, line in pipes.read(1.0)]
+        assert found == [b"a\r\n", b"b\n", b"\r", b"50%\r", b"60%\n"]
+        assert pipes.rests() == [(2, b"last")]  # another process may hold the pipe
+        os.close(writer)
+        assert pipes.read(1.0) == []
+        pipes.close()
+    assert pipes.rests() == []
 
 
 def test_processes_are_named_where_setproctitle_is_installed(

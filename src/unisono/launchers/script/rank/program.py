@@ -211,7 +211,10 @@ class _Running:
         return min(_POLL_S, max(0.01, self._orders.until - time.monotonic()))
 
     def _print(self, lines: Iterable[tuple[int, bytes]]) -> None:
-        for fd, line in lines:
+        for fd, text in lines:
+            if text == b"\r":  # a progress bar begins with one
+                continue
+            line = text.rstrip(b"\r\n") + b"\n"
             if fd == 2:
                 line = self._mark.sub(b"", line)
                 if line.startswith(_HEAD):
