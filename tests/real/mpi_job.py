@@ -139,7 +139,7 @@ def adopt() -> None:
     if world.rank == 0:  # alone, while the others can't answer
         asked = adopted(MpiModel)
         facts = asked.topology
-        assert (facts.rank, facts.world_size, facts.local_rank) == (0, world.size, None)
+        assert (facts.rank, facts.world_size, facts.local_rank) == (0, world.size, 0)
         asked.finalize()
     world.Barrier()
     assert adopted(MpiModel, ContextHint(local_rank=7)).topology.local_rank == 7
@@ -147,7 +147,7 @@ def adopt() -> None:
     model = adopted(MpiModel, ContextHint(environment=info))
     assert model.topology == info.topology()
     foreign = ContextHint(environment=RankInfo(0, 64, 0, 64, 0, 1))
-    assert adopted(MpiModel, foreign).topology.local_world_size is None
+    assert adopted(MpiModel, foreign).topology.local_world_size == world.size
 
     # A message of the user's, under way all the time, meets none of ours.
     mine = bytearray(4)

@@ -146,6 +146,7 @@ WRITES_ENVIRON = {
 MODELS_READING_ENVIRON = {
     "models.horovod.context": "Horovod is told by variables",
     "models.mpi.availability": "where mpi4py's wheel would look for its library",
+    "models.mpi.model": "which rank of the host this is, as MPI doesn't tell",
     "models.native.model": "LOCAL_RANK alone, where nothing says who else is there",
     "models.native.rendezvous": "the store that our launchers pass on; gloo's address",
 }
@@ -189,6 +190,7 @@ SPELLS_VARIABLES = {
     "lifecycle": "where rank and world size are given and the address isn't",
     "models.horovod.context": "Horovod is told by variables",
     "models.horovod.rendezvous": "horovodrun's rendezvous server",
+    "models.mpi.world": "which rank of the host this is, as MPI doesn't tell",
     "models.native.model": "LOCAL_RANK alone, where nothing says who else is there",
     "models.native.rendezvous": "the attempt of torchrun that this is",
     "recording": "ranks that meet at one address are of one job",

@@ -36,7 +36,7 @@ from unisono.control.hub import Hub
 from unisono.control.peers import Peers
 from unisono.control.tree import links
 from unisono.deadlines import host_s, limit_of
-from unisono.errors import CollectiveError, PeerRefusedError
+from unisono.errors import CollectiveError, EnvironmentDetectionError, PeerRefusedError
 from unisono.host import arena, mailbox, memory
 from unisono.host.arena import Arena
 from unisono.host.mailbox import MAILBOX_BYTES, Mailbox
@@ -80,6 +80,7 @@ class _Advertisement:
     warn_after_s: float = 0.0
     shared_bytes: int = 0
     debug: str = ""
+    wrong_setting: Sequence[Any] = ()
 
 
 @dataclass(slots=True)
@@ -101,17 +102,20 @@ def host_of_this_process() -> str:
 
 
 def _advertise(control: SocketControlPlane) -> _Advertisement:
-    """Describe this process and its user's settings."""
-    return _Advertisement(
+    """Describe this process and its user's settings; a wrong one, so that all ranks refuse it."""
+    own = _Advertisement(
         host=host_of_this_process(),
         pid=os.getpid(),
         user=os.getuid() if hasattr(os, "getuid") else None,
         pid_namespace=_pid_namespace(),
         key=secrets.token_bytes(16).hex(),
-        warn_after_s=warn_after_s(),
-        shared_bytes=_most_shared_bytes(control),
         debug=control.setting,
     )
+    try:
+        own.warn_after_s, own.shared_bytes = warn_after_s(), _most_shared_bytes(control)
+    except EnvironmentDetectionError as error:
+        own.wrong_setting = error.args
+    return own
 
 
 def _most_shared_bytes(control: SocketControlPlane) -> int:
@@ -181,6 +185,10 @@ def _connect_all(
     ranks = control.model.topology.members(group)
     with contextlib.ExitStack() as stack:
         adverts, listeners = _exchange_adverts(control, group, stack)
+        for rank, advert in zip(ranks, adverts, strict=True):
+            if advert.wrong_setting:
+                text, *facts = advert.wrong_setting
+                raise EnvironmentDetectionError(f"rank {rank}: {text}", *facts)
         roster = _roster(adverts)
         connector = _Connector(control, group, adverts, roster, listeners)
         is_one_host = len(roster.places) == 1

@@ -114,6 +114,9 @@ class Wait:
             absent = self._control.gone(self._group, self._step)
             if absent is not None:
                 return absent
+            hub = self._control.hubs.get(name_of(self._group))
+            if hub is not None:
+                hub.peers.raise_failure()  # which the last look has received
             if time.monotonic() >= until:
                 return Absent(-1, "lost a peer")
             time.sleep(_AGAIN_S)

@@ -159,18 +159,21 @@ def test_more_ranks_than_wait_at_a_listener_are_all_let_in() -> None:
 
 
 @pytest.mark.parametrize("variable", ["UNISONO_WARN_AFTER_S", "UNISONO_SHARED_BYTES"])
-@in_ranks(2)
-def test_a_wrong_variable_is_refused_before_anything_is_sent(
+@in_ranks(3)
+def test_a_wrong_variable_of_one_rank_is_refused_by_all(
     rank: int, folder: Path, variable: str
 ) -> None:
-    join(folder, rank, 2)
-    os.environ[variable] = "many"
+    join(folder, rank, 3)
+    if rank == 1:
+        os.environ[variable] = "many"
     for _ in range(2):
-        with pytest.raises(EnvironmentDetectionError, match=f"^{variable}='many' should be a num"):
+        with pytest.raises(EnvironmentDetectionError) as caught:
             unisono.barrier()
-    os.environ.pop(variable)
-    unisono.barrier()
+    os.environ.pop(variable, None)
+    (text,) = {*unisono.all_gather(str(caught.value))}
     leave()
+    assert text.startswith(f"rank 1: {variable}='many' should be a number")
+    assert (caught.value.variable, caught.value.value) == (variable, "many")
 
 
 def come(port: int, rank: int, size: int, limit_s: float) -> Any:
@@ -247,6 +250,14 @@ def test_a_rank_that_comes_too_late_is_told_so(late: int, monkeypatch: pytest.Mo
     told = f"rank {late} of 2 came to .* too late: others had waited for rank {late} and given up"
     with fast_clock(), pytest.raises(ContextError, match=told):
         unisono.initialize("gloo", timeout=30)
+
+
+def test_an_interface_that_gloo_is_told_to_use_and_isnt_there_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nope0")
+    with pytest.raises(ContextError, match="GLOO_SOCKET_IFNAME names nope0, .* has .*lo"):
+        unisono.initialize("gloo", rank=0, world_size=1, init_method="tcp://127.0.0.1:0")
 
 
 def test_where_gloo_listens_and_what_to_do_where_nothing_says(

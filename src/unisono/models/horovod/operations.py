@@ -49,40 +49,44 @@ class Calls:
 
     def run(self, call: str, group: Group | None, count: int, start: Start, label: str = "") -> Any:
         """Start an operation and wait for its value. Collective over `group`."""
-        return self._begin(call, group, count, start, label)()
+        return self._finish(*self._begin(call, group, count, start, label))
 
     def start(self, call: str, group: Group | None, count: int, start: Start) -> Handle[Any]:
         """Start an operation without waiting for it. Collective over `group`, as `run` is."""
         number = self._numbers.get(team := name_of(group), 0)
         self._numbers[team] = number + 1
-        finish = self._begin(call, group, count, start, f".async{number % _ASYNC_NAMES}")
-        return Handle(finish, partial(self._is_done, finish.args[-1]))
+        work = self._begin(call, group, count, start, f".async{number % _ASYNC_NAMES}")
+        return Handle(partial(self._finish, *work), partial(self._is_done, work[-1]))
 
     def fail(self, call: str, group: Group | None, error: Exception) -> NoReturn:
         """Raise our error for one of Horovod's."""
-        Wait(self._control, group, call).fail(_ERRORS, error)
+        try:
+            Wait(self._control, group, call).fail(_ERRORS, error)
+        except CollectiveMismatchError as ours:
+            text = f"{ours}; make every rank call the same, with equal shapes and dtypes"
+            raise CollectiveMismatchError(text) from error
 
     def _begin(
         self, call: str, group: Group | None, count: int, start: Start, label: str
-    ) -> partial[Any]:
-        """Start an operation; return what waits for its value."""
+    ) -> tuple[str, str, Group | None, int, int]:
+        """Start an operation; return the arguments of `_finish`."""
         if count > _MAX_COUNT:
             raise PayloadError(
                 f"{call} of {count} elements over all ranks: Horovod counts in 32 bits, so "
                 f"{_MAX_COUNT} are the most; split the tensor"
             )
         members = self._hvd.global_process_set if group is None else group.handle
-        step = self._control.steps.begin(name_of(group), call)
         name = f"unisono.{name_of(group)}{label}"
         key = f"{call}.{name}"
         earlier = self._under_way.get(key)
         if earlier is not None:  # it timed out, was interrupted, or nobody waited for it yet
-            self._wait(call, group, step, earlier)
+            self._wait(call, group, 0, earlier)
+        step = self._control.steps.begin(name_of(group), call)
         try:
             handle = self._under_way[key] = start(name, members)
         except (RuntimeError, ValueError) as error:  # HorovodInternalError is a RuntimeError
             self.fail(call, group, error)
-        return partial(self._finish, key, call, group, step, handle)
+        return key, call, group, step, handle
 
     def _wait(self, call: str, group: Group | None, step: int, handle: int) -> None:
         look, begin = Wait(self._control, group, call, step), time.monotonic()

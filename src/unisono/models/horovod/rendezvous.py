@@ -62,7 +62,9 @@ def _meet(store: Store, rank: int, size: int, until: float) -> str:
     if rank > 0:
         verdict = store.wait(_VERDICT, until, size)
         return store.missing(size) if verdict is None else verdict
-    seats = [store.wait(str(other), until, size) for other in range(size)]
+    seats: list[str | None] = []
+    while len(seats) < size and not {None, _GONE} & {*seats}:
+        seats.append(store.wait(str(len(seats)), until, size))
     came = [json.loads(seat) for seat in seats if seat not in (None, _GONE)]
     why = ""
     if len(came) == size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -112,7 +113,7 @@ class MpiModel(ComputationModel):
         mpi = setup.live()
         if mpi is None or MpiModel._has_started_mpi:
             return None
-        topology = setup.adopted_topology(mpi, hint)
+        topology = setup.adopted_topology(mpi, hint, os.environ)
         if topology is None:
             return None
         adopted = cls._adopted  # what it shares with others stays if one rank looks again

@@ -7,6 +7,7 @@ import importlib
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -25,6 +26,12 @@ from unisono.models.mpi.liveness import LIMIT_S, bounded_barrier
 from unisono.topology import ContextHint, RankInfo, Topology
 
 _log = logging.getLogger(__name__)
+_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_SIZE", "MPI_LOCALNRANKS")
+_LOCAL = (
+    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+)
 
 
 def live() -> Any:
@@ -126,16 +133,33 @@ class EndOfJob:
             sys.excepthook = self._former
 
 
-def adopted_topology(mpi: Any, hint: ContextHint) -> Topology | None:
-    """Tell where this rank stands in a world that somebody else made."""
+def adopted_topology(mpi: Any, hint: ContextHint, environ: Mapping[str, str]) -> Topology | None:
+    """Return the topology of a world that somebody else made; None for a process alone."""
     world, info = mpi.COMM_WORLD, hint.environment
     rank, size = world.rank, world.size
-    is_same = info is not None and (info.rank, info.world_size) == (rank, size)
-    if size == 1 and not is_same:  # no mpiexec has made it
-        return None
-    topology = info.topology() if info is not None and is_same else Topology(rank, size)
+    if size == 1:
+        is_started = any(name in environ for name in _SIZES)
+        if not is_started or (info is not None and info.world_size > 1):
+            return None
+        topology = Topology(0, 1, 0, 1, 0, 1)
+    elif info is not None and (info.rank, info.world_size) == (rank, size):
+        topology = info.topology()
+    else:
+        topology = Topology(rank, size)
+    if topology.local_rank is None:
+        topology = _with_variables(topology, environ)
     if hint.local_rank is not None:
         topology = replace(topology, local_rank=hint.local_rank)
+    return topology
+
+
+def _with_variables(topology: Topology, environ: Mapping[str, str]) -> Topology:
+    for rank_name, size_name in _LOCAL:
+        rank, size = environ.get(rank_name, ""), environ.get(size_name, "")
+        if rank.isdecimal() and size.isdecimal():
+            is_one_node = int(size) == topology.world_size
+            node = (0, 1) if is_one_node else (topology.node_rank, topology.nnodes)
+            return Topology(topology.rank, topology.world_size, int(rank), int(size), *node)
     return topology
 
 

@@ -6,6 +6,7 @@ graph at each thing that it can't trace. It skips our frames instead, at one bre
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import sys
@@ -68,5 +69,6 @@ class _Registrar:
                 load(module)
                 self._act()
 
-            loader.exec_module = exec_module
+            with contextlib.suppress(AttributeError):  # a loader that takes no attributes
+                loader.exec_module = exec_module
         return spec

@@ -70,13 +70,19 @@ def gloo_interface(info: RankInfo) -> str:
 
 
 def wrong_interface(info: RankInfo) -> str:
-    """Return what is wrong with the interface that gloo listens at by default, if anything is."""
-    if _GLOO in os.environ or info.nnodes is None or gloo_interface(info):
-        return ""
-    try:
-        own_address(info.master_addr)
-    except OSError as error:
-        return f"; {error}"
+    """Return the fault of the interface that gloo listens at, empty if there is none."""
+    here = {name for _, name in socket.if_nameindex()}
+    unknown = sorted({*filter(None, os.environ.get(_GLOO, "").split(","))} - here)
+    if unknown:
+        return (
+            f"; {_GLOO} names {', '.join(unknown)}, and this host has {', '.join(sorted(here))}: "
+            "correct or unset it"
+        )
+    if _GLOO not in os.environ and info.nnodes is not None and not gloo_interface(info):
+        try:
+            own_address(info.master_addr)
+        except OSError as error:
+            return f"; {error}"
     return ""
 
 

@@ -68,13 +68,12 @@ def _carried(name: str, at: int, count: int, is_list: bool = True) -> Callable[.
 
     def decorate(method: Callable[..., bool | None]) -> Callable[..., Any]:
         def call(self: Any, *args: Any, opts: Any = None, **named: Any) -> Any:
-            opts = args[count] if len(args) > count else opts
-            args = args[:count]
-            given = (*args, opts) if opts is not None else args
+            given = args if opts is None else (*args, opts)
             by_gloo = functools.partial(getattr(self._gloo, method.__name__), *given, **named)
             others = [each for each in args[:2] if is_list and isinstance(each, Tensor)]
-            if others or named or len(args) < count:
+            if others or named or not count <= len(args) <= count + 1:
                 return self._by_gloo(name, others[0] if others else None, by_gloo)
+            opts, args = args[count] if len(args) > count else opts, args[:count]
             tensor = _only(args[at]) if is_list else args[at]
             host = self._shared if _has_memory(tensor) else None
             if host is None:

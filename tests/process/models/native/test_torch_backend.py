@@ -217,6 +217,9 @@ def other_forms(rank: int, size: int, folder: Path) -> None:
     tensor.fill_(rank)
     group.broadcast(tensor, root=1).wait()
     assert tensor[0] == 1
+    tensor.fill_(rank)
+    group.reduce(tensor, 0, dist.ReduceOp.MAX).wait()
+    assert rank > 0 or tensor[0] == size - 1
 
 
 def what_gloo_refuses(rank: int, size: int, folder: Path) -> None:
