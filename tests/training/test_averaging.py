@@ -117,6 +117,7 @@ def test_means_neither_wrap_nor_overflow() -> None:
         torch.tensor([200, 255], dtype=torch.uint8),
         torch.tensor([True, False]),
     ]
+    equal.append(torch.tensor([2**62 + 8, 2**63 - 1, -(2**63), -(2**63) + 1]))
     middle = torch.tensor([2**60 - size, size - 1 - 2**60])
     for _ in range(2):
         mine = torch.tensor([2**60 - 1 - 2 * rank, -(2**60) + 2 * rank])

@@ -49,7 +49,8 @@ def all_reduce_params(
     Raises:
         ArgumentError: an unknown operation, or something that isn't a tensor.
         CollectiveMismatchError: the lists differ between ranks; names where (on every rank).
-        PayloadError: a tensor is sparse, or integers have no whole mean (on every rank).
+        PayloadError: a tensor is sparse, or integers have no whole mean, or it is a mean of uint64
+            (on every rank).
         CollectiveError: a peer failed or didn't come in time.
 
     Example:
@@ -179,15 +180,23 @@ def _average_integers(
     size = context.model.topology.size(group)
     if any(tensor.dtype is torch.uint64 for tensor in tensors):
         raise PayloadError("there is no mean of uint64: convert it to int64, or to a float")
-    totals = all_reduce([tensor.to(torch.int64) for tensor in tensors], "SUM", group)
-    for i, (tensor, total) in enumerate(zip(tensors, totals, strict=True)):
-        if not is_cut and bool((total % size).any()):
+    # Quotients and remainders travel apart, for the sum itself may not fit into 64 bits.
+    wide = [tensor.to(torch.int64) for tensor in tensors]
+    quotients = [torch.div(item, size, rounding_mode="floor") for item in wide]
+    remainders = [item - part * size for item, part in zip(wide, quotients, strict=True)]
+    totals = all_reduce([*quotients, *remainders], "SUM", group)
+    means = []
+    rows = zip(tensors, totals, totals[len(tensors) :], strict=False)
+    for i, (tensor, total, rest) in enumerate(rows):
+        mean, is_whole = total + torch.div(rest, size, rounding_mode="floor"), rest % size == 0
+        if not is_cut and not bool(is_whole.all()):
             raise PayloadError(
                 f"the mean over {size} ranks of integer tensor {i} ({tensor.dtype}"
                 f"{list(tensor.shape)}) isn't whole: leave it out, or reduce it with MAX or SUM"
             )
-    for tensor, total in zip(tensors, totals, strict=True):
-        tensor.detach().copy_(torch.div(total, size, rounding_mode="trunc"))
+        means.append(mean + ((mean < 0) & ~is_whole))
+    for tensor, mean in zip(tensors, means, strict=True):
+        tensor.detach().copy_(mean)
 
 
 def broadcast_params(params: Params, src: int = 0, group: GroupLike = None) -> None:
