@@ -161,8 +161,11 @@ def test_the_next_writer_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     (part,) = tmp_path.glob(".model.pt.*.tmp")
     other = tmp_path / ".model.pt.other.0123456789abcdef.tmp"
     other.write_bytes(b"of a file model.pt.other")
+    old = tmp_path / f".model.pt.{'0' * 32}.tmp"
+    old.touch()  # as one that can't be locked
+    os.utime(old, (0, 0))
     idist.save_checkpoint({"w": torch.ones(1)}, path)
-    assert part.exists()  # its writer lives
+    assert part.exists() and not old.exists()  # the writer of one lives
     writer.kill()
     writer.wait()
     idist.save_checkpoint({"w": torch.ones(1)}, path)
@@ -254,6 +257,10 @@ class Touches:
         return os.mkdir, (self.path,)
 
 
+# A pickle that sets an attribute of a class that metadata consist of.
+CHANGES_A_CLASS = b"ctorch.distributed.checkpoint.metadata\nStorageMeta\n(N}Vhacked\nI1\nstb."
+
+
 def test_shards_run_no_code(tmp_path: Path) -> None:
     path, evil = tmp_path / "shards", tmp_path / "evil"
     idist.save_checkpoint({"w": torch.ones(4), "o": 1}, path, sharded=True)
@@ -261,7 +268,7 @@ def test_shards_run_no_code(tmp_path: Path) -> None:
     (folder / "metadata.sha256").unlink()
     metadata = (folder / ".metadata").read_bytes()
     into: dict[str, Any] = {"w": torch.zeros(4), "o": 0}
-    for data in (pickle.dumps(Touches(evil)), pickle.dumps({"w": 1})):
+    for data in (pickle.dumps(Touches(evil)), CHANGES_A_CLASS, pickle.dumps({"w": 1})):
         (folder / ".metadata").write_bytes(data)
         with pytest.raises(PayloadError, match="can't be read"):
             idist.load_checkpoint(path, into=into)
@@ -274,9 +281,10 @@ def test_shards_run_no_code(tmp_path: Path) -> None:
         with pytest.raises(PayloadError, match="names no shards"):
             idist.load_checkpoint(path, into=into)
     idist.save_checkpoint({"w": torch.ones(4), "o": Touches(evil)}, path, sharded=True)
+    into["w"].zero_()
     with pytest.raises(PayloadError, match="can't be read"):
         idist.load_checkpoint(path, into=into)
-    assert not evil.exists()
+    assert not evil.exists() and not into["w"].any()
     idist.load_checkpoint(path, into=into, weights_only=False)
     assert evil.exists()
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import os
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -150,6 +152,50 @@ def test_a_part_is_loaded_by_its_name_or_as_far_as_it_fits(
     assert caplog.messages[1:] == [left_out("['model']['0.weight']")]
 
 
+class Migrated(nn.Linear):
+    """Keeps a hundredth of the weights of its first version."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *args: Any) -> None:
+        if (metadata.get("version") or 1) < 2:
+            state[f"{prefix}weight"] = state[f"{prefix}weight"] / 100
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+def test_a_named_part_keeps_its_version(tmp_path: Path) -> None:
+    path, old, new = tmp_path / "x.pt", Migrated(2, 2), Migrated(2, 2)
+    idist.save_checkpoint(nn.Sequential(nn.Sequential(old)), path)
+    for into in ({0: nn.Sequential(new)}, {"0.0": new}):
+        nn.init.zeros_(new.weight)
+        idist.load_checkpoint(path, into=into)
+        assert_same(new.weight, old.weight)
+
+
+def test_an_optimizer_is_filled_whole_from_shards_or_not_at_all(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, old = tmp_path / "shards", net(3, 1.0)
+    optimizer = torch.optim.Adam(old.parameters())
+    step(old, optimizer)
+    idist.save_checkpoint({"model": old, "optimizer": optimizer}, path, sharded=True)
+    new = net()
+    more = torch.optim.Adam([*new.parameters(), nn.Parameter(torch.ones(1))])
+    with pytest.raises(PayloadError, match="6 parameters were saved, and the group has 7"):
+        idist.load_checkpoint(path, into={"model": new, "optimizer": more}, strict=False)
+    assert_same(new.state_dict(), net().state_dict())
+    assert not more.state and not warnings_of(caplog)
+    into: Any = {"model": new, "optimizer": torch.optim.Adam(new.parameters(), amsgrad=True)}
+    step(new, into["optimizer"])
+    idist.load_checkpoint(path, into={**into, "new": {"w": torch.ones(1)}}, strict=False)
+    assert_same(into["optimizer"].state_dict(), optimizer.state_dict())
+    assert warnings_of(caplog) == [left_out("['new']['w']")]
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+
+
 def left_out(*names: str) -> str:
     return f"strict=False left out {', '.join(f'the checkpoint{name}' for name in names)}"
 
@@ -157,7 +203,7 @@ def left_out(*names: str) -> str:
 def test_shards_fill_what_was_saved_or_nothing(tmp_path: Path) -> None:
     folder = str(tmp_path)
     jobs = ((saves_shards, folder), (fills_shards, folder), (fits_on_one_rank, folder))
-    run_all("gloo", 2, *jobs, (clips_by_the_largest,))
+    run_all("gloo", 2, *jobs, (is_there_on_one_rank, folder), (clips_by_the_largest,))
 
 
 def sharded(classes: int = 3) -> tuple[Any, torch.optim.Optimizer]:
@@ -214,6 +260,35 @@ def fits_on_one_rank(local_rank: int, folder: str) -> None:
     idist.save_checkpoint({"average": Average()}, Path(folder, "average"), sharded=True)
     with pytest.raises(PayloadError, match=r"\(rank 1 of 2\).*too high"):
         idist.load_checkpoint(Path(folder, "average"), into={"average": average})
+
+
+class Gathered(nn.Linear):
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        idist.all_gather("its state")
+        return super().state_dict(*args, **kwargs)
+
+
+def is_there_on_one_rank(local_rank: int, folder: str) -> None:
+    """Rank 1 lacks something each time; no rank waits for the other, or is out of step."""
+    into, path = {"net": Gathered(1, 1)}, Path(folder, "gathered")
+    idist.save_checkpoint(into, path, sharded=True)
+    mine = Path(folder, f"disk{local_rank}")
+    shutil.copytree(path, mine)
+    with pytest.raises(ArgumentError, match="has shards: give"):
+        idist.load_checkpoint(mine, into=None if local_rank else into)
+    if local_rank:
+        next(mine.glob("shards-*/.metadata")).write_bytes(b"damaged")
+    with pytest.raises(PayloadError, match=r"\(rank 1 of 2\).*metadata is damaged"):
+        idist.load_checkpoint(mine, into=into)
+    if local_rank:
+        (mine / "CURRENT").write_text("none")
+    with pytest.raises(PayloadError, match=r"\(rank 1 of 2\).*names no shards"):
+        idist.load_checkpoint(mine, into=into)
+    if local_rank:
+        (mine / "CURRENT").unlink()
+    with pytest.raises(ArgumentError, match=r"has no checkpoint \(rank 1 of 2\)"):
+        idist.load_checkpoint(mine, into=into)
+    assert idist.all_reduce(1) == 2
 
 
 def clips_by_the_largest(local_rank: int) -> None:

@@ -6,6 +6,7 @@ import errno
 import importlib
 import os
 import stat
+import time
 import uuid
 import zipfile
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import IO, Any
 
 from unisono.errors import PayloadError
 
+_DAY_S = 24 * 60 * 60.0
 _LONGEST = 50  # letters of a name that a temporary one begins with: a disk takes 255 bytes
 
 
@@ -40,7 +42,7 @@ class _Recorded:
 def write_whole(target: Path, write: Callable[[Any], object]) -> None:
     """Write a temporary file, sync it to the disk, and rename it."""
     # A symbolic link stays one, and its target is replaced; an old file's mode stays. Temporary
-    # files that killed writers of the same file left are removed: they aren't locked.
+    # files that killed writers of the same file left are removed: they aren't locked, or a day old.
     target = Path(os.path.realpath(target))
     old = target.stat() if target.exists() else None
     if old is not None and not stat.S_ISREG(old.st_mode):
@@ -97,8 +99,13 @@ def _remove_leftovers(target: Path, start: str, own: Path) -> None:
     for name in names:
         is_one = name.startswith(start) and name.endswith(".tmp") and len(name) == len(own.name)
         with suppress(OSError):  # another writer was faster, or it is another user's
-            if is_one and name != own.name and _is_left(target.with_name(name)):
-                target.with_name(name).unlink()
+            path = target.with_name(name)
+            if is_one and name != own.name and (_is_old(path) or _is_left(path)):
+                path.unlink()
+
+
+def _is_old(path: Path) -> bool:
+    return time.time() - path.stat().st_mtime > _DAY_S
 
 
 def _is_left(path: Path) -> bool:

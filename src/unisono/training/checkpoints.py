@@ -38,8 +38,8 @@ from unisono.training.restoring import (
     Plan,
     begin_states,
     refuse_lost_states,
+    refuse_other_groups,
     states_to_fill,
-    warn_of_left_out,
 )
 from unisono.training.states import (
     ByRank,
@@ -65,7 +65,7 @@ def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | Non
     Collective over all ranks. A file is written under another name in the same folder, synced to
     the disk, and renamed. Shards go into a folder of their own within `path`, and a file that is
     renamed last says which one counts. A killed process leaves files with ``.tmp`` in their names,
-    which the next save there removes. A symbolic link stays one, and a file keeps its mode.
+    which a later save there removes. A symbolic link stays one, and a file keeps its mode.
 
     Args:
         obj: a module, an optimizer or whatever else has a state dict, which is saved in its place;
@@ -297,8 +297,8 @@ def load_checkpoint(
     step = partial(_step, where, is_folder or src is not None)
     with ExitStack() as undo:
         if is_folder:
-            state = _from_shards(target, into, weights_only, strict, step, undo)
-            plan = step(lambda: Plan(into, state, strict, undo))
+            state, absent = _from_shards(target, into, weights_only, strict, step, undo)
+            plan = step(lambda: Plan(into, state, strict, undo, absent))
         else:
             file = _opened(target) if src is None else _received(sent, target, src)
             read = partial(_read, file, weights_only, map_location)
@@ -394,33 +394,43 @@ def _from_shards(
     is_strict: bool,
     step: Callable[[Callable[[], Any]], Any],
     undo: ExitStack,
-) -> Any:
-    """Return the state of what is to be loaded, filled. Collective over all ranks."""
+) -> tuple[Any, list[tuple[Any, ...]]]:
+    """Return the state of what is to be loaded, filled, and the paths of what wasn't saved."""
+    # Collective over all ranks.
     library = _shard_library()
-    try:
-        name = (target / _POINTER).read_text(errors="replace")
-    except OSError as error:
-        raise ArgumentError(f"the folder {target} has no checkpoint: {error}") from error
-    if into is None:
-        raise ArgumentError(
-            f"{target} has shards: give load_checkpoint the state dict to fill, into=..."
-        )
-    if not name.startswith(_SHARDS) or os.path.basename(name) != name:
-        raise PayloadError(f"{target / _POINTER} names no shards, but {name!r}")
+    point = partial(_pointed, target, into)
+    name, refusals = together(communicator(), "load_checkpoint", point)
+    if any(refusals):
+        raise ArgumentError(next(filter(None, refusals)))
 
-    def looked_at() -> tuple[Any, Any]:
+    def looked_at() -> tuple[Any, Any, Any]:
+        states = own_states(into)  # first, as it may be collective
+        if not name.startswith(_SHARDS) or os.path.basename(name) != name:
+            raise PayloadError(f"{target / _POINTER} names no shards, but {name!r}")
         shards = library.metadata_of(target / name)
         saved = shards.state_dict_metadata
         begin_states(into, saved, undo)
-        state = plain(into, own_states(into) | states_to_fill(into, saved, library.blank))
+        states |= states_to_fill(into, saved, library.blank, is_strict)
+        state = plain(into, states)
         refuse_lost_shards(into, state)
         refuse_lost_states(into, library.flat(state), saved)
-        library.check(state, target / name, shards, is_strict)
-        return state, shards
+        values = library.check(state, target / name, shards, weights_only, is_strict)
+        refuse_other_groups(into, values)
+        return state, shards, values
 
-    state, shards = step(looked_at)
-    step(partial(library.load, state, target / name, shards, weights_only, is_strict))
-    if not is_strict:
-        there = shards.state_dict_metadata
-        warn_of_left_out([key for key in library.flat(state) if key not in there])
-    return state
+    state, shards, values = step(looked_at)
+    step(partial(library.load, state, target / name, shards, values, is_strict))
+    return state, library.absent(state, shards)
+
+
+def _pointed(target: Path, into: Any) -> tuple[str, str]:
+    """Return which shards count, or why none are read."""
+    topology = current_model().topology
+    try:
+        name = (target / _POINTER).read_text(errors="replace")
+    except OSError as error:
+        rank = f"rank {topology.rank} of {topology.world_size}"
+        return "", f"the folder {target} has no checkpoint ({rank}): {error}"
+    if into is None:
+        return "", f"{target} has shards: give load_checkpoint the state dict to fill, into=..."
+    return name, ""

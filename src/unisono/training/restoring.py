@@ -37,11 +37,18 @@ Step = Callable[[], object]
 class Plan:
     """A state that is to be loaded: what may fail is done, and undone where `undo` is closed."""
 
-    def __init__(self, into: Any, saved: Any, is_strict: bool, undo: ExitStack) -> None:
+    def __init__(
+        self,
+        into: Any,
+        saved: Any,
+        is_strict: bool,
+        undo: ExitStack,
+        absent: Sequence[tuple[Any, ...]] = (),
+    ) -> None:
         self.is_strict: bool = is_strict
         self.trials: list[tuple[Step, Step]] = []
         self.fills: list[Step] = []
-        self.left_out: list[str] = []
+        self.left_out: list[str] = [_place(path) for path in absent]
         self.made: Any = self.of(into, saved, "the checkpoint")
         for load, take_back in self.trials:
             undo.callback(_quietly, take_back)
@@ -51,7 +58,8 @@ class Plan:
         """Run the steps that cannot fail; return the replacement of the target."""
         for fill in self.fills:
             fill()
-        warn_of_left_out(self.left_out)
+        if self.left_out:
+            _log.warning("strict=False left out %s", ", ".join(self.left_out))
         return self.made
 
     def of(self, into: Any, saved: Any, where: str) -> Any:
@@ -142,10 +150,8 @@ class Plan:
             self.left_out.append(where)
 
 
-def warn_of_left_out(names: Sequence[str]) -> None:
-    """Log what ``strict=False`` has left as it was."""
-    if names:
-        _log.warning("strict=False left out %s", ", ".join(names))
+def _place(path: Sequence[Any]) -> str:
+    return f"the checkpoint{''.join(f'[{key!r}]' for key in path)}"
 
 
 def _quietly(take_back: Step) -> None:
@@ -182,7 +188,13 @@ def _entry(saved: Any, key: Any) -> Any:
         return saved[key]
     start = f"{key}."
     names = [name for name in saved if isinstance(name, str) and name.startswith(start)]
-    part = OrderedDict((name.removeprefix(start), saved[name]) for name in names)
+    part: Any = OrderedDict((name.removeprefix(start), saved[name]) for name in names)
+    versions = getattr(saved, "_metadata", {})
+    part._metadata = OrderedDict(
+        (f"{path}.".removeprefix(start)[:-1], version)
+        for path, version in versions.items()
+        if f"{path}.".startswith(start)
+    )
     return part if names else _MISSING
 
 
@@ -298,7 +310,7 @@ def _begin(optimizer: torch.optim.Optimizer, params: list[Tensor], chosen: set[i
 
 
 def states_to_fill(
-    into: Any, saved: Mapping[str, Any], blank: Callable[[Any], Any]
+    into: Any, saved: Mapping[str, Any], blank: Callable[[Any], Any], is_strict: bool
 ) -> dict[int, Any]:
     """Return the states of optimizers with the keys that shards have, by the optimizers' ids."""
     states = {}
@@ -307,12 +319,22 @@ def states_to_fill(
             state = leaf.state_dict()
             names = _saved_in(saved, (*path, "state"))
             kept = {key: item for key, item in state["state"].items() if str(key) in names}
+            if not is_strict:  # an optimizer is loaded whole: what wasn't saved goes
+                kept = {
+                    key: _saved_part(item, _saved_in(saved, (*path, "state", key)))
+                    for key, item in kept.items()
+                }
             groups = [
                 _options(group, saved, (*path, "param_groups", index), blank)
                 for index, group in enumerate(state["param_groups"])
             ]
             states[id(leaf)] = {**state, "state": kept, "param_groups": groups}
     return states
+
+
+def _saved_part(state: Any, names: Sequence[str]) -> Any:
+    is_named = isinstance(state, Mapping)
+    return {key: state[key] for key in state if str(key) in names} if is_named else state
 
 
 def _options(
@@ -344,7 +366,7 @@ def refuse_lost_states(into: Any, there: Mapping[str, Any], saved: Mapping[str, 
     """Refuse to leave a part of an optimizer's state, or of the like, unread."""
     for path, leaf in leaves(into):
         is_split = _key(path) + BY_RANK in saved
-        _check_split(leaf, is_split, f"the checkpoint{''.join(f'[{key!r}]' for key in path)}")
+        _check_split(leaf, is_split, _place(path))
         if has_state(leaf) and not isinstance(leaf, nn.Module):
             is_optimizer = isinstance(leaf, torch.optim.Optimizer)
             start = _key((*path, "state") if is_optimizer else path)
@@ -354,4 +376,18 @@ def refuse_lost_states(into: Any, there: Mapping[str, Any], saved: Mapping[str, 
                     f"{type(leaf).__qualname__} has no place yet for {', '.join(lost[:3])}: "
                     "bring it to where it was at saving, an optimizer by a step, before "
                     "load_checkpoint"
+                )
+
+
+def refuse_other_groups(into: Any, values: Mapping[str, Any]) -> None:
+    """Refuse groups of an optimizer that were saved with another number of parameters."""
+    for path, leaf in leaves(into):
+        groups = leaf.param_groups if isinstance(leaf, torch.optim.Optimizer) else ()
+        for i, group in enumerate(groups):
+            place = (*path, "param_groups", i, "params")
+            saved, count = values.get(_key(place)[:-1]), len(group["params"])
+            if isinstance(saved, list) and len(saved) != count:
+                raise PayloadError(
+                    f"{_place(place)} doesn't fit: {len(saved)} parameters were saved, and the "
+                    f"group has {count}"
                 )

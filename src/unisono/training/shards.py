@@ -12,15 +12,18 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException as CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from unisono.errors import PayloadError
 from unisono.training.atomic_files import check_archive, write_whole
 
+_Unpickler: Any = vars(pickle)["_Unpickler"]
 _METADATA = ".metadata"
 _SEAL = "metadata.sha256"
 _CLASSES: dict[tuple[str, str], Any] = {
@@ -77,10 +80,23 @@ def blank(entry: Any) -> Any:
     return None
 
 
-def check(into: dict[str, Any], folder: Path, shards: metadata.Metadata, is_strict: bool) -> None:
-    """Check that the shards of a state dict are there, whole."""
+def absent(state: dict[str, Any], shards: metadata.Metadata) -> list[tuple[Any, ...]]:
+    """Return the paths in a state dict of what shards lack."""
+    paths = flatten_state_dict(state)[1]
+    return [path for key, path in paths.items() if key not in shards.state_dict_metadata]
+
+
+def check(
+    into: dict[str, Any],
+    folder: Path,
+    shards: metadata.Metadata,
+    weights_only: bool,
+    is_strict: bool,
+) -> dict[str, Any]:
+    """Return the values that aren't tensors; raise where a shard isn't there, whole."""
     planner = DefaultLoadPlanner(allow_partial_load=not is_strict)
     planner.set_up_planner(into, shards)
+    values: dict[str, Any] = {}
     for item in planner.create_local_plan().items:
         info = shards.storage_data[item.storage_index]
         name = str(info.relative_path)
@@ -88,26 +104,32 @@ def check(into: dict[str, Any], folder: Path, shards: metadata.Metadata, is_stri
             raise PayloadError(f"a shard can't be in another folder: {name!r}")
         with open(folder / name, "rb") as file:
             file.seek(info.offset)
-            check_archive(io.BytesIO(file.read(max(info.length, 0))), f"shard {name}")
+            data = io.BytesIO(file.read(max(info.length, 0)))
+        check_archive(data, f"shard {name}")
+        if item.type is LoadItemType.BYTE_IO:
+            values[item.dest_index.fqn] = torch.load(data, weights_only=weights_only)
+    return values
 
 
 def load(
     into: dict[str, Any],
     folder: Path,
     shards: metadata.Metadata,
-    weights_only: bool,
+    values: dict[str, Any],
     is_strict: bool,
 ) -> None:
-    """Fill a state dict with this rank's part of it."""
+    """Fill a state dict with this rank's part of it, and with the values that `check` has read."""
     # Each rank reads what it needs, so that nothing needs to be pickled between them.
-    kind = _WeightsPlanner if weights_only else DefaultLoadPlanner
-    planner = kind(allow_partial_load=not is_strict)
-    reader = _Reader(folder, shards)
-    _load_state_dict(into, storage_reader=reader, planner=planner, no_dist=True)
+    planner = _Planner(values, is_strict)
+    _load_state_dict(into, storage_reader=_Reader(folder, shards), planner=planner, no_dist=True)
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
     """Unpickles only the classes that torch's metadata consist of."""
+
+    # Python's own one in Python, where BUILD can be kept from changing classes.
+
+    dispatch = dict(_Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the class of a name, if it is one of the allowed ones."""
@@ -122,6 +144,14 @@ class _MetadataUnpickler(pickle.Unpickler):
         if (module, name) == ("torch.serialization", "_get_layout"):
             return {str(each): each for each in (torch.strided, torch.sparse_coo)}.get
         raise pickle.UnpicklingError(f"{module}.{name} has no place in the metadata of shards")
+
+    def load_build(self) -> None:
+        """Set the state of an object, unless it is a class."""
+        if isinstance(self.stack[-2], type):
+            raise pickle.UnpicklingError("a class can't be changed")
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
 
 
 class _Reader(FileSystemReader):
@@ -139,12 +169,14 @@ class _Reader(FileSystemReader):
         return self._shards
 
 
-class _WeightsPlanner(DefaultLoadPlanner):
-    """Loads only tensors and plain values."""
+class _Planner(DefaultLoadPlanner):
+    """Loads tensors; the other values were read before, and only once."""
+
+    def __init__(self, values: dict[str, Any], is_strict: bool) -> None:
+        super().__init__(allow_partial_load=not is_strict)
+        self._values = values
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        """Take a value that isn't a tensor."""
-        again = io.BytesIO()  # torch unpickles it without restriction
-        torch.save(torch.load(value, weights_only=True), again)
-        again.seek(0)
-        super().load_bytes(read_item, again)
+        """Set a value that isn't a tensor."""
+        name = read_item.dest_index.fqn
+        set_element(self.original_state_dict, self.mappings[name], self._values[name])
