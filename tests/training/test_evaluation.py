@@ -336,6 +336,22 @@ def test_a_rank_out_of_memory_in_the_middle_of_a_step_halves_it_on_all() -> None
     assert (train()[0], freed) == (8, [True, True])
 
 
+@pytest.mark.ranks(2, on="threads")
+def test_each_rank_raises_its_own_error_with_its_own_cause() -> None:
+    rank, cause = idist.get_rank(), KeyError("the cause")
+
+    @idist.find_executable_batch_size(4)
+    def train(batch_size: int, failing: int) -> None:
+        if rank < failing:
+            raise ValueError(f"of rank {rank}") from cause
+
+    with pytest.raises(ValueError, match=f"of rank {rank}") as caught:
+        train(2)
+    assert caught.value.__cause__ is cause
+    with pytest.raises(PeerFailedError if rank else ValueError, match="of rank 0"):
+        train(1)
+
+
 @dataclass
 class Counts:
     seen: int = field(init=False, default=0)

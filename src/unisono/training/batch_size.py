@@ -109,9 +109,11 @@ def _try(call: Callable[[], T], size: int) -> tuple[bool, T]:
     try:
         agreed(context, f"a function with batch size {size}", error)
     except PeerFailedError as failed:
-        if error is not None and failed.rank == context.model.topology.rank:
-            raise error from None
-        raise
+        is_named = failed.rank == context.model.topology.rank
+        if error is None or (isinstance(error, CollectiveMismatchError) and not is_named):
+            raise
+    if error is not None:
+        raise error
     return True, value
 
 
