@@ -187,6 +187,19 @@ def test_every_name_is_there(name: str) -> None:
     assert names <= set(ours.__all__)
 
 
+UTILS = """
+all_gather all_gather_tensors_with_shapes all_reduce available_backends backend barrier
+broadcast device finalize get_local_rank get_nnodes get_node_rank get_nproc_per_node
+get_rank get_world_size has_hvd_support has_native_dist_support has_xla_support hostname
+initialize model_name new_group one_rank_first one_rank_only
+registered_computation_models set_local_rank show_config spawn sync
+"""
+
+
+def test_utils_has_these_names_and_no_others() -> None:
+    assert sorted(importlib.import_module("unisono.compat.ignite.utils").__all__) == UTILS.split()
+
+
 def test_variables_are_answered_when_asked() -> None:
     assert ignite.has_native_dist_support is True
     assert ignite.comp_models.has_native_dist_support is True

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import ast
 import collections
+import enum
 import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, Union, get_args, get_origin
 
 import numpy as np
 import pytest
@@ -84,8 +85,22 @@ class Scores(NamedTuple):
     counts: Tensor
 
 
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+THREE: Final = 3
+
+
 def sums() -> None:
     number, weight = idist.get_rank(), nn.Parameter(torch.ones(2))
+    assert_type(idist.all_reduce(weight), Tensor)
+    assert_type(idist.all_reduce(THREE), int)
+    assert_type(idist.all_reduce(Level.LOW), int)
+    assert_type(idist.all_reduce(np.float32(1)), Any)
+    assert_type(idist.reduce(Level.LOW), int | None)
+    assert_type(idist.exact_sum(weight), Tensor)
+    assert_type(idist.exact_sum({"a": torch.ones(2)}), dict[str, Tensor])
     assert_type(idist.all_reduce(number, "max"), int)
     assert_type(idist.all_reduce(True), bool)
     assert_type(idist.all_reduce(0.5, "MIN"), float)
@@ -167,6 +182,7 @@ def transfers() -> None:
         assert_type(idist.broadcast("x"), str)
     else:
         assert_type(idist.broadcast(), Any)
+    assert_type(idist.broadcast(None, safe_mode=True), Any)
     assert_type(idist.scatter(words), str)
     assert_type(idist.scatter(tuple(words)), str)
     assert_type(idist.scatter(torch.ones(size, 2)), Tensor)

@@ -27,7 +27,7 @@ from unisono.model.reduction import (
     mean_factors,
 )
 from unisono.payload.codec import reason
-from unisono.payload.tensors import as_bytes_tensor, is_dense, plain, reach_bytes, why_not_dense
+from unisono.payload.tensors import as_bytes_tensor, is_dense, plain, why_not_dense
 from unisono.topology import Group
 from unisono.tracebacks import hides
 
@@ -46,12 +46,31 @@ def check_dense(tensor: Tensor, call: str) -> None:
 def check_writable(tensor: Tensor, call: str) -> None:
     """Refuse what can't be overwritten, before anything is sent."""
     check_dense(tensor, call)
-    if not tensor.is_contiguous() and reach_bytes(tensor) < tensor.nbytes:
+    if not tensor.is_contiguous() and _overlaps(tensor):
         raise PayloadError(
             f"{call} writes into its tensor, but several elements of this one (shape "
             f"{list(tensor.shape)}, strides {list(tensor.stride())}) are one place in memory: pass "
             "tensor.contiguous()"
         )
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    dims = [pair for pair in zip(tensor.stride(), tensor.shape, strict=True) if pair[1] != 1]
+    if any(size == 0 for _, size in dims):
+        return False
+    if any(stride == 0 for stride, _ in dims):
+        return True
+    reach = 0
+    for stride, size in sorted(dims):
+        if stride <= reach:
+            break
+        reach += stride * (size - 1)
+    else:
+        return False
+    places = torch.zeros((), dtype=torch.int64, device="cpu")
+    for stride, size in dims:
+        places = places.unsqueeze(-1) + torch.arange(size, device="cpu") * stride
+    return bool((places.reshape(-1).sort().values.diff() == 0).any())
 
 
 def check_reducible(tensor: Tensor, op: ReduceOp) -> None:

@@ -106,7 +106,7 @@ def _compared(
     # Collective over `group`. A number alone travels as it is, else with it the structure of all.
     leaves: list[Any] = []
     tensors: list[Tensor] = []
-    if takes_numbers and type(value) in _PLAIN:
+    if takes_numbers and type(value) in _PLAIN and (type(value) is not int or value in _INTS):
         leaves, frame = [value], frame_or_reason(encode, value)
     else:
         frame = frame_or_reason(_describe, value, look, takes_numbers, leaves, tensors)
@@ -139,7 +139,9 @@ def _describe(
         number = leaf if type(leaf) in _PLAIN else _number(leaf)
         if number is not None and takes_numbers:
             if isinstance(number, int) and number not in _INTS:
-                raise PayloadError(f"an int{_at(path)} doesn't fit into 64 bits: reduce a float")
+                bits = number.bit_length()
+                shown = number if bits < 200 else f"an int of {bits} bits"
+                raise PayloadError(f"{shown}{_at(path)} doesn't fit into 64 bits: reduce a float")
             structure.append(path)
             values.append(number)
         elif isinstance(leaf, Tensor):

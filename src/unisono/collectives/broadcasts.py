@@ -25,7 +25,9 @@ __tracebackhide__ = hides
 
 
 @overload
-def broadcast(tensor: None = None, src: int = 0, group: GroupLike = None) -> Any: ...
+def broadcast(
+    tensor: None = None, src: int = 0, group: GroupLike = None, safe_mode: bool = False
+) -> Any: ...
 
 
 @overload

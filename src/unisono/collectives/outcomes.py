@@ -88,14 +88,14 @@ def together(
     # Collective over `group`.
     error: Exception | None = None
     value: Any = None
-    fact: Any = None
+    frame = b""
     try:
         value, fact = call()
-        encode(fact)
+        frame = encode(fact)
     except Exception as raised:  # what the classes of the user raise
-        error, fact = raised, None
-    facts = agreed(context, name, error, fact, group, refusal=refusal, misses=misses)
-    return value, facts
+        error = raised
+    frames = agreed(context, name, error, frame, group, refusal=refusal, misses=misses)
+    return value, [decode(each, _CPU) for each in frames]
 
 
 @guarded

@@ -14,10 +14,10 @@ from unisono.collectives.membership import GroupLike
 from unisono.collectives.routing import carry, is_direct, route
 from unisono.collectives.value_types import (
     Container,
+    ContainerT,
+    Plain,
     Reducible,
-    ReducibleT,
     TensorT,
-    TermsT,
 )
 from unisono.context import ContextState
 from unisono.errors import ArgumentError, PayloadError
@@ -39,8 +39,14 @@ def all_reduce(
 
 @overload
 def all_reduce(
-    tensor: ReducibleT, op: FoldLike = "SUM", group: GroupLike = None, *, exact: bool = False
-) -> ReducibleT: ...
+    tensor: Plain, op: FoldLike = "SUM", group: GroupLike = None, *, exact: bool = False
+) -> Plain: ...
+
+
+@overload
+def all_reduce(
+    tensor: ContainerT, op: FoldLike = "SUM", group: GroupLike = None, *, exact: bool = False
+) -> ContainerT: ...
 
 
 @overload
@@ -141,7 +147,11 @@ def _all_reduce(context: ContextState, tensor: Tensor, op: ReduceOp, group: Grou
 
 
 @overload
-def exact_sum(terms: TermsT, group: GroupLike = None) -> TermsT: ...
+def exact_sum(terms: Tensor, group: GroupLike = None) -> Tensor: ...
+
+
+@overload
+def exact_sum(terms: ContainerT, group: GroupLike = None) -> ContainerT: ...
 
 
 @overload
@@ -268,8 +278,14 @@ def reduce(
 
 @overload
 def reduce(
-    value: ReducibleT, dst: int = 0, op: FoldLike = "SUM", group: GroupLike = None
-) -> ReducibleT | None: ...
+    value: Plain, dst: int = 0, op: FoldLike = "SUM", group: GroupLike = None
+) -> Plain | None: ...
+
+
+@overload
+def reduce(
+    value: ContainerT, dst: int = 0, op: FoldLike = "SUM", group: GroupLike = None
+) -> ContainerT | None: ...
 
 
 @overload

@@ -30,8 +30,9 @@ class NumpyScalar(Protocol):
 Container: TypeAlias = Mapping[Any, Any] | list[Any] | tuple[Any, ...] | _Dataclass
 """What is reduced leaf by leaf. A TypedDict is a Mapping, and no dict, to a type checker."""
 Reducible: TypeAlias = Tensor | complex | NumpyScalar | Container
-ReducibleT = TypeVar("ReducibleT", bound=Reducible)
-TermsT = TypeVar("TermsT", bound=Tensor | Container)
+Plain = TypeVar("Plain", bool, int, float, complex)
+"""What an operation that isn't a mean keeps; a subclass, such as an IntEnum, gives its base."""
+ContainerT = TypeVar("ContainerT", bound=Container)
 Summed = TypeVar("Summed", Tensor, int, float, complex)
 """What a sum keeps where bools are counted."""
 Inexact = TypeVar("Inexact", Tensor, float, complex)

@@ -153,7 +153,10 @@ def why_not_dense(tensor: Tensor) -> str:
     if tensor.is_nested:
         return "not nested ones: call unbind() first and send the list of its tensors"
     is_own = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
-    if is_own or (tensor.layout is torch.strided and tensor.dtype in _CODE_OF):
+    is_strided = tensor.layout is torch.strided and tensor.dtype in _CODE_OF
+    if is_strided and not is_own and not tensor.is_meta:
+        return "not one without memory of its own, as within torch.func: send it from outside"
+    if is_own or is_strided:
         return (
             f"not a {kind.__name__} without memory of its own: make "
             "a plain tensor of it first, or send it inside a list as an object"

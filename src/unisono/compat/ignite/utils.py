@@ -107,4 +107,8 @@ all_gather_tensors_with_shapes: Callable[..., Any] = _with_groups(
 )
 
 _OWN = ("all_gather", "all_gather_tensors_with_shapes", "all_reduce", "broadcast", "new_group")
-attach(__name__, *OF_IDIST, *_OWN)
+_INTERNAL = (
+    *("ArgumentError", "ComputationModel", "OF_IDIST", "attach", "broadcasts", "current_model"),
+    *("gathers", "groups", "is_serial", "library_group", "reductions"),
+)
+attach(__name__, *OF_IDIST, *_OWN, hidden=_INTERNAL)

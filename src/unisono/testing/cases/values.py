@@ -167,7 +167,9 @@ def ints_beyond_64_bits_are_refused_on_every_rank() -> None:
     rank, size = worlds()
     for value in (2**63, -(2**63) - 1, 10**400):
         wrong = value if rank == size - 1 else 1
-        raises(PayloadError, partial(idist.all_reduce, wrong), [f"rank {size - 1}"])
+        advice = [f"rank {size - 1}", "64 bits: reduce a float"]
+        raises(PayloadError, partial(idist.all_reduce, wrong), advice)
+        raises(PayloadError, partial(idist.all_reduce, [wrong]), advice)
         raises(PayloadError, partial(idist.all_gather, wrong), [f"rank {size - 1}"])
         raises(PayloadError, partial(idist.broadcast, value), ["rank 0"])
 
