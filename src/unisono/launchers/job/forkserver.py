@@ -68,6 +68,29 @@ def guard(group: int) -> tuple[int, int]:
     return pid, writer
 
 
+def end_with(parent: int, number: int) -> None:
+    """Fork a process that sends this one a signal, only once, when its parent has ended."""
+    # PR_SET_PDEATHSIG sends one for each thread of the parent, and Open MPI's mpiexec, which takes
+    # the second for an order to end at once, leaves its files.
+    try:
+        both = [os.pidfd_open(pid) for pid in (parent, os.getpid())]
+    except (AttributeError, OSError):  # not on Linux, or on an old one
+        return die_with(parent, number)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setsid()
+            if os.fork() == 0:
+                os.closerange(0, 3)  # readers of this process's output wait for its end alone
+                _ready(both, None)
+                signal.pidfd_send_signal(both[1], number)
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+
+
 def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
@@ -232,12 +255,12 @@ def _make(
     return True
 
 
-def _ready(fds: list[int]) -> set[int]:
+def _ready(fds: list[int], limit_s: float | None = _POLL_S) -> set[int]:
     """Wait a little; tell which descriptors have something, whatever their numbers are."""
     watched = select.poll()  # select() takes none above 1023
     for fd in fds:
         watched.register(fd, select.POLLIN)
-    return {fd for fd, _ in watched.poll(_POLL_S * 1000)}
+    return {fd for fd, _ in watched.poll(limit_s and limit_s * 1000)}
 
 
 def _fork(

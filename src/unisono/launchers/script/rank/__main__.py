@@ -32,12 +32,12 @@ def main() -> None:
     """Run what the command line names, and end as the program does."""
     options, program = json.loads(sys.argv[1]), sys.argv[2:]
     _load_package()
-    from unisono.launchers.job.forkserver import die_with
+    from unisono.launchers.job.forkserver import die_with, end_with
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's "&" ignores it
     parent = options.pop("parent", 0)
     if "exec" in options:  # a launcher, which ends with the process that asked for it
-        die_with(parent, options["exec"])
+        end_with(parent, options["exec"])
         os.execvp(program[0], program)
     die_with(parent, signal.SIGTERM)
     from unisono.launchers.job.wrapper import end_like
