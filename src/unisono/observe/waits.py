@@ -72,16 +72,18 @@ def _last_of(meeting: Meeting) -> int:
 
 def meetings(ranks: Records, offsets: Mapping[int, int] | None = None) -> list[Meeting]:
     """Find the calls that every rank of their group has recorded."""
-    # Those of a group of one rank are left out, but for a job of one. A second context of the job
-    # counts from 1 again.
-    found: dict[tuple[str, int, int], dict[int, CollectiveRecord]] = defaultdict(dict)
+    # Disjoint groups may have one name.
+    found: dict[tuple[int, int, int], dict[int, CollectiveRecord]] = defaultdict(dict)
+    groups: dict[tuple[str, tuple[int, ...]], int] = {}
+    known: dict[tuple[str, int], int] = {}  # by the id of ranks, which take long to hash
     for rank, records in sorted(ranks.items()):
-        contexts: dict[str, int] = {}
-        for each in sorted(records, key=lambda each: each.arrival_ns):
-            if each.number and each.duration_ns >= 0 and len(each.ranks) >= min(each.world_size, 2):
-                again = each.number == 1 and each.group in contexts
-                context = contexts[each.group] = contexts.get(each.group, 0) + again
-                found[each.group, context, each.number][rank] = each
+        contexts: dict[int, _Contexts] = defaultdict(_Contexts)
+        for each in sorted(filter(_is_counted, records), key=lambda each: each.arrival_ns):
+            place = each.group, id(each.ranks)
+            if place not in known:
+                known[place] = groups.setdefault((each.group, tuple(each.ranks)), len(groups))
+            group = known[place]
+            found[group, contexts[group].of(each.number), each.number][rank] = each
     whole = [
         Meeting(records, offsets or {})
         for records in found.values()
@@ -89,6 +91,33 @@ def meetings(ranks: Records, offsets: Mapping[int, int] | None = None) -> list[M
         and len({_kind(each) for each in records.values()}) == 1
     ]
     return sorted(whole, key=lambda meeting: min(map(meeting.arrival_ns, meeting.records)))
+
+
+def _is_counted(record: CollectiveRecord) -> bool:
+    # Calls of a group of one rank are left out, but for a job of one.
+    is_met = len(record.ranks) >= min(record.world_size, 2)
+    return bool(record.number) and record.duration_ns >= 0 and is_met
+
+
+class _Contexts:
+    """The contexts of one rank's group, of which each counts its calls from 1."""
+
+    # Two threads may begin calls so close to each other that the later one comes first by its
+    # clock: a number below the last one is of a new context only if it was there before, or is
+    # below the first.
+
+    def __init__(self) -> None:
+        self._context = self._first = 0
+        self._seen: set[int] = set()
+
+    def of(self, number: int) -> int:
+        """Return the context of a call; they come in the order of arrivals."""
+        if number < self._first or number in self._seen or not self._seen:
+            self._context += 1
+            self._first = number
+            self._seen.clear()
+        self._seen.add(number)
+        return self._context
 
 
 def _kind(record: CollectiveRecord) -> str:
@@ -145,10 +174,12 @@ def _spans(meeting: Meeting, hosts: Mapping[int, str]) -> dict[str, tuple[int, i
     ranks: dict[str, list[int]] = defaultdict(list)
     for rank in meeting.records:
         ranks[hosts[rank]].append(rank)
-    return {
+    spans = {
         host: (max(map(meeting.arrival_ns, here)), min(map(meeting.end_ns, here)))
         for host, here in ranks.items()
     }
+    # A host that left before it came has taken several calls for one.
+    return {host: (arrival, end) for host, (arrival, end) in spans.items() if arrival <= end}
 
 
 @dataclass(slots=True)

@@ -11,10 +11,11 @@ import pytest
 
 from tests.support.records import MS, call, recorded, steps
 from unisono.observe import waits as waiting
-from unisono.observe.waits import Meeting, meetings, waits
+from unisono.observe.waits import Clock, Meeting, common_clock, meetings, waits
 from unisono.recording import CollectiveRecord
 
 NOTHING = (0.0, 0.0)
+HOUR = 3_600_000 * MS
 Records = dict[int, list[CollectiveRecord]]
 
 
@@ -167,6 +168,27 @@ def test_calls_that_two_threads_begin_at_once_are_of_one_context() -> None:
     assert sorted(each.records[1].number for each in met) == [1, 2, 3, 4]
 
 
+def test_a_context_that_is_recorded_from_a_later_call_on_is_another_one() -> None:
+    """As where a block is traced in the middle of each."""
+    first = [each for number in (1, 2, 3) for each in call(number, number, number)]
+    second = [each for number in (2, 3, 4) for each in call(number, 50 + number, 50 + number)]
+    met = meetings(by_rank(*first, *second))
+    assert [each.records[1].number for each in met] == [1, 2, 3, 2, 3, 4]
+
+
+def test_disjoint_groups_of_one_name_have_calls_of_their_own() -> None:
+    """As on MPI, where a communicator's number is that of its own ranks."""
+    pairs = ((0, 1), (2, 3))
+    records = [
+        recorded(rank, number, 10 * number, 1, ranks=ranks, group="communicator 3", world_size=4)
+        for number in (1, 2)
+        for ranks in pairs
+        for rank in ranks
+    ]
+    met = meetings(by_rank(*records))
+    assert sorted(tuple(each.records) for each in met) == sorted(2 * pairs)
+
+
 def test_a_receiver_waits_for_a_sender() -> None:
     pair: dict[str, Any] = {"group": "rank 0 to rank 1"}
     sent = recorded(0, 1, 400, 1, name="send", **pair)
@@ -227,6 +249,69 @@ def test_what_the_clocks_leave_open_costs_nobody_time() -> None:
     assert waits(records).slowest == 1
     assert waits(records, {}, unsure_ns=25 * MS).slowest is None
     assert waits(records, {0: 20 * MS, 1: 0}).slowest is None
+
+
+def on(*hosts: str) -> dict[int, Clock]:
+    """Have a rank on each of these hosts, whose clocks show the time of day."""
+    return {rank: Clock(host, 0) for rank, host in enumerate(hosts)}
+
+
+def seen(shifts: dict[int, int], count: int = 200, name: str = "all_reduce") -> Records:
+    """Calls to which ranks come in any order, by clocks that are shifted."""
+    draw = random.Random(1)
+    records: Records = {rank: [] for rank in shifts}
+    for number in range(1, count + 1):
+        came = [number * 30 + draw.expovariate(1) for _ in shifts]
+        for each in call(number, *came, name=name):
+            more = draw.randrange(MS // 2)
+            arrival = each.arrival_ns + shifts[each.rank]
+            one = each._replace(arrival_ns=arrival, duration_ns=each.duration_ns + more)
+            records[each.rank].append(one)
+    return records
+
+
+def test_ranks_of_one_host_need_no_offset() -> None:
+    assert common_clock(seen({0: 0, 1: 0}), on("a", "a")) == ({0: 0, 1: 0}, 0)
+    assert common_clock({}, {}) == ({}, 0)
+
+
+def test_the_offset_of_another_host_is_found_within_what_it_says() -> None:
+    shifts = {0: 0, 1: 0, 2: 17 * HOUR, 3: -HOUR}
+    by_rank, unsure_ns = common_clock(seen(shifts), on(*"aabc"))
+    assert unsure_ns < 2 * MS
+    for rank, shift in shifts.items():
+        assert abs(by_rank[rank] + shift) <= unsure_ns
+
+
+def test_calls_that_a_rank_may_leave_early_bound_nothing() -> None:
+    clocks = {0: Clock("a", 60 * HOUR), 1: Clock("b", 10 * HOUR)}
+    by_day = {0: 60 * HOUR, 1: 10 * HOUR}
+    without: Records = {0: [], 1: []}
+    for records in (without, seen({0: 0, 1: 50 * HOUR}, name="broadcast")):
+        by_rank, unsure_ns = common_clock(records, clocks)
+        assert by_rank == by_day
+        assert unsure_ns > 0
+
+
+def test_calls_that_were_taken_for_one_are_left_out() -> None:
+    """As where a rank that was killed has lost records, and made calls of their numbers later."""
+    for downtime in (HOUR // 60, -HOUR // 60):
+        records = seen({0: 0, 1: 3 * HOUR})
+        for rank, others in seen({0: 0, 1: 3 * HOUR + downtime}, 3).items():
+            records[rank] += [each._replace(group="a") for each in others]
+        by_rank, unsure_ns = common_clock(records, on("a", "b"))
+        assert abs(by_rank[1] + 3 * HOUR) <= unsure_ns < 2 * MS
+
+
+def test_a_call_that_a_host_left_before_it_came_is_left_out() -> None:
+    records = seen({0: 0, 1: 0, 2: HOUR})
+    for number in range(1, 20):
+        for rank, came in enumerate((0, 5000, 20)):
+            at_ms = 9000 * number + came
+            one = recorded(rank, number, at_ms, 1, ranks=(0, 1, 2), group="a")
+            records[rank].append(one)
+    by_rank, unsure_ns = common_clock(records, on(*"aab"))
+    assert abs(by_rank[2] + HOUR) <= unsure_ns < 2 * MS
 
 
 def test_a_call_without_a_line_of_the_users_has_no_site() -> None:
