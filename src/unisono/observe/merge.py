@@ -42,8 +42,12 @@ def jobs(traces: Iterable[RankTrace]) -> list[JobTrace]:
 def _job(name: str, size: int, traces: Iterable[RankTrace]) -> JobTrace:
     job = JobTrace(name, size, {}, {})
     for each in traces:
-        job.records.setdefault(each.rank, []).extend(each.records)
-        job.clocks[each.rank] = Clock(each.boot, each.wall_ns - each.monotonic_ns)
+        to_wall_ns = each.wall_ns - each.monotonic_ns
+        clock = job.clocks.setdefault(each.rank, Clock(each.boot, to_wall_ns))
+        records = job.records.setdefault(each.rank, [])
+        # A rank that has moved to another host stays on its first clock, by the time of day.
+        more_ns = 0 if each.boot == clock.boot else to_wall_ns - clock.to_wall_ns
+        records += [one._replace(arrival_ns=one.arrival_ns + more_ns) for one in each.records]
     return job
 
 

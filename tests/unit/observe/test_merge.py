@@ -6,6 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from tests.support.records import MS, call, recorded
 from unisono.observe.merge import chrome_trace, jobs
 from unisono.observe.trace_files import RankTrace
@@ -132,6 +134,27 @@ def test_ranks_of_other_hosts_are_put_on_one_clock() -> None:
     by_rank = {each["pid"]: each["ts"] for each in slices(events, "all_reduce")}
     assert abs(by_rank[2] - by_rank[1] - 200_000) <= 101_000  # the middle of what is possible
     assert second.arrival_ns != away.arrival_ns
+
+
+def test_a_rank_that_moves_to_another_host_is_put_there_by_the_time_of_day() -> None:
+    """Whose clock shows less, so that what it does there seems to be first."""
+    first = [call(number, 100 * number, 100 * number) for number in range(1, 6)]
+    second = [call(n, 60_000 + 100 * n, 60_000 + 100 * n + 50) for n in range(1, 10)]
+    away_ms = 90_000
+    on_a, on_b = first[:3], [each[1] for each in second]  # it was killed, and has lost the last
+    moved = [each._replace(arrival_ns=each.arrival_ns - away_ms * MS) for each in on_b]
+    traces = [
+        trace_of(0, [each[0] for each in (*first, *second)]),
+        trace_of(1, [each[1] for each in on_a]),
+        trace_of(1, moved, boot="b", monotonic_ns=-away_ms * MS, pid=99),
+    ]
+    (job,) = jobs(traces)
+    found = job.waits()
+    assert found.calls == 3 + 9
+    assert found.watched_s == pytest.approx(60.851)
+    assert found.waited_s[0] == pytest.approx(9 * 0.05)
+    begins = sorted(each["ts"] for each in slices(merged(*traces), "all_reduce"))
+    assert (begins[0], begins[-1]) == (0, 60_850_000)
 
 
 def test_jobs_of_one_folder_are_told_apart() -> None:
