@@ -55,7 +55,7 @@ _PAGE_BYTES = _LANES_AT + _LANES * _LANE_BYTES
 _EDITION = 1
 END, NUMBER, STATE = 2, 3, _STEP - 1
 """Words of a record that change."""
-_LONGEST_NAME, _BEGINNING = 100, 60  # of a group, in bytes
+_LONGEST_NAME, _BEGINNING = 100, 60  # of a group, in bytes; as many of a call's name
 
 CALLED, IN_FLIGHT = 0, 1
 """States of a record: a call that blocks or is waited for; one that was started."""
@@ -122,7 +122,7 @@ class StatusPage:
             _sweep(place)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             os.posix_fallocate(fd, 0, _PAGE_BYTES)  # else a full file system ends the process
-            memory = mmap.mmap(fd, _PAGE_BYTES)
+            memory, pids = mmap.mmap(fd, _PAGE_BYTES), _pids()
         except OSError:
             if fd >= 0:
                 path.unlink(missing_ok=True)
@@ -131,7 +131,7 @@ class StatusPage:
             if fd >= 0:
                 os.close(fd)
         own = {"pid": pid, "start_ticks": start_ticks(pid), "made_ns": time.monotonic_ns()}
-        return cls(path, memory, {**facts, **own, "pids": _pids()})
+        return cls(path, memory, {**facts, **own, "pids": pids})
 
     def update(self, **facts: Any) -> None:
         """Change facts."""
@@ -196,9 +196,7 @@ class Lane:
 class PageRecord:
     """A call, as its rank's page has it."""
 
-    lane: int
     thread_id: int
-    index: int
     name: str
     file: str
     line: int
@@ -260,8 +258,8 @@ class PageReader:
             return None
         name, group, line, file = text.decode("utf-8", "replace").split("\0")[:4]
         return PageRecord(
-            lane, self._words[start // _WORD], stamp // _STEP, name, file, int(line), group, number,
-            size, begin, end, last & IN_FLIGHT,
+            self._words[start // _WORD], name, file, int(line), group, number, size, begin, end,
+            last & IN_FLIGHT,
         )  # fmt: skip
 
 
@@ -272,11 +270,14 @@ def pages() -> list[PageReader]:
     place = folder()
     if place is None or not _private(place, makes=False):
         return []
+    try:
+        here = _pids()
+    except OSError:  # without /proc
+        return []
     found = []
     for path in sorted(place.iterdir()):
         with contextlib.suppress(OSError, ValueError):  # it was closed meanwhile, or isn't a page
             found.append(PageReader(path))
-    here = _pids()
     return [page for page in found if page.facts.get("pids") == here]
 
 
@@ -288,7 +289,8 @@ def _pids() -> int:
 
 def text_of(name: str, group: str, file: str, line: int) -> bytes:
     """Write the place and the name of a call, as records have them: a long path loses its start."""
-    head = f"{name}\0{short_name(group)}\0{line}\0".encode("utf-8", "replace")
+    head = name.encode("utf-8", "replace")[:_BEGINNING]
+    head += f"\0{short_name(group)}\0{line}\0".encode("utf-8", "replace")
     return head + file.encode("utf-8", "replace")[len(head) - _TEXT_BYTES :]
 
 

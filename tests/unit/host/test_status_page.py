@@ -115,6 +115,20 @@ def test_a_signals_handler_may_call_while_a_page_is_written() -> None:
     page.close()
 
 
+def test_without_proc_there_are_no_pages(own_pages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = made()
+
+    def readlink(path: str) -> str:
+        raise PermissionError(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "readlink", readlink)
+        assert StatusPage.make({"rank": 1, "job": "a"}) is None
+        assert pages() == []
+    assert list(own_pages.iterdir()) == [page.path]
+    page.close()
+
+
 def test_a_page_has_room_for_long_names() -> None:
     page = made(groups={str(i): list(range(2000)) for i in range(50)})
     text = text_of("all_reduce", "gr\u00fc\u00dfe " * 40, f"/{'d' * 400}/train.py", 1234567)
@@ -126,6 +140,10 @@ def test_a_page_has_room_for_long_names() -> None:
     assert (record.name, record.line) == ("all_reduce", 1234567)
     assert record.file.endswith("dd/train.py")
     assert record.group == short_name("gr\u00fc\u00dfe " * 40)
+    lane_of(page).begin(text_of("\u00fc" * 300, "g" * 100, "train.py", 7), 2, 0, 2, CALLED)
+    long_name = reader.records()[-1]
+    assert (long_name.name, long_name.group) == ("\u00fc" * 30, "g" * 100)
+    assert (long_name.file, long_name.line) == ("train.py", 7)
     page.close()
 
 
