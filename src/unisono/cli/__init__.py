@@ -17,7 +17,7 @@ from unisono.errors import ArgumentError, BackendError, UnisonoError, WorkerFail
 COMMANDS: dict[str, str] = {
     "bench": "Measure every collective on this machine.",
     "check": "Check every law on one backend, launcher or environment.",
-    "demo": "Train a small net on handwritten digits with several workers.",
+    "demo": "Train a small net with several workers, then alone, and compare.",
     "doctor": "Say what can be used here, and who this process would be.",
     "run": "Run a script in several ranks: here, or by torchrun, MPI, Slurm or Ray.",
     "top": "Show which rank of your jobs hangs where, and who waits for it.",

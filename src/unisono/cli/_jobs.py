@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from unisono import __version__
 from unisono.cli._tables import Column
 from unisono.control.absent_ranks import named
 from unisono.errors import ArgumentError
@@ -27,7 +28,7 @@ Via = Annotated[
         "or 'srun --jobid 12 --overlap'; may be given several times.",
     ),
 ]
-NO_JOB = "no job of this user runs on this host"
+NO_JOB = "no job of this user was found"
 _COLUMNS = (
     Column("rank", is_number=True),
     Column("pid", is_number=True, rank=2),
@@ -68,9 +69,9 @@ def chosen(jobs: Sequence[Job], wanted: str | None) -> Job:
     if len(found) == 1:
         return found[0]
     called = "" if wanted is None else f" called {wanted!r}"
-    what = f"no job, program or rank's process is{called} on this host; this user's jobs:"
+    what = f"no job, program or rank's process is{called}; this user's jobs:"
     if found:
-        what = f"several jobs{called} run here, name one:"
+        what = f"several jobs{called} run, name one:"
     facts = [facts_of(job) for job in found or jobs]
     listed = [f"\n  {headline(each)}, in {each['cwd']}" for each in facts]
     raise ArgumentError(what + ("".join(listed) or " none"))
@@ -104,12 +105,12 @@ def elsewhere(ranks: Sequence[int]) -> list[str]:
     if not ranks:
         return []
     why = 'on another host (name a command that leads there, as in --via "ssh node2"), or ended'
-    return [f"{named(ranks)}: no page here: {why}"]
+    return [f"{named(ranks)}: no page was found: {why}"]
 
 
 def look_everywhere(meter: Meter, commands: Sequence[str] | None) -> tuple[list[Job], int]:
     """Return the jobs of this host and of the hosts behind `--via`; print failed commands."""
-    found, failed = look_through(commands or ())
+    found, failed = look_through(commands or (), __version__)
     for line in failed:
         typer.echo(f"error: {line}", err=True)
     return look(meter, found), 1 if failed else 0

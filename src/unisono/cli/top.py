@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from unisono import __version__
 from unisono.cli._jobs import (
     NO_JOB,
     Via,
@@ -70,7 +71,7 @@ def _measured() -> Meter:
 
 
 def _pack() -> int:
-    for line in packed(read(_measured())):
+    for line in packed(read(_measured()), __version__):
         typer.echo(line)
     return 0
 

@@ -100,11 +100,26 @@ class _Page:
 
 def look(meter: Meter, elsewhere: Iterable[Job] = ()) -> list[Job]:
     """Read all pages of this user, and join the jobs of other hosts; leave ended jobs out."""
-    found: dict[str, list[Job]] = {}
-    for job in (*read(meter), *elsewhere):
-        found.setdefault(job.name, []).append(job)
-    jobs = [_joined(name, each) for name, each in sorted(found.items())]
+    found: list[list[Job]] = []
+    for part in sorted((*read(meter), *elsewhere), key=lambda part: part.name):
+        other = next((each for each in found if _is_one(part, each)), None)
+        if other is None:
+            found.append([part])
+        else:
+            other.append(part)
+    jobs = [_joined(parts[0].name, parts) for parts in found]
     return [job for job in jobs if any(each.rank.condition != "dead" for each in job.ranks)]
+
+
+def _is_one(part: Job, others: Sequence[Job]) -> bool:
+    """Return whether parts are of one job: of its name, and no rank lives on two hosts."""
+    living = {
+        (each.rank.rank, each.facts["pids"])
+        for job in (part, *others)
+        for each in job.ranks
+        if each.rank.condition != "dead"
+    }
+    return part.name == others[0].name and len(dict(living)) == len(living)
 
 
 def _joined(name: str, parts: Sequence[Job]) -> Job:
@@ -113,7 +128,7 @@ def _joined(name: str, parts: Sequence[Job]) -> Job:
     known: dict[int, Seen] = {}
     for each in (each for part in parts for each in part.ranks):
         rank = each.rank.rank
-        known[rank] = max(known.get(rank, each), each, key=_newness)
+        known[rank] = max(known.get(rank, each), each, key=_nearness)
     return job_of(name, known.values(), min(part.at_ns for part in parts))
 
 
@@ -181,6 +196,12 @@ def _newness(seen: Seen) -> tuple[bool, int]:
     return seen.rank.condition != "dead", seen.rank.made_ns
 
 
+def _nearness(seen: Seen) -> tuple[bool, bool, int]:
+    """Order what is known of one rank: of one that lives, first what this host has read itself."""
+    lives, made_ns = _newness(seen)
+    return lives, lives and seen.told is None, made_ns
+
+
 def _seen_in(found: Iterable[_Page], meter: Meter) -> list[Seen]:
     """Return what is known of the ranks of one job."""
     by_rank = _by_rank(found)
@@ -245,7 +266,7 @@ def _calls(page: _Page, context: str) -> Iterable[Call]:
             context=context,
             group=each.group,
             ranks=groups.get(each.group) or members_of_pair(each.group),
-            number=each.number if each.group else 0,  # else those of several groups would be one
+            number=each.number,
             file=each.file,
             line=each.line,
             begin_ns=each.begin_ns,

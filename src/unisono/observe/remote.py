@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, replace
+from itertools import repeat
 from tempfile import TemporaryFile
 from typing import Any, BinaryIO
 
@@ -37,11 +38,11 @@ _REMEDY = '; where PATH there has no unisono, end the command with its Python: "
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error)
 
 
-def packed(jobs: Sequence[Job]) -> Iterator[str]:
+def packed(jobs: Sequence[Job], version: str) -> Iterator[str]:
     """Write jobs of this host, with the stack of each rank, as short lines."""
     found = [[job.name, job.at_ns, _ranks(job)] for job in jobs]
-    moment = {"unix_ns": time.time_ns(), "monotonic_ns": time.monotonic_ns()}
-    body = zlib.compress(json.dumps({**moment, "jobs": found}).encode())
+    about = {"version": version, "unix_ns": time.time_ns(), "monotonic_ns": time.monotonic_ns()}
+    body = zlib.compress(json.dumps({**about, "jobs": found}).encode())
     text = base64.b64encode(body).decode()
     parts = [text[at : at + _WIDTH] for at in range(0, len(text), _WIDTH)]
     for number, part in enumerate(parts, 1):
@@ -69,12 +70,12 @@ def _plain(told: list[Stack] | str) -> Any:
     return told if isinstance(told, str) else [astuple(stack) for stack in told]
 
 
-def look_through(commands: Sequence[str]) -> tuple[list[Job], list[str]]:
+def look_through(commands: Sequence[str], version: str) -> tuple[list[Job], list[str]]:
     """Run all commands at once; return the jobs of their hosts, and what has failed."""
     for command in commands:
         _words(command)
     with ThreadPoolExecutor(max(len(commands), 1)) as executor:
-        found = list(executor.map(_through, commands))
+        found = list(executor.map(_through, commands, repeat(version)))
     return [job for jobs, _ in found for job in jobs], [why for _, why in found if why]
 
 
@@ -88,7 +89,7 @@ def _words(command: str) -> list[str]:
     return [*words, "unisono", "top", "--packed"]
 
 
-def _through(command: str) -> tuple[list[Job], str]:
+def _through(command: str, version: str) -> tuple[list[Job], str]:
     begun_ns = time.time_ns()
     with TemporaryFile() as out, TemporaryFile() as err:  # pipes would wait for grandchildren
         why = _run(command, out, err)
@@ -98,7 +99,10 @@ def _through(command: str) -> tuple[list[Job], str]:
     bodies, is_whole = _bodies(text)
     try:
         for body in bodies:
-            jobs += _jobs(json.loads(zlib.decompress(base64.b64decode(body))), begun_ns)
+            plain = json.loads(zlib.decompress(base64.b64decode(body)))
+            if plain["version"] != version:
+                raise ValueError(f"unisono is {plain['version']} there and {version} here")
+            jobs += _jobs(plain, begun_ns)
     except _UNREADABLE as error:
         why = why or f"its answer cannot be read ({error}): install the same version there"
     if not is_whole:
@@ -116,12 +120,13 @@ def _run(command: str, out: BinaryIO, err: BinaryIO) -> str:
         )
     except OSError as error:
         return f"it cannot be run: {error}"
-    with process:
-        try:
-            code = process.wait(_LIMIT_S)
-        except subprocess.TimeoutExpired:
+    try:
+        code = process.wait(_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(psutil.Error):
             _end(psutil.Process(process.pid))
-            return f"it did not end within {_LIMIT_S:g} s"
+        process.poll()
+        return f"it did not end within {_LIMIT_S:g} s"
     err.seek(0)
     quote = err.read().decode("utf-8", "replace").strip()[-_LONGEST_QUOTE:]
     remedy = _REMEDY if code == _NOT_FOUND else ""
@@ -129,11 +134,11 @@ def _run(command: str, out: BinaryIO, err: BinaryIO) -> str:
 
 
 def _end(command: psutil.Process) -> None:
-    """End a command and its children."""
+    """End a command and its children, as far as this user may."""
     left = [command, *command.children(recursive=True)]
     for act in (psutil.Process.terminate, psutil.Process.kill):
         for each in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(psutil.Error):  # it may be another user's, by sudo
                 act(each)
         _, left = psutil.wait_procs(left, _END_S)
 

@@ -396,8 +396,8 @@ def _unseen(job: _Job) -> _Found:
         return None
     unseen = {other for wait in waits.values() for other in wait.unseen}
     text = (
-        f"{named(waits)} may wait for {named(unseen)}, without a page on this host: on another "
-        "host, or ended"
+        f"{named(waits)} may wait for {named(unseen)}, without a page that could be read: on "
+        "another host, or ended"
     )
     return "unseen", text, []
 

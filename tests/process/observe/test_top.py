@@ -33,7 +33,8 @@ from unisono.observe.report import Asked, report_of, reports
 
 pytestmark = pytest.mark.usefixtures("own_pages")
 SHOWN, HIDDEN = "\x1b[?1049h", "\x1b[?1049l"
-NO_JOB, NAMED, WHICH = "no job of this user runs", "culprit: rank 1", "stacks of which rank? [1]"
+NO_JOB = "no job of this user was found"
+NAMED, WHICH = "culprit: rank 1", "stacks of which rank? [1]"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -6,10 +6,12 @@ Host a has ranks 0 and 1, host b rank 2, and host c rank 3. Real hosts are in te
 from __future__ import annotations
 
 import base64
+import gc
 import json
 import os
 import re
 import shlex
+import signal
 import socket
 import sys
 import time
@@ -121,7 +123,9 @@ def test_without_a_way_there_the_other_hosts_are_not_seen(ways: list[str]) -> No
     done = run("top", "--once", "--json")
     job = found(done)
     assert (done.code, job["verdict"]["kind"], job["elsewhere"]) == (0, "unseen", [2, THERE])
-    assert "ranks 2, 3: no page here: on another host (name a command" in run("top", "--once").out
+    assert (
+        "ranks 2, 3: no page was found: on another host (name a command" in run("top", "--once").out
+    )
 
 
 def test_a_rank_of_another_host_is_named_with_its_line(ways: list[str]) -> None:
@@ -164,7 +168,9 @@ def test_what_a_failing_command_has_told_is_shown_and_its_failure_too(ways: list
     assert done.err == f"error: --via {half!r}: exit code 3: node7: no such node\n"
 
 
-NOT_PLAIN = base64.b64encode(zlib.compress(b"[]")).decode()
+NOT_PLAIN, OF_OTHERS = (
+    base64.b64encode(zlib.compress(text)).decode() for text in (b"[]", b'{"version": "9.8"}')
+)
 
 
 @pytest.mark.parametrize(
@@ -179,6 +185,10 @@ NOT_PLAIN = base64.b64encode(zlib.compress(b"[]")).decode()
         ("sh -c 'echo unisono-top a-1 1/2 AAAA'", "a part of its answer is missing"),
         ("sh -c 'echo unisono-top a-1 1/1 AAAA'", r"its answer cannot be read \(.*same version"),
         (f"sh -c 'echo unisono-top a-1 1/1 {NOT_PLAIN}'", "its answer cannot be read"),
+        (
+            f"sh -c 'echo unisono-top a-1 1/1 {OF_OTHERS}'",
+            rf"\(unisono is 9\.8 there and {unisono.__version__} here\): install the same version",
+        ),
     ],
 )
 def test_a_command_that_fails_is_an_error_beside_the_view(
@@ -208,10 +218,32 @@ def test_a_command_that_does_not_end_is_ended_with_its_children(
         return [line for line in lines if program in line]
 
     with ThreadPoolExecutor(1) as executor:
-        ended = executor.submit(remote.look_through, [shlex.join(["sh", "-c", program])])
+        ended = executor.submit(remote.look_through, [shlex.join(["sh", "-c", program])], "")
         until(lambda: len(running()) == 2, LIMIT_S)
         jobs, (why,) = ended.result()
     assert (jobs, why.endswith("it did not end within 1 s"), running()) == ([], True, [])
+
+
+@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
+def test_a_command_of_another_user_is_left(
+    monkeypatch: pytest.MonkeyPatch, own_pages: Path
+) -> None:
+    """As one that was begun by sudo."""
+
+    def refuse(process: psutil.Process) -> None:
+        raise psutil.AccessDenied(process.pid)
+
+    monkeypatch.setattr(remote, "_LIMIT_S", 0.2)
+    monkeypatch.setattr(remote, "_END_S", 0.2)
+    monkeypatch.setattr(psutil.Process, "terminate", refuse)
+    monkeypatch.setattr(psutil.Process, "kill", refuse)
+    jobs, (why,) = remote.look_through(["sh -c 'exec sleep 61.7'"], "")
+    children = psutil.Process().children()
+    (left,) = [each for each in children if each.cmdline() == ["sleep", "61.7"]]
+    left.send_signal(signal.SIGKILL)
+    left.wait(LIMIT_S)
+    gc.collect()  # of the Popen, which warns that its process was left
+    assert (jobs, why.endswith("it did not end within 0.2 s")) == ([], True)
 
 
 @pytest.mark.parametrize("skew_ns", [0, 7 * DAY_NS, -7 * DAY_NS])

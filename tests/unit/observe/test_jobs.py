@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from signal import SIGCONT, SIGKILL, SIGTERM
 from typing import Any
@@ -23,7 +24,7 @@ from unisono.cli._live import LiveView
 from unisono.errors import ArgumentError
 from unisono.host.status_page import CALLED, IN_FLIGHT, StatusPage, pages, text_of
 from unisono.observe import jobs
-from unisono.observe.jobs import Meter, look
+from unisono.observe.jobs import Job, Meter, look
 from unisono.observe.report import reports
 from unisono.observe.verdict import Call, innermost
 from unisono.recording import CallLog
@@ -128,6 +129,36 @@ def test_groups_whose_names_hold_many_ranks_are_told_apart() -> None:
     calls = calls_of(300, *groups)
     assert [call.ranks for call in calls] == [group.ranks for group in groups]
     assert len({call.key for call in calls}) == len(groups)
+
+
+def on_another_host(job: Job, told: str = "its stack") -> Job:
+    """Have a job as --via brings it."""
+    there = [replace(each, facts={**each.facts, "pids": 1}, told=told) for each in job.ranks]
+    return replace(job, ranks=tuple(there))
+
+
+def test_jobs_of_one_name_are_one_unless_a_rank_of_both_lives() -> None:
+    with page(0) as own:
+        (job,) = look(Meter())
+        other = on_another_host(job)
+        again = replace(other, ranks=())
+        for elsewhere in ([other], [again, other]):
+            found = look(Meter(), elsewhere)
+            assert [each.ranks[0].told for each in found] == [None, "its stack"]
+        own.update(rank=2)
+        (whole,) = look(Meter(), [other])
+    assert [each.rank.rank for each in whole.ranks] == [0, 2]
+
+
+def test_what_this_host_has_read_of_its_ranks_comes_first() -> None:
+    """One of the commands may lead back here, and its clock be a little off."""
+    with page(0):
+        (job,) = look(Meter())
+        (seen,) = job.ranks
+        later = replace(seen.rank, made_ns=seen.rank.made_ns + 1)
+        back = replace(job, ranks=(replace(seen, rank=later, told="its stack"),))
+        (found,) = look(Meter(), [back])
+    assert [each.told for each in found.ranks] == [None]
 
 
 def test_who_ends_in_good_order_at_this_moment_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +280,7 @@ def test_a_job_is_chosen_by_name_its_beginning_a_process_or_a_program() -> None:
     for wrong in ("abc", "x", "", str(os.getpid()), "train.py", None):
         with pytest.raises(ArgumentError, match=r"(?s)job abc-1: .*job abc-2: train\.py, 3 ranks"):
             chosen(jobs, wrong)
-    with pytest.raises(ArgumentError, match=r"called 'my/train\.py' run here.*\n.*in /home/me\n"):
+    with pytest.raises(ArgumentError, match=r"called 'my/train\.py' run, name.*\n.*in /home/me\n"):
         chosen(jobs, "my/train.py")
 
 
