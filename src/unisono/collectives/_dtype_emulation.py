@@ -1,8 +1,8 @@
-"""How a tensor that a model can't take as it is travels all the same, exactly.
+"""Exact emulation of dtypes and operations that a model does not support.
 
-Movement: any dtype outside of the model's travels as its bytes. Reduction: a dtype that the model
-lacks is computed in a wider one whose result, cast back, is that of the narrow one (integers wrap
-alike); where the model lacks the wide one too, the tensors are gathered and folded in rank order.
+Movement: a dtype outside of the model's is sent as bytes. Reduction: a dtype that the model
+lacks is computed in a wider one whose result, cast back, equals that of the narrow one (integers
+wrap alike); where the model lacks that one too, the tensors are gathered and folded in rank order.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _SIGN = -(2**63)
 
 
 def check_dense(tensor: Tensor, call: str) -> None:
-    """Refuse tensors that aren't plain memory, before anything is sent."""
+    """Raise if a tensor isn't plain dense memory, before anything is sent."""
     if not is_dense(tensor):
         raise PayloadError(f"{call} takes dense tensors, {why_not_dense(tensor)}")
 
 
 def check_writable(tensor: Tensor, call: str) -> None:
-    """Refuse what can't be overwritten, before anything is sent."""
+    """Raise if a tensor can't be overwritten, before anything is sent."""
     check_dense(tensor, call)
     if not tensor.is_contiguous() and _overlaps(tensor):
         raise PayloadError(
@@ -74,7 +74,7 @@ def _overlaps(tensor: Tensor) -> bool:
 
 
 def check_reducible(tensor: Tensor, op: ReduceOp) -> None:
-    """Refuse what has no meaning, before anything is sent."""
+    """Raise if `op` is undefined for a tensor, before anything is sent."""
     try:
         if not is_dense(tensor):
             check_dense(tensor, f"all_reduce {op.name}")
@@ -97,7 +97,7 @@ def check_reducible(tensor: Tensor, op: ReduceOp) -> None:
 
 
 def own(context: ContextState, tensor: Tensor) -> Tensor:
-    """Copy a tensor into contiguous memory of ours, on the model's transport device."""
+    """Copy a tensor into new contiguous memory on the model's transport device."""
     values = plain(tensor).resolve_conj().resolve_neg()
     moved = values.to(context.model.transport_device)
     if moved is not values and moved.is_contiguous():
@@ -108,22 +108,22 @@ def own(context: ContextState, tensor: Tensor) -> Tensor:
 
 
 def lend(context: ContextState, tensor: Tensor, carrier: Carrier) -> Tensor:
-    """As `own`; the user's memory where `carrier`, what carries it, only reads that."""
+    """Return the user's memory where `carrier` only reads it, else a copy as `own` does."""
     if type(carrier) is not HostCollectives or not tensor.is_cpu:
         return own(context, tensor)
     return plain(tensor).resolve_conj().resolve_neg().contiguous()
 
 
 def fill(tensor: Tensor, total: Tensor) -> Tensor:
-    """Overwrite a user's tensor, unseen by autograd; give it back."""
-    # A tensor made in inference mode may be written to in inference mode alone.
+    """Overwrite a user's tensor without autograd, and return it."""
+    # A tensor made in inference mode can be written to in inference mode only.
     with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
         plain(tensor).copy_(total)
     return tensor
 
 
 def movement(tensors: Carrier, tensor: Tensor) -> tuple[Tensor, Restore]:
-    """Return the carrier of a tensor [*shape] that only moves, and the way back."""
+    """Return a tensor [*shape] in a dtype that can be moved, and the inverse conversion."""
     if tensor.dtype in tensors.dtypes:
         return tensor, _same
     dtype = tensor.dtype
@@ -135,7 +135,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _guise(tensor: Tensor, op: ReduceOp, size: int) -> tuple[Tensor, ReduceOp, Restore]:
-    """Return what is computed instead, with which operation, and the way back."""
+    """Return a tensor and operation that emulate `op`, and the inverse conversion."""
     dtype = tensor.dtype
     if op is ReduceOp.AVERAGE:
         return _guise_average(tensor, size)
@@ -156,9 +156,9 @@ def _guise(tensor: Tensor, op: ReduceOp, size: int) -> tuple[Tensor, ReduceOp, R
 
 
 def _guise_average(tensor: Tensor, size: int) -> tuple[Tensor, ReduceOp, Restore]:
-    """Sum what is scaled down by a power of two, so that no sum overflows that a mean doesn't."""
-    # The scale changes no bit but of numbers near the smallest, which for float16 begin at 6e-5:
-    # it always goes as float32. Bfloat16 has the range of float32.
+    """Sum terms scaled by a power of two, so that no sum overflows unless the mean does."""
+    # Scaling is exact but for numbers near the smallest, which for float16 begin at 6e-5: it is
+    # always computed in float32. Bfloat16 has the range of float32.
     dtype = tensor.dtype
     if dtype.is_complex:
         parts, step, back = _guise_average(torch.view_as_real(tensor), size)
@@ -183,7 +183,7 @@ def _carrier(
     op: ReduceOp,
     group: Group | None,
 ) -> tuple[Tensor, ReduceOp, Restore]:
-    """As `_guise`, and only where `tensors` need one. Overwrites `tensor`, once."""
+    """Convert as `_guise` does, only where `tensors` need it. Overwrites `tensor`, once."""
     if is_direct(tensors, tensor, op):
         return tensor, op, _same
     size = context.model.topology.size(group)
@@ -215,7 +215,7 @@ def _fold(
 def all_reduce(
     context: ContextState, tensor: Tensor, op: ReduceOp, group: Group | None, device: torch.device
 ) -> Tensor:
-    """Reduce a tensor of ours, [*shape], and give the result on `device`."""
+    """Reduce a tensor of ours, [*shape], and return the result on `device`."""
     # Collective over `group`.
     tensors = route(context, tensor, group)
     carrier, step, restore = _carrier(context, tensors or context.model, tensor, op, group)
@@ -234,7 +234,7 @@ def start_all_reduce(
     context: ContextState, tensor: Tensor, op: ReduceOp, group: Group | None
 ) -> Handle[Tensor]:
     """Start `all_reduce` on a tensor of ours. Collective over `group`."""
-    # Who begins a group's first call waits for the others, too: the background may.
+    # The first call of a group waits for the other ranks, too: the background thread can wait.
     if not context.control.has_met(group) or route(context, tensor, group) is not context.model:
         with torch.inference_mode(False):  # the thread isn't in that mode
             tensor = tensor.clone() if tensor.is_inference() else tensor
@@ -283,7 +283,7 @@ def reduce(
 def reduce_scatter(
     context: ContextState, rows: Tensor, op: ReduceOp, group: Group | None
 ) -> Tensor:
-    """Reduce [n, *shape] and give each rank its row. Collective over `group`."""
+    """Reduce [n, *shape] and return this rank's row. Collective over `group`."""
     tensors = carry(context, rows, group)
     check(context, f"reduce_scatter {op.name}", rows, group, tensors)
     carrier, step, restore = _carrier(context, tensors, rows, op, group)

@@ -1,15 +1,15 @@
 """Exact sums of floats as integers: in any order, of any number of ranks, rounded once.
 
 A float is an integer times the least number of its dtype, 2**-149 for float32. Its bits are cut
-into limbs of `Layout.limb_bits` bits, each an int64 with room above them for as many summands as
-there are. So limbs are added like any other integers, exactly and in any order, and nothing but
-their sum is rounded. Only the limbs between the greatest and the least number in use are kept.
+into limbs of `Layout.limb_bits` bits, each an int64 whose upper bits hold the carries of all
+summands. So limbs are added like any other integers, exactly and in any order, and only their
+sum is rounded. Only the limbs between the greatest and the least number in use are kept.
 
-One exchange tells all ranks which exponents are in use. Then block by block each rank cuts its
-terms into limbs, the ordinary all_reduce adds these, and each rounds the sum.
+One exchange agrees on the exponents in use. Then block by block each rank cuts its terms into
+limbs, the ordinary all_reduce adds these, and each rank rounds the sum.
 
-All is done with integers: neither the order of instructions nor a mode of the processor, such as
-`torch.set_flush_denormal`, changes a bit.
+All steps are exact, in integers or normal doubles: neither the order of instructions nor a mode
+of the processor, such as `torch.set_flush_denormal`, changes a bit.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ __tracebackhide__ = hides
 
 
 BLOCK = 1 << 16
-"""Numbers in one block: those of a core's cache, and what a rank keeps of limbs at a time."""
+"""Numbers in one block: they fit into a core's cache, and a rank keeps the limbs of one block."""
 _COUNT = struct.Struct("<Q")
 _SPAN = struct.Struct("<Hh?")  # low, high, whether it is marked
 _ROOM_BITS = 62
-"""Of the 63 bits of an int64 one stays free for rounding."""
+"""Of the 63 bits of an int64 one is reserved for rounding."""
 _DOUBLE_BITS = 960
-"""Integers of so many bits stay far from a double's ends."""
+"""Integers of at most this many bits stay far from a double's limits."""
 _MARK_BITS = 21
 _MARK = (1 << _MARK_BITS) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How a dtype keeps its numbers."""
+    """Bit layout of a floating-point dtype."""
 
     dtype: torch.dtype
     bits: torch.dtype
@@ -60,18 +60,18 @@ class Format:
 
     @property
     def infinity(self) -> int:
-        """The bits of infinity: what is above is NaN."""
+        """The bits of infinity; greater ones are NaN."""
         return int(torch.iinfo(self.bits).max) >> self.fraction << self.fraction
 
     @property
     def least(self) -> int:
-        """The least number is 2 to the minus of this."""
+        """The least number is 2**-least."""
         width = self.bits.itemsize * 8
         return (1 << (width - self.fraction - 2)) + self.fraction - 2
 
     @property
     def nan(self) -> int:
-        """The bits of the one NaN that a sum gives."""
+        """The bits of the NaN that a sum returns."""
         return self.infinity + (1 << (self.fraction - 1))
 
 
@@ -81,12 +81,12 @@ FORMATS: dict[torch.dtype, Format] = {
     torch.float32: Format(torch.float32, torch.int32, 23),
     torch.float64: Format(torch.float64, torch.int64, 52),
 }
-"""The dtypes that can be summed exactly."""
+"""Dtypes that have exact sums."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Which numbers some tensors have."""
+    """Range of exponents in some tensors."""
 
     low: int
     high: int
@@ -94,7 +94,7 @@ class Span:
 
     @classmethod
     def of_all(cls, spans: Iterable[Span]) -> Span:
-        """Return the span of all that `spans` are of."""
+        """Return the span that covers all `spans`."""
         lows, highs, marks = zip(*((s.low, s.high, s.is_marked) for s in spans), strict=True)
         return cls(min(lows), max(highs), any(marks))
 
@@ -104,13 +104,13 @@ _NOTHING = Span(_NO_LOW, -1, False)
 
 
 def span(terms: Tensor) -> Span:
-    """Find which numbers there are."""
+    """Return the span of a tensor's numbers."""
     if terms.numel() == 0:
         return _NOTHING
     form = FORMATS[terms.dtype]
     bits = terms.view(form.bits)
     size = bits & ~form.sign
-    # Zero becomes the greatest size: the others are those of numbers, less one.
+    # Zero becomes the greatest size, any other number its size less one.
     nonzero = (size - 1).bitwise_and_(~form.sign)
     found = torch.stack([bits.amin().long(), size.amax().long(), nonzero.amin().long()])
     first, greatest, least = found.tolist()
@@ -127,7 +127,7 @@ def span(terms: Tensor) -> Span:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the limbs lie, the same on every rank."""
+    """Position of the limbs, the same on every rank."""
 
     low: int
     limb_bits: int
@@ -136,12 +136,12 @@ class Layout:
 
     @property
     def rows(self) -> int:
-        """How many int64 there are for each number."""
+        """The count of int64 for each number."""
         return self.limbs + self.is_marked
 
 
 def layout(found: Span, dtype: torch.dtype, count: int) -> Layout | None:
-    """Lay out the sum of `count` numbers of a span, None where each of them is +0."""
+    """Return the layout for a sum of `count` numbers of a span, None if each of them is +0."""
     # Local, and the same on every rank for the same arguments.
     if found.high < 0 and not found.is_marked:
         return None
@@ -151,7 +151,7 @@ def layout(found: Span, dtype: torch.dtype, count: int) -> Layout | None:
 
 
 def add(terms: Tensor, plan: Layout) -> Tensor:
-    """Cut numbers into limbs, and add those of this rank."""
+    """Cut this rank's numbers into limbs and add them up."""
     form = FORMATS[terms.dtype]
     rows = torch.zeros((plan.rows, terms.shape[1]), dtype=torch.int64, device=terms.device)
     add_term = _add_normal_term if _are_normal_in_double(plan, form) else _add_term
@@ -163,7 +163,7 @@ def add(terms: Tensor, plan: Layout) -> Tensor:
 
 
 def _are_normal_in_double(plan: Layout, form: Format) -> bool:
-    """Return whether a double holds all terms as integers, and none is subnormal before."""
+    """Return whether a double holds all terms as integers, and no term was subnormal."""
     is_inside = plan.limbs * plan.limb_bits < _DOUBLE_BITS
     return plan.low > 0 and form.least - plan.low < _DOUBLE_BITS and is_inside
 
@@ -190,7 +190,7 @@ def _add_term(limbs: Tensor, term: Tensor, form: Format, plan: Layout) -> None:
     if plan.is_marked:
         value.masked_fill_(exponent == form.infinity >> form.fraction, 0)
     sign = (bits >> (form.bits.itemsize * 8 - 1)).long()  # 0 or -1
-    # Of a zero, whose exponent may be below: it has no bits to shift.
+    # Only a zero's exponent may be lower: it has no bits to shift.
     shift = exponent.clamp_(min=plan.low + 1).sub_(plan.low + 1)
     if plan.limbs == 1:
         value.bitwise_left_shift_(shift.clamp_(max=_ROOM_BITS))
@@ -222,7 +222,7 @@ def _marks(terms: Tensor, form: Format) -> Tensor:
 
 
 def rounded(rows: Tensor, plan: Layout, dtype: torch.dtype) -> Tensor:
-    """Round a sum of limbs to the nearest number, to the even one where two are."""
+    """Round a sum of limbs to the nearest number, ties to even."""
     form, limbs = FORMATS[dtype], rows[: plan.limbs]
     _carry(limbs, plan.limb_bits)
     result = _converted if _are_normal(plan, form) else _composed
@@ -233,8 +233,8 @@ def rounded(rows: Tensor, plan: Layout, dtype: torch.dtype) -> Tensor:
 
 
 def _are_normal(plan: Layout, form: Format) -> bool:
-    """Return whether every sum is zero or a normal number, and no power of two beyond a double."""
-    # Of float16 and bfloat16 none is: torch rounds an integer to float32 first, so twice.
+    """Return whether every sum is zero or a normal number, and every power of two fits a double."""
+    # Never for float16 and bfloat16: torch rounds an integer to float32 first, so twice.
     is_wide = form.fraction >= FORMATS[torch.float32].fraction
     is_inside = plan.low + (plan.limbs - 1) * plan.limb_bits < form.least + _DOUBLE_BITS
     return is_wide and form.fraction <= plan.low and is_inside
@@ -250,7 +250,7 @@ def _converted(limbs: Tensor, plan: Layout, form: Format) -> Tensor:
 
 
 def _composed(limbs: Tensor, plan: Layout, form: Format) -> Tensor:
-    """Round bit by bit, and put the float together: right at a dtype's ends, too."""
+    """Round bit by bit and assemble the float; correct at a dtype's limits, too."""
     sign = limbs[-1] >> 63
     limbs.bitwise_xor_(sign).sub_(sign)
     _carry(limbs, plan.limb_bits)
@@ -268,8 +268,8 @@ def _carry(limbs: Tensor, limb_bits: int) -> None:
 
 def _leading(limbs: Tensor, plan: Layout) -> tuple[Tensor, Tensor]:
     """Return the first 62 bits, the last one set if more follow, and the exponent of that one."""
-    # Of a negative sum in two's complement: an odd number stands for what lies beside it there,
-    # too.
+    # For a negative sum in two's complement, too: an odd number stands for the interval around
+    # it.
     value = limbs[-1]
     exponent = torch.full_like(value, plan.low + (plan.limbs - 1) * plan.limb_bits)
     mask, rest = (1 << plan.limb_bits) - 1, None
@@ -285,7 +285,7 @@ def _leading(limbs: Tensor, plan: Layout) -> tuple[Tensor, Tensor]:
 
 def _length(value: Tensor) -> Tensor:
     """Return the number of bits of [n] int64, none negative."""
-    # A float's exponent, and no rounding up to the next: only the first bit of 1s in a row stays.
+    # From a float's exponent, with no rounding up: only the first bit of 1s in a row stays.
     first = (value & ~(value >> 1)).double().view(torch.int64)
     return (first >> 52).sub_(1022).clamp_(min=0)
 
@@ -300,7 +300,7 @@ def _nearest(value: Tensor, exponent: Tensor, form: Format) -> Tensor:
     odd = (value >> drop).bitwise_and_(1)
     kept = (half.sub_(1).add_(odd).clamp_(min=0).add_(value)) >> drop
     kept <<= shift.neg_().clamp_(0, 63)
-    # What is too long for a significand goes into the exponent's bits above it, up to infinity.
+    # A result too long for a significand carries into the exponent's bits, up to infinity.
     greatest = (form.infinity >> form.fraction) - 1
     bits = last.clamp_(max=greatest).bitwise_left_shift_(form.fraction)
     return bits.sub_(form.infinity).add_(kept).clamp_(max=0).add_(form.infinity)
@@ -316,7 +316,7 @@ def _apply_marks(bits: Tensor, marks: Tensor, form: Format) -> None:
 
 
 def check_summable(tensor: Tensor) -> None:
-    """Refuse floats that have no exact sum."""
+    """Raise if a tensor's floats have no exact sum."""
     dtype = tensor.dtype
     if dtype.is_floating_point and dtype not in FORMATS:
         raise PayloadError(f"there is no exact sum of {dtype}: pass tensor.float()")
@@ -339,7 +339,7 @@ def sum_exactly(
 
 
 def _rows(context: ContextState, tensor: Tensor) -> Tensor:
-    """See [k, *shape] as [k, n], where the model takes tensors."""
+    """Return [k, *shape] as [k, n] on the model's transport device."""
     values = plain(tensor).resolve_conj().resolve_neg().to(context.model.transport_device)
     return values.reshape(tensor.shape[0], tensor.shape[1:].numel())
 
@@ -378,8 +378,8 @@ def _agree(
     context: ContextState, call: str, terms: Tensor, spans: Sequence[Span], group: Group | None
 ) -> tuple[list[Span], int]:
     """Return all ranks' spans of each block and numbers of terms. Collective over `group`."""
-    # A rank's frame: how many terms it has as uint64, then for each block low as uint16, high as
-    # int16 and a byte that says whether it is marked, little-endian.
+    # A rank's frame: the count of its terms as uint64, then for each block low as uint16, high as
+    # int16 and `is_marked` as a byte, little-endian.
     packed = [_SPAN.pack(each.low, each.high, each.is_marked) for each in spans]
     frame = b"".join([_COUNT.pack(terms.shape[0]), *packed])
     frames = swap(context, f"{call} of {terms.shape[1]} {terms.dtype}", frame, group)

@@ -27,20 +27,20 @@ __tracebackhide__ = hides
 _PLAIN = (bool, int, float, complex)
 _BOOLS_OF_NUMPY = (("numpy", "bool"), ("numpy", "bool_"))  # until numpy 2: bool_
 _CPU = torch.device("cpu")
-_INTS = range(-(1 << 63), 1 << 63)  # as for an int alone
+_INTS = range(-(1 << 63), 1 << 63)  # as for a single int
 Look = Callable[[Tensor, str], str]
-"""Refuses a tensor at a path, or says what must be the same on all ranks."""
+"""Rejects a tensor at a path, or returns the properties that must be equal on all ranks."""
 
 
 def _number(value: object) -> Number | None:
-    """Return a python number for whatever counts as one without loss, else None."""
+    """Return a python number equal to `value`, None if it isn't a number."""
     if isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, numbers.Rational) or not isinstance(value, numbers.Complex):
         kind = type(value)
         return bool(value) if (kind.__module__, kind.__name__) in _BOOLS_OF_NUMPY else None
     number = float(value) if isinstance(value, numbers.Real) else complex(value)
-    # What is wider than a double, such as np.longdouble, may lose digits. NaN is never equal.
+    # A type wider than a double, such as np.longdouble, may lose digits. NaN is never equal.
     if number != value and value == value:
         raise PayloadError(
             f"a {type(value).__qualname__} of {value!r} doesn't fit into a "
@@ -103,7 +103,7 @@ def _compared(
     takes_numbers: bool = True,
 ) -> tuple[list[tuple[Number, ...]], list[Any], list[Tensor]]:
     """Return the numbers of all ranks, leaf by leaf, this rank's leaves, and its tensors."""
-    # Collective over `group`. A number alone travels as it is, else with it the structure of all.
+    # Collective over `group`. A single number is sent as it is, all else with its structure.
     leaves: list[Any] = []
     tensors: list[Tensor] = []
     if takes_numbers and type(value) in _PLAIN and (type(value) is not int or value in _INTS):
@@ -121,7 +121,7 @@ def _compared(
 
 
 def _rebuilt(value: Any, leaves: list[Any], numbers_: list[Any], totals: list[Tensor]) -> Any:
-    """Return a container as `value` with the results in it."""
+    """Return a container like `value` that holds the results."""
     results = numbers_
     if totals:
         scalars, tensors = iter(numbers_), iter(totals)

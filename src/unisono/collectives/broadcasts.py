@@ -1,4 +1,4 @@
-"""Collectives that carry values from one rank to others."""
+"""Collectives that send values from one rank to others."""
 
 from __future__ import annotations
 
@@ -59,23 +59,23 @@ def broadcast(
     Collective over `group`.
 
     Args:
-        tensor: any payload, as idist names it: on `src` anything that `all_gather` takes; on the
-            other ranks it is not looked at.
-        src: global rank whose value travels.
+        tensor: any payload, under idist's name: on `src` anything that `all_gather` takes; ignored
+            on the other ranks.
+        src: global rank whose value is sent.
         group: a Group, a list of ranks, or None for all ranks.
-        safe_mode: accepted for idist's sake; every broadcast is safe.
+        safe_mode: accepted for compatibility with idist; every broadcast is safe.
         async_op: whether to return a handle at once.
 
     Returns:
         The value of `src`, exact in type and content, new memory. A tensor that is on an
-        accelerator at `src` arrives on each rank's `device`. `tensor` itself where this rank isn't
-        a member.
+        accelerator at `src` arrives on each rank's `device`. `tensor` itself if this rank isn't a
+        member.
 
     Raises:
-        ArgumentError: `src` isn't there.
+        ArgumentError: `src` is not a rank of this job.
         GroupMembershipError: `src` isn't a member of the group (on every rank).
         PayloadError: the value can't be sent (on every rank).
-        CollectiveError: a peer failed or didn't come in time.
+        CollectiveError: a peer failed or timed out.
 
     Example:
         >>> import unisono as idist
@@ -103,12 +103,12 @@ def _broadcast(context: ContextState, value: Any, src: int, group: Group | None)
 
 
 def memory_for(context: ContextState, head: TensorHeader) -> Tensor:
-    """Make memory for what a header announces, on the model's transport device."""
+    """Create memory for a tensor of a received header, on the model's transport device."""
     return torch.empty(head.shape, dtype=head.dtype, device=context.model.transport_device)
 
 
 def home(context: ContextState, head: TensorHeader) -> torch.device:
-    """Return the device on which a received tensor is handed to the user."""
+    """Return the device on which a received tensor is returned to the user."""
     return context.model.device if head.on_accelerator else torch.device("cpu")
 
 
@@ -132,7 +132,7 @@ def broadcast_(
 
     Args:
         tensor: [*shape], any dense dtype and device, the same shape and dtype on every rank.
-        src: global rank whose tensor travels.
+        src: global rank whose tensor is sent.
         group: a Group, a list of ranks, or None for all ranks.
         async_op: whether to return a handle at once.
 
@@ -140,10 +140,10 @@ def broadcast_(
         `tensor` itself, or a handle of it.
 
     Raises:
-        ArgumentError: `src` isn't there.
+        ArgumentError: `src` is not a rank of this job.
         GroupMembershipError: `src` isn't a member of the group (on every rank).
         PayloadError: it isn't a dense tensor.
-        CollectiveError: a peer failed or didn't come in time.
+        CollectiveError: a peer failed or timed out.
 
     Example:
         >>> import torch, unisono as idist
@@ -200,26 +200,26 @@ def scatter(
     *,
     async_op: bool = False,
 ) -> Any:
-    """Send each rank its own one of the values that one rank has.
+    """Send each rank one of the values that rank `src` has.
 
     Collective over `group`.
 
     Args:
         values: on `src` a list or tuple with one value for each member, in the order of ranks, of
-            anything that `all_gather` takes; or a tensor [n, ...], which counts as its n rows. On
-            the other ranks it is not looked at.
+            anything that `all_gather` takes; or a tensor [n, ...], which counts as its n rows.
+            Ignored on the other ranks.
         src: global rank that has the values.
         group: a Group, a list of ranks, or None for all ranks.
         async_op: whether to return a handle at once.
 
     Returns:
-        This rank's value, new memory. `values` itself where this rank isn't a member.
+        This rank's value, new memory. `values` itself if this rank isn't a member.
 
     Raises:
-        ArgumentError: `src` isn't there.
+        ArgumentError: `src` is not a rank of this job.
         GroupMembershipError: `src` isn't a member of the group (on every rank).
         PayloadError: not one value for each member, or one that can't be sent (on every rank).
-        CollectiveError: a peer failed or didn't come in time.
+        CollectiveError: a peer failed or timed out.
 
     Example:
         >>> import unisono as idist
@@ -248,7 +248,7 @@ def _scatter(context: ContextState, values: Any, src: int, group: Group | None) 
         rows, _ = carriers.movement(tensors, carriers.lend(context, stacked, tensors))
     got = restore(tensors.scatter(rows, into, src, group))
     value = got.to(home(context, head))
-    return head.finish(value if got is memory else value.clone())  # it may be a part of more
+    return head.finish(value if got is memory else value.clone())  # it may be a view
 
 
 def _scatter_frame(context: ContextState, values: Any, group: Group | None) -> bytes:
@@ -287,7 +287,7 @@ def all_to_all(
 
 @collective()
 def all_to_all(value: Any, group: GroupLike = None, *, async_op: bool = False) -> Any:
-    """Send every rank its own part and get one part from each.
+    """Send a part to every rank and receive a part from each.
 
     Collective over `group`.
 
@@ -298,14 +298,14 @@ def all_to_all(value: Any, group: GroupLike = None, *, async_op: bool = False) -
         async_op: whether to return a handle at once.
 
     Returns:
-        For a tensor [n*k, ...], whose i-th part came from the i-th member, same dtype and device;
-        for a list the list of what each member sent here. `value` itself where this rank isn't a
-        member.
+        For a tensor [n*k, ...], whose i-th part is from the i-th member, same dtype and device;
+        for a list the values that each member sent to this rank. `value` itself if this rank
+        isn't a member.
 
     Raises:
         PayloadError: its length isn't a multiple of n; or a value can't be sent (on every rank).
-        CollectiveMismatchError: another rank refused its tensor, where calls are compared.
-        CollectiveError: a peer failed or didn't come in time.
+        CollectiveMismatchError: another rank rejected its tensor, where calls are compared.
+        CollectiveError: a peer failed or timed out.
 
     Example:
         >>> import torch, unisono as idist

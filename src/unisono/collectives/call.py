@@ -1,4 +1,4 @@
-"""How a collective begins, and how calls are compared."""
+"""Prologue of collectives, and comparison of calls between ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 def frame_of(context: ContextState, value: object, group: Group | None) -> bytes:
-    """Encode a value, or its header alone where it travels on the data plane."""
+    """Encode a value, or only its header if the data plane carries it."""
     if isinstance(value, Tensor) and is_exact(value) and not fits_round(context, value, group):
         return header(value)
     return encode(value)
@@ -45,7 +45,7 @@ def frame_of(context: ContextState, value: object, group: Group | None) -> bytes
 def swap(
     context: ContextState, call: str, blob: bytes, group: Group | None, site: bytes = b""
 ) -> list[bytes]:
-    """Give every rank the blob of every rank, if all made the same call."""
+    """Return every rank's blob, if all ranks made the same call."""
     # Collective over `group`.
     if context.must_introduce and group is None:
         introduce(context, call)
@@ -59,13 +59,13 @@ def swap(
 
 
 def ranks_of(context: ContextState, group: Group | None) -> Sequence[int]:
-    """List the global ranks that take part."""
+    """Return the global ranks that take part."""
     return context.model.topology.members(group)
 
 
 def introduce(context: ContextState, call: str) -> None:
-    """Let the ranks of a context that somebody else made tell each other their hosts."""
-    # Collective over all ranks, once in a context; nothing where that is done, or needless.
+    """Exchange the ranks' hosts in a context that was created outside unisono."""
+    # Collective over all ranks, once in a context; returns at once later, or if not needed.
     if context.must_introduce:
         head = call_head(call, find_site())
         blobs = context.model.exchange(head + host_of_this_process().encode(), None)
@@ -75,14 +75,14 @@ def introduce(context: ContextState, call: str) -> None:
 
 
 def signature(call: str, tensor: Tensor) -> str:
-    """Name a call with the dtype and shape that must agree."""
+    """Return a call's text with the dtype and shape that must agree."""
     return f"{purpose_or(call)} of {str(tensor.dtype)[6:]}{list(tensor.shape)}"
 
 
 def compares(context: ContextState, group: Group | None, *, sums: bool = False) -> bool:
     """Return whether ranks compare their calls before each operation of the data plane."""
-    # Local, or collective at creation of what they compare them over. Where all share memory for
-    # tensors they always do: different calls would take each other's memory for their own.
+    # Local, or collective at creation of the channel for comparison. Ranks that share memory for
+    # tensors always compare: mismatched calls would read memory of another call.
     control = context.control
     checks = control.checks(group)
     if checks is None:
@@ -97,7 +97,7 @@ def check(
     group: Group | None,
     carrier: Reducer | None = None,
 ) -> None:
-    """Compare what the ranks are about to call, where they do that."""
+    """Compare the ranks' next calls, where this is enabled."""
     # Collective over `group` there, else local.
     is_shared = type(carrier) is HostCollectives
     if is_shared or compares(context, group, sums=type(carrier) is TwoLevels):
@@ -109,7 +109,7 @@ def check(
 def refuse(
     context: ContextState, call: str, tensor: object, group: Group | None, error: Exception
 ) -> NoReturn:
-    """Raise what is wrong with this rank's `tensor` alone, so that the others don't wait for it."""
+    """Raise an error of this rank's `tensor` alone, so that the others don't wait for it."""
     # Collective over `group` where the ranks would have compared this call, else local.
     mark_in_step(error)
     context.settle(group)
@@ -125,14 +125,14 @@ def refuse(
 def refuse_compared(
     context: ContextState, call: str, group: Group | None, error: Exception
 ) -> NoReturn:
-    """Raise as `refuse` does in a call that is always compared. Collective over `group`."""
+    """Raise as `refuse` does, in a call that is always compared. Collective over `group`."""
     with suppress(CollectiveMismatchError):
         swap(context, f"{call}, which it refuses: {reason(error)}"[:_LONGEST_CALL], b"", group)
     raise error
 
 
 def fold(context: ContextState, tensor: Tensor, op: ReduceOp, group: Group | None) -> Tensor:
-    """Reduce a small CPU tensor [*shape] from everybody's bytes, in the order of ranks."""
+    """Reduce a small CPU tensor [*shape] from the bytes of all ranks, in rank order."""
     # Collective over `group`.
     call = signature(f"all_reduce {op.name}", tensor)
     parts = swap(context, call, to_bytes(tensor), group)
@@ -143,9 +143,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def guarded(fn: F) -> F:
-    """Decorate what calls collectives: one that is left half-way ends the context."""
-    # Ctrl-C leaves it so, and what an alarm's handler raises. The other ranks have called it,
-    # or will; whatever this rank called next would meet that. The errors of the collective itself
+    """Decorate a caller of collectives: an interruption makes the context unusable."""
+    # Ctrl-C interrupts it, and any exception of an alarm's handler. The other ranks have called it,
+    # or will; this rank's next call would be matched with that. The errors of a collective itself
     # leave all ranks in step, or are known to the model.
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -170,7 +170,7 @@ def _note_half_way(name: str, error: BaseException) -> None:
 
 
 def _is_of_signature(error: BaseException) -> bool:
-    trace = error.__traceback__  # begins in the wrapper, which a wrong argument doesn't get beyond
+    trace = error.__traceback__  # begins in the wrapper, where wrong arguments raise
     return isinstance(error, TypeError) and trace is not None and trace.tb_next is None
 
 
@@ -181,11 +181,11 @@ def collective(
     refuses: tuple[type[UnisonoError], ...] = (PayloadError,),
     outside: Callable[[Any], Any] | None = None,
 ) -> Callable[[F], F]:
-    """Decorate a collective of the facade with the prologue that all have in common."""
-    # It finds the context and the group, looks whether root and this rank are members, and
-    # gives the function ``(context, group)`` for its `group`. The function checks its arguments and
-    # returns what is to be called then, here or in the background; or a handle of what it started.
-    # Where it raises, the other ranks learn it. As `guarded` otherwise.
+    """Decorate a collective of the facade with the common prologue."""
+    # It resolves the context and the group, checks whether root and this rank are members, and
+    # passes ``(context, group)`` as `group`. The function checks its arguments and returns the
+    # call to run, here or in the background, or the handle of a started one.
+    # If it raises, the other ranks are notified. As `guarded` otherwise.
     return lambda fn: _with_prologue(fn, root, folds, refuses, outside)
 
 
@@ -199,7 +199,7 @@ def _with_prologue(
     own, at, root_at = _places(fn.__code__.co_varnames, root)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        token, dynamo = None, set_eval_frame(None)  # which would compile all that a call runs
+        token, dynamo = None, set_eval_frame(None)  # else dynamo compiles all that a call runs
         try:
             async_op = kwargs.get("async_op", False)
             if type(async_op) is not bool:
@@ -239,7 +239,7 @@ def _with_prologue(
 
 
 def _places(names: tuple[str, ...], root: str) -> tuple[str, int, int]:
-    """Return the first argument's name, and the places of `group` and of the root."""
+    """Return the first argument's name, and the positions of `group` and of the root."""
     return names[0], names.index("group"), names.index(root) if root else 0
 
 
@@ -248,7 +248,7 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], at: int, name: str)
 
 
 def _end(name: str, token: Token | None, error: BaseException) -> None:
-    """Record how a call failed; an error of ours keeps the user's frames alone."""
+    """Record a call's failure; an error of ours keeps only the user's frames."""
     if token is not None:
         token.end(error)
     if isinstance(error, UnisonoError):
@@ -258,7 +258,7 @@ def _end(name: str, token: Token | None, error: BaseException) -> None:
 
 
 def _is_of_value(error: Exception) -> bool:
-    """Return whether a class of the user's raised an error while a call was checked."""
+    """Return whether a user's class raised the error while a call was checked."""
     return not (isinstance(error, UnisonoError) or _is_of_signature(error) or is_interrupt(error))
 
 
@@ -269,7 +269,7 @@ def _not_taken(value: T, async_op: bool) -> T | Handle[T]:
 def _started(
     context: ContextState, token: Token, run: Handle[T] | Callable[[], T], group: Group | None
 ) -> Handle[T]:
-    """Start what the model hasn't started by itself; it is recorded until it is done."""
+    """Start a call that the model hasn't started itself, and record it until it is done."""
     if isinstance(run, Handle):
         return token.started(run)
     return token.started(context.start(partial(token.carry_out, run), group), is_started=False)

@@ -1,4 +1,4 @@
-"""Collectives that bring together what every rank has."""
+"""Collectives that gather the values of all ranks."""
 
 from __future__ import annotations
 
@@ -49,24 +49,24 @@ def all_gather(
     Collective over `group`.
 
     Args:
-        tensor: any payload, as idist names it: a tensor [d0, ...] of any dense dtype and device,
-            where d0 may differ between ranks and the other dimensions and the dtype may not; or a
-            number, bool, str, bytes, Path, None, container or object that can be pickled, which
-            may differ in kind too.
+        tensor: any payload, under idist's name: a tensor [d0, ...] of any dense dtype and device,
+            where d0 may differ between ranks, unlike the other dimensions and the dtype; or a
+            number, bool, str, bytes, Path, None, container or object that can be pickled, also of
+            different types.
         group: a Group, a list of ranks, or None for all ranks.
-        uneven: whether tensors come back as a list by rank instead of one tensor; their shapes may
+        uneven: whether to return tensors as a list by rank instead of one tensor; their shapes may
             then differ in every dimension.
-        async_op: whether to return a handle at once; `tensor` must stay as it is until ``wait``.
+        async_op: whether to return a handle at once; don't change `tensor` until ``wait``.
 
     Returns:
         For tensors [sum of d0, ...] in rank order, for 0-dim tensors [n], same dtype and device,
-        new memory; else a list of the values by rank. `tensor` itself where this rank isn't a
+        new memory; else a list of the values by rank. `tensor` itself if this rank isn't a
         member.
 
     Raises:
         PayloadError: some rank's value can't be sent (on every rank, naming it).
-        CollectiveMismatchError: tensors that don't fit together (on every rank, naming each shape).
-        CollectiveError: a peer failed or didn't come in time.
+        CollectiveMismatchError: tensor shapes don't match (on every rank, naming each shape).
+        CollectiveError: a peer failed or timed out.
 
     Example:
         >>> import torch, unisono as idist
@@ -91,8 +91,8 @@ def all_gather(
 def _gather(
     context: ContextState, value: Any, group: Group | None, call: str
 ) -> list[Any] | Tensor:
-    """Give every rank's value: one exchange, and tensors that are large in one gather."""
-    # Large ones that are alike come as [n, *shape], which is as good as a list.
+    """Return every rank's value, from one exchange and one gather of the large tensors."""
+    # Large ones of one shape are returned as [n, *shape], which serves as a list.
     frame = frame_or_reason(_frame, context, value, call, group)
     frames = swap(context, call, frame, group)
     raise_failures(frames, partial(ranks_of, context, group), call)
@@ -118,7 +118,7 @@ def _gather(
 def _rows(
     context: ContextState, tensor: Tensor, shapes: Sequence[tuple[int, ...]], group: Group | None
 ) -> Tensor:
-    """Gather the elements of all ranks' tensors, each row as long as the longest of them."""
+    """Gather the elements of all ranks' tensors, each row padded to the longest."""
     longest = max(_numel(shape) for shape in shapes)
     mine = carriers.lend(context, tensor, carry(context, tensor, group)).reshape(-1)
     if mine.numel() < longest:
@@ -134,7 +134,7 @@ def _cut(rows: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
 def _frame(context: ContextState, value: Any, call: str, group: Group | None) -> bytes:
     if isinstance(value, Tensor):
         carriers.check_dense(value, call)
-        value = plain(value)  # tensors are joined to one, whatever their classes are
+        value = plain(value)  # tensors are joined to one, of any class
     return frame_of(context, value, group)
 
 
@@ -158,7 +158,7 @@ def _joined(
     if isinstance(parts, Tensor):
         return parts.flatten(0, 1) if parts.dim() > 1 else parts
     if not all(isinstance(part, Tensor) for part in parts):
-        return parts  # ranks passed different kinds, all of which arrived whole
+        return parts  # ranks passed different types, all of which arrived whole
     heads = [head_of(part) for part in parts]
     if len({(head.dtype, head.shape[1:], len(head.shape)) for head in heads}) > 1:
         shapes = _listed(heads, context.model.topology.members(group))
@@ -194,24 +194,24 @@ def all_gather_tensors_with_shapes(
     *,
     async_op: bool = False,
 ) -> Any:
-    """Gather tensors whose shapes every rank knows already, in one round.
+    """Gather tensors whose shapes every rank already knows, in one round.
 
     Collective over `group`.
 
     Args:
-        tensor: [*shapes[i]] where i is this rank's place in the group; one dtype on every rank.
+        tensor: [*shapes[i]] where i is this rank's position in the group; one dtype on every rank.
         shapes: the shape of every member's tensor, the same list on every rank.
         group: a Group, a list of ranks, or None for all ranks.
         async_op: whether to return a handle at once.
 
     Returns:
-        A list of tensors by rank, same dtype and device, new memory; ``[tensor]`` where this rank
+        A list of tensors by rank, same dtype and device, new memory; ``[tensor]`` if this rank
         isn't a member.
 
     Raises:
         ArgumentError: `shapes` doesn't have one shape for each member, or not this tensor's.
         PayloadError: it isn't a dense tensor.
-        CollectiveError: a peer failed or didn't come in time.
+        CollectiveError: a peer failed or timed out.
 
     Example:
         >>> import torch, unisono as idist
@@ -271,7 +271,7 @@ def gather(value: Any, dst: int = 0, group: GroupLike = None, *, async_op: bool 
 
     Args:
         value: what `all_gather` takes.
-        dst: global rank that gets the result.
+        dst: global rank that receives the result.
         group: a Group, a list of ranks, or None for all ranks.
         async_op: whether to return a handle at once.
 
@@ -280,11 +280,11 @@ def gather(value: Any, dst: int = 0, group: GroupLike = None, *, async_op: bool 
         member.
 
     Raises:
-        ArgumentError: `dst` isn't there.
+        ArgumentError: `dst` is not a rank of this job.
         GroupMembershipError: `dst` isn't a member of the group (on every rank).
         PayloadError: some rank's value can't be sent (on every rank, naming it).
-        CollectiveMismatchError: tensors that don't fit together (on every rank).
-        CollectiveError: a peer failed or didn't come in time.
+        CollectiveMismatchError: tensor shapes don't match (on every rank).
+        CollectiveError: a peer failed or timed out.
 
     Example:
         >>> import unisono as idist

@@ -1,4 +1,4 @@
-"""Groups of ranks: made, cached, checked; and the barrier."""
+"""Creation of groups of ranks, and the barrier."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ __tracebackhide__ = hides
 
 @guarded
 def new_group(ranks: Sequence[int], **options: Unpack[GroupOptions]) -> Group:
-    """Make a group of ranks.
+    """Create a group of ranks.
 
     Collective at creation, over all ranks of the context, members or not, in the same order.
 
     Args:
-        ranks: global ranks, in any order; the group is ordered by rank. None of them, as of
-            ``range(1, 1)``, makes a group whose collectives give every rank its input back.
+        ranks: global ranks, in any order; the group is ordered by rank. An empty one, such as
+            ``range(1, 1)``, creates a group whose collectives return every rank's input.
         options: ``timeout``, in seconds or as a timedelta, for each collective over the group (by
-            default the job's; XLA takes none), and what the model's library takes: on native
+            default the job's; not on XLA), and options of the model's library: on native
             ``backend``, ``pg_options``, ``group_desc``.
 
     Returns:
-        A group for the `group` argument of collectives. It is a communicator of its own, also
-        where others have the same ranks. A list of ranks given there instead makes one group at its
-        first use, and no other later.
+        A group for the `group` argument of collectives. It has its own communicator, even if
+        another group has the same ranks. A list of ranks passed as `group` creates one group at
+        its first use, and no other later.
 
     Raises:
-        ArgumentError: a rank twice, one that isn't in the job, or one that isn't an int; a
-            bad timeout, or an option that the model doesn't take.
+        ArgumentError: a duplicate rank, a rank that isn't in the job or isn't an int; a bad
+            timeout, or an option that the model doesn't take.
         UnsupportedOperation: the model has no groups.
 
     Example:
@@ -64,7 +64,7 @@ def local_group() -> Group:
     calls are local.
 
     Returns:
-        The same group at every call.
+        The same group on every call.
 
     Raises:
         UnsupportedOperation: the model has no groups.
@@ -100,7 +100,7 @@ def barrier(group: GroupLike = None, *, async_op: bool = False) -> Any: ...
 
 @collective()
 def barrier(group: GroupLike = None, *, async_op: bool = False) -> Any:
-    """Wait until every rank has come.
+    """Wait until every rank has reached the barrier.
 
     Collective over `group`.
 
@@ -112,7 +112,7 @@ def barrier(group: GroupLike = None, *, async_op: bool = False) -> Any:
         None, or a handle.
 
     Raises:
-        CollectiveError: a peer failed or didn't come in time.
+        CollectiveError: a peer failed or timed out.
 
     Example:
         >>> import unisono as idist

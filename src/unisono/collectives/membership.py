@@ -1,4 +1,4 @@
-"""Which ranks take part: what `group=` names, and whether this rank and a root are in it."""
+"""Groups and roots of collectives: resolution of `group=`, and membership checks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from unisono.tracebacks import hides
 __tracebackhide__ = hides
 
 GroupLike = Any
-"""What `group=` takes: a Group, a list of global ranks, or a group of the model's own library."""
+"""Values of `group=`: a Group, a list of global ranks, or a group of the model's own library."""
 
 
 def make(context: ContextState, ranks: tuple[int, ...], **options: Any) -> Group:
-    """Make a group; one of nobody needs no communicator. Collective at creation."""
+    """Create a group; an empty one needs no communicator. Collective at creation."""
     if not ranks:
         return Group((), context_id=context.context_id)
     context.settle()
@@ -30,7 +30,7 @@ def make(context: ContextState, ranks: tuple[int, ...], **options: Any) -> Group
 
 
 def checked(context: ContextState, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks of a new group in order, if they are ranks of the job."""
+    """Return the ranks of a new group in order, if all are ranks of the job."""
     size = context.model.topology.world_size
     if not isinstance(ranks, (list, tuple, range)):
         raise ArgumentError(f"ranks should be a list of global ranks: {ranks!r}")
@@ -46,7 +46,7 @@ def checked(context: ContextState, ranks: Sequence[int]) -> tuple[int, ...]:
 
 
 def resolve(context: ContextState, group: GroupLike) -> Group | None:
-    """Turn what the user gave as `group` into a group of the model, None for all ranks."""
+    """Convert the user's `group` to a group of the model, None for all ranks."""
     # Collective at creation, if it is a list of ranks that this context hasn't seen.
     if group is None:
         return None
@@ -79,7 +79,7 @@ def resolve(context: ContextState, group: GroupLike) -> Group | None:
 
 
 def enter(context: ContextState, group: GroupLike, async_op: bool) -> Group | None:
-    """Resolve a group, and wait for what is under way over it unless a call is only started."""
+    """Resolve a group; unless the call is asynchronous, wait for pending operations over it."""
     # Collective at creation, as `resolve` is.
     resolved = resolve(context, group)
     if not async_op:
@@ -88,7 +88,7 @@ def enter(context: ContextState, group: GroupLike, async_op: bool) -> Group | No
 
 
 def team(group: GroupLike, async_op: bool = False) -> tuple[ContextState, Group | None, bool]:
-    """Return the active model, the group, and whether this replica is a member of it."""
+    """Return the active context, the group, and whether this replica is a member of it."""
     # Collective at creation, as `resolve` is.
     context = communicator(settles=False)
     resolved = enter(context, group, async_op)
@@ -97,7 +97,7 @@ def team(group: GroupLike, async_op: bool = False) -> tuple[ContextState, Group 
 
 
 def check_rank(context: ContextState, group: Group | None, rank: int, role: str) -> None:
-    """Refuse a root that isn't there, on every rank alike."""
+    """Raise if a root isn't a member, on every rank alike."""
     size = context.model.topology.world_size
     if type(rank) is not int or not 0 <= rank < size:
         raise ArgumentError(f"{role}={rank!r} should be a global rank from 0 to {size - 1}")

@@ -1,4 +1,4 @@
-"""What every rank raises where one of them failed in code that it ran for the others."""
+"""Errors raised on every rank when one rank fails in code that it runs for all."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _CPU = torch.device("cpu")
 
 
 def report(error: BaseException) -> Report:
-    """Write down an exception for the other ranks."""
+    """Return a report of an exception for the other ranks."""
     return summary(error), fold(error, error.__traceback__)
 
 
 def failure(rank: int, name: str, reported: Report) -> PeerFailedError:
-    """Make the error that every rank raises, all of them in step."""
+    """Create the error that every rank raises, all of them in step."""
     headline, text = reported
     failed = PeerFailedError(
         f"rank {rank} raised {headline} in {name}\n\n{text}", rank=rank, traceback=text
@@ -49,9 +49,9 @@ def agreed(
     refusal: str | None = None,
     misses: int = 0,
 ) -> list[Any]:
-    """Return every rank's fact; raise on every rank where one has an error."""
-    # Collective over `group`. With a `refusal`, which goes before its text, a PayloadError of one
-    # rank is a PayloadError on every rank.
+    """Return every rank's fact; raise on every rank if one has an error."""
+    # Collective over `group`. With a `refusal`, the prefix of its text, a PayloadError of one rank
+    # is a PayloadError on every rank.
     how = None if error is None else report(error)
     if refusal is not None and isinstance(error, PayloadError):
         how = (f"{refusal}{error}", "")
@@ -63,7 +63,7 @@ def agreed(
             raise mismatch from error
     if error is not None and not isinstance(error, Exception):
         raise error
-    # A rank that fails leaves others in collectives, which fail in turn: it is the one to name.
+    # A failed rank leaves others in collectives, which fail in turn: it is the one to report.
     failed = [
         (in_turn, rank, how)
         for rank, (how, in_turn, _) in zip(ranks_of(context, group), replies, strict=True)
@@ -84,7 +84,7 @@ def together(
     refusal: str | None = None,
     misses: int = 0,
 ) -> tuple[T, list[Any]]:
-    """Return the value of a function, and every rank's fact; fail on all where it fails on one."""
+    """Return a function's value and every rank's fact; raise on all ranks if it fails on one."""
     # Collective over `group`.
     error: Exception | None = None
     value: Any = None
@@ -92,7 +92,7 @@ def together(
     try:
         value, fact = call()
         frame = encode(fact)
-    except Exception as raised:  # what the classes of the user raise
+    except Exception as raised:  # classes of the user may raise anything
         error = raised
     frames = agreed(context, name, error, frame, group, refusal=refusal, misses=misses)
     return value, [decode(each, _CPU) for each in frames]
@@ -106,7 +106,7 @@ def exchange(
     context.settle(group)
     frame = encode(mine)
     while True:
-        # A mismatch is one for those others as well, and brings them here.
+        # The mismatch is raised on those ranks, too, which then call this.
         missed = (CollectiveMismatchError,) if misses > 0 else ()
         misses -= 1
         with suppress(*missed):

@@ -1,4 +1,4 @@
-"""Messages from one rank to one other."""
+"""Messages between two ranks."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def send(value: Any, dst: int, group: GroupLike = None) -> None:
         group: a Group or a list of ranks that both are members of, or None.
 
     Raises:
-        ArgumentError: `dst` isn't there, or is this rank.
+        ArgumentError: `dst` is not a rank of this job, or is this rank.
         GroupMembershipError: this rank or `dst` isn't a member of the group.
-        PayloadError: the value can't be sent; `dst` gets the error as well.
+        PayloadError: the value can't be sent; `dst` raises the error as well.
         UnsupportedOperation: the model has no messages between two ranks.
-        CollectiveError: the peer failed or didn't come in time.
+        CollectiveError: the peer failed or timed out.
 
     Example:
         >>> import unisono as idist
@@ -75,15 +75,15 @@ def recv(src: int, group: GroupLike = None) -> Any:
         group: a Group or a list of ranks that both are members of, or None.
 
     Returns:
-        The value, exact in type and content. A tensor that is on an accelerator there arrives on
-        this rank's `device`.
+        The value, exact in type and content. A tensor on the sender's accelerator arrives on this
+        rank's `device`.
 
     Raises:
-        ArgumentError: `src` isn't there, or is this rank.
+        ArgumentError: `src` is not a rank of this job, or is this rank.
         GroupMembershipError: this rank or `src` isn't a member of the group.
-        PayloadError: the sender's value couldn't travel.
+        PayloadError: the sender's value couldn't be sent.
         UnsupportedOperation: the model has no messages between two ranks.
-        CollectiveError: the peer failed or didn't come in time.
+        CollectiveError: the peer failed or timed out.
 
     Example:
         >>> import unisono as idist

@@ -1,4 +1,4 @@
-"""Collectives that make one value of many."""
+"""Collectives that reduce the values of all ranks."""
 
 from __future__ import annotations
 
@@ -74,32 +74,32 @@ def all_reduce(
     Collective over `group`.
 
     Args:
-        tensor: any payload that can be reduced, as idist names it: a tensor [*shape] of any dense
+        tensor: any payload that can be reduced, under idist's name: a tensor [*shape] of any dense
             dtype and device, the same shape and dtype on every rank; or a number; or a dict, list,
-            tuple or dataclass of these, which travels as one message for all numbers and one for
-            each dtype of tensors.
+            tuple or dataclass of these, sent as one message for all numbers and one for each
+            dtype of tensors.
         op: ``SUM AVERAGE MEAN AVG PRODUCT MIN MAX AND OR XOR``, in any case (type checkers know
             upper and lower); or an operation of torch, such as ``torch.distributed.ReduceOp.SUM``.
         group: a Group, a list of ranks, or None for all ranks.
-        exact: whether the sum is exact before it is rounded once, to the nearest number and to the
-            even one where two are: then its bits are the same whatever the number and the order
-            of ranks, the backend and the container. For SUM of float16, bfloat16, float32,
-            float64, complex64, complex128 and of numbers; integers and bools are exact anyway.
+        exact: whether the sum is exact and then rounded once, to the nearest number, ties to even:
+            its bits then don't depend on the number and order of ranks, the backend or the
+            container. For SUM of float16, bfloat16, float32, float64, complex64, complex128 and
+            numbers; integers and bools are always exact.
             Infinities of both signs and NaN give NaN, a sum beyond the largest number infinity,
             and all -0 give -0.
-        async_op: whether to return a handle at once; `tensor` must stay as it is until ``wait``.
+        async_op: whether to return a handle at once; don't change `tensor` until ``wait``.
 
     Returns:
         A new value of the same shape, dtype, device and container type; int stays an exact int,
-        bool stays bool, AVERAGE of ints is a float. `tensor` itself where this rank isn't a member.
+        bool stays bool, AVERAGE of ints is a float. `tensor` itself if this rank isn't a member.
 
     Raises:
-        ArgumentError: unknown operation, or `exact` with another than SUM.
-        PayloadError: it has no number or tensor where one must be, or the operation isn't
-            defined on its dtype, as an exact sum of float8.
+        ArgumentError: unknown operation, or `exact` with an operation other than SUM.
+        PayloadError: a value isn't a number or tensor, or the operation isn't defined on its
+            dtype, such as an exact sum of float8.
         CollectiveMismatchError: containers of different structure (on every rank); or another rank
-            refused its tensor, where calls are compared.
-        CollectiveError: a peer failed or didn't come in time.
+            rejected its tensor, where calls are compared.
+        CollectiveError: a peer failed or timed out.
 
     Example:
         >>> import unisono as idist
@@ -162,27 +162,27 @@ def exact_sum(
 
 @collective()
 def exact_sum(terms: Any, group: GroupLike = None, *, async_op: bool = False) -> Any:
-    """Sum the terms of all ranks exactly, however they are spread over the ranks.
+    """Sum the terms of all ranks exactly, independent of their distribution over the ranks.
 
     Collective over `group`.
 
     Args:
-        terms: a tensor [k, *shape] of k terms, or a dict, list, tuple or dataclass of such, with
+        terms: a tensor [k, *shape] of k terms, or a dict, list, tuple or dataclass of these, with
             the same k for all its tensors. k may differ between ranks and may be 0; `shape` and
             dtype may not. Dtypes are those of `all_reduce` with `exact`.
         group: as in `all_reduce`.
-        async_op: whether to return a handle at once; `terms` must stay as they are until ``wait``.
+        async_op: whether to return a handle at once; don't change `terms` until ``wait``.
 
     Returns:
         A new tensor [*shape] of the same dtype and device, the same on every rank, or a container
-        of such: the sum as `all_reduce` with `exact` rounds it, +0 where there are no terms.
-        `terms` itself where this rank isn't a member.
+        of these: the sum as `all_reduce` with `exact` rounds it, +0 if there are no terms.
+        `terms` itself if this rank isn't a member.
 
     Raises:
-        PayloadError: something isn't a tensor, or has no dim 0, or another k than the others of
-            this rank, or there is no exact sum of its dtype (on every rank, naming the rank).
+        PayloadError: a value isn't a tensor, has no dim 0 or a different k than the others of
+            this rank, or its dtype has no exact sum (on every rank, naming the rank).
         CollectiveMismatchError: shapes, dtypes or containers differ (on every rank).
-        CollectiveError: a peer failed or didn't come in time.
+        CollectiveError: a peer failed or timed out.
 
     Example:
         >>> import torch, unisono as idist
@@ -212,8 +212,8 @@ def all_reduce_(
     Collective over `group`.
 
     Args:
-        tensor: [*shape], any dense dtype and device, the same shape and dtype on every rank. One
-            that requires grad is changed without the knowledge of autograd.
+        tensor: [*shape], any dense dtype and device, the same shape and dtype on every rank. If it
+            requires grad, it is changed without autograd.
         op: as in `all_reduce`.
         group: as in `all_reduce`.
         async_op: whether to return a handle at once.
@@ -224,7 +224,7 @@ def all_reduce_(
     Raises:
         ArgumentError: unknown operation.
         PayloadError: it isn't a dense tensor, or the operation isn't defined on its dtype.
-        CollectiveError: a peer failed or didn't come in time.
+        CollectiveError: a peer failed or timed out.
 
     Example:
         >>> import torch, unisono as idist
@@ -309,7 +309,7 @@ def reduce(
 
     Args:
         value: what `all_reduce` takes.
-        dst: global rank that gets the result.
+        dst: global rank that receives the result.
         op: as in `all_reduce`.
         group: as in `all_reduce`.
         async_op: whether to return a handle at once.
@@ -319,10 +319,10 @@ def reduce(
         member.
 
     Raises:
-        ArgumentError: unknown operation, or `dst` isn't there.
+        ArgumentError: unknown operation, or `dst` is not a rank of this job.
         GroupMembershipError: `dst` isn't a member of the group (on every rank).
         PayloadError: as in `all_reduce`.
-        CollectiveError: a peer failed or didn't come in time.
+        CollectiveError: a peer failed or timed out.
 
     Example:
         >>> import unisono as idist
@@ -363,7 +363,7 @@ def reduce_scatter(
 def reduce_scatter(
     tensor: Tensor, op: OpLike = "SUM", group: GroupLike = None, *, async_op: bool = False
 ) -> Any:
-    """Reduce a tensor of every rank and give each rank its part.
+    """Reduce a tensor of every rank and return this rank's part.
 
     Collective over `group`.
 
@@ -374,14 +374,14 @@ def reduce_scatter(
         async_op: whether to return a handle at once.
 
     Returns:
-        [k, ...], the part of the result at this rank's place in the group, same dtype and device,
-        new memory; `tensor` itself where this rank isn't a member.
+        [k, ...], the part of the result at this rank's position in the group, same dtype and
+        device, new memory; `tensor` itself if this rank isn't a member.
 
     Raises:
         ArgumentError: unknown operation.
         PayloadError: it isn't a dense tensor, or its dim 0 isn't a multiple of n.
         CollectiveMismatchError: another rank's isn't, where calls are compared.
-        CollectiveError: a peer failed or didn't come in time.
+        CollectiveError: a peer failed or timed out.
 
     Example:
         >>> import torch, unisono as idist

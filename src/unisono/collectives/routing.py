@@ -1,6 +1,6 @@
-"""Which plane carries a tensor: decided here, and nowhere else.
+"""Choice of the plane that carries a tensor; no other module decides it.
 
-A round of the control plane, memory that the ranks of one host share, or the model's own library.
+The planes: the control plane, memory that ranks of one host share, or the model's own library.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from unisono.tracebacks import hides
 __tracebackhide__ = hides
 
 Carrier = ComputationModel | HostCollectives
-"""What has the collectives of tensors: the data plane, or memory that the ranks of a host share."""
+"""Collectives of tensors: the data plane, or memory that the ranks of a host share."""
 Reducer = ComputationModel | MemoryCollectives
-"""What has `all_reduce`: those, or both of them in two levels."""
+"""Implementations of `all_reduce`: one of those, or both in two levels."""
 
 
 def fits_round(
     context: ContextState, tensor: Tensor, group: Group | None, *, folds: bool = False
 ) -> bool:
-    """Return whether a tensor travels in an exchange of the control plane."""
+    """Return whether an exchange of the control plane carries a tensor."""
     # Local, and the same on every rank for tensors of the same dtype, shape and device.
     if not tensor.is_cpu:
         return False
@@ -38,13 +38,13 @@ def fits_round(
 def memory_of(
     context: ContextState, tensor: Tensor, group: Group | None
 ) -> MemoryCollectives | None:
-    """Return the memory that carries a tensor that is summed, if there is one."""
+    """Return the memory that carries the sum of a tensor, None if there is none."""
     # Local, as `fits_round`; collective at creation of the memory that ranks of one host share.
     return context.control.memory(group) if tensor.is_cpu else None
 
 
 def carry(context: ContextState, tensor: Tensor, group: Group | None) -> Carrier:
-    """Return what carries a tensor that doesn't travel in an exchange."""
+    """Return the plane that carries a tensor too large for an exchange."""
     memory = context.control.memory(group) if tensor.is_cpu else None
     if type(memory) is HostCollectives:
         plane_is("memory")
@@ -54,7 +54,7 @@ def carry(context: ContextState, tensor: Tensor, group: Group | None) -> Carrier
 
 
 def route(context: ContextState, tensor: Tensor, group: Group | None) -> Reducer | None:
-    """Return what carries an `all_reduce`, None for an exchange."""
+    """Return the plane that carries an `all_reduce`, None for an exchange."""
     if not tensor.is_cpu:
         plane_is("data")
         return context.model
@@ -62,7 +62,7 @@ def route(context: ContextState, tensor: Tensor, group: Group | None) -> Reducer
     if type(memory) is HostCollectives:
         plane_is("memory")
         return memory
-    # As `fits_round`, a call less.
+    # As `fits_round`, without its call.
     if tensor.numel() * tensor.itemsize <= context.control.inline_bytes(group, True):
         return None
     plane_is("data")
@@ -70,7 +70,7 @@ def route(context: ContextState, tensor: Tensor, group: Group | None) -> Reducer
 
 
 def is_direct(carrier: Reducer, tensor: Tensor, op: ReduceOp) -> bool:
-    """Return whether `carrier` reduces this dtype with this operation as it is."""
+    """Return whether `carrier` natively supports this operation on this dtype."""
     if tensor.dtype not in carrier.dtypes or is_order_of_floats(tensor, op):
         return False
     if isinstance(carrier, MemoryCollectives):

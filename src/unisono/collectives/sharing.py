@@ -1,4 +1,4 @@
-"""Tensors that the ranks of one host have in one memory: to work on, or to read."""
+"""Tensors in memory that the ranks of one host share, writable or read-only."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ _MOST = 1 << 47  # bytes that one process can address
 def shared_empty(
     *size: int | Sequence[int], dtype: torch.dtype | None = None, group: GroupLike = None
 ) -> Tensor:
-    """Make a CPU tensor in memory that all ranks of the group see, where they share a host.
+    """Create a CPU tensor in memory that all ranks of the group share, if they are on one host.
 
-    Collective over `group`. It is each rank's own, as any tensor, and its values are undefined at
-    first. But `all_reduce_`, `broadcast_`, `all_gather` and `reduce_scatter` copy nothing where all
-    ranks of `group` pass the same part of it, of at least 256 KiB and contiguous: each rank reduces
+    Collective over `group`. Each rank has its own tensor, as usual, whose values are undefined at
+    first. But `all_reduce_`, `broadcast_`, `all_gather` and `reduce_scatter` copy nothing if all
+    ranks of `group` pass the same part of it, contiguous and of at least 256 KiB: each rank reduces
     its slice from the tensors of all, and writes it to all. Results are those of any other tensor.
-    Outside of such a call nobody else touches it; after one that failed its values are undefined,
+    Outside of such a call no other rank touches it; after a failed call its values are undefined,
     and other ranks may still write to it.
 
-    Where the ranks share no memory (one rank, threads, MPI, XLA, several hosts, other processors
+    If the ranks share no memory (one rank, threads, MPI, XLA, several hosts, a processor other
     than x86, ``UNISONO_SHARED_BYTES=0``) it is an ordinary tensor.
 
     Args:
@@ -55,15 +55,15 @@ def shared_empty(
         group: a Group, a list of ranks, or None for all ranks.
 
     Returns:
-        [*size], `dtype`, contiguous, on the CPU. Its memory, that of all ranks, is given back with
-        the last tensor in the last process; a fork of a process sees the tensor too. It can't be
+        [*size], `dtype`, contiguous, on the CPU. Its memory, shared by all ranks, is freed with the
+        last tensor in the last process; a fork of a process shares the tensor too. It can't be
         resized. Sent to another process as an object it is copied.
 
     Raises:
-        ArgumentError: `size` or `dtype` isn't one.
+        ArgumentError: `size` or `dtype` isn't valid.
         CollectiveMismatchError: size or dtype differ between ranks (on every rank), or another
-            rank's isn't one.
-        CollectiveError: a peer failed or didn't come in time.
+            rank's isn't valid.
+        CollectiveError: a peer failed or timed out.
 
     Example:
         >>> import unisono as idist
@@ -120,7 +120,7 @@ def _dtype_of(dtype: torch.dtype | None) -> torch.dtype:
 def _map_together(
     context: ContextState, host: HostCollectives, call: str, size_bytes: int, group: Group | None
 ) -> mmap.mmap | None:
-    """Map new memory of zeros on every rank; None on all where some rank can't."""
+    """Map new zeroed memory on every rank; None on all ranks if one can't."""
     with ExitStack() as stack:
         address, mapped = b"", None
         made = memory.make(size_bytes) if host.position == 0 else None
@@ -139,32 +139,32 @@ def _map_together(
 
 
 def shared(build: Callable[[], T]) -> T:
-    """Build something once on each host, for all ranks of that host to read in one memory.
+    """Build a value once on each host, in memory that all ranks of that host read.
 
-    Collective over all ranks. One rank of each host calls `build`; the others wait, as long as a
-    collective may take: `timeout=` of ``initialize`` or ``spawn`` must allow for it. The result is
+    Collective over all ranks. One rank of each host calls `build`; the others wait, for at most the
+    collective timeout: `timeout=` of ``initialize`` or ``spawn`` must allow for it. The result is
     written to memory as ``torch.save`` does, and dropped; meanwhile the host has it twice. Then all
-    ranks of the host get it from there: tensors and numpy arrays lie in that memory, all else is an
-    unpickled copy. The memory is given back with the last of them in the last process.
+    ranks of the host load it from there: tensors and numpy arrays stay in that memory, all else is
+    an unpickled copy. The memory is freed with the last of them in the last process.
 
-    Numpy arrays can't be written to. Torch has no such tensors: what a rank writes to one, it alone
-    sees, and only the pages that it writes to become memory of its own.
+    Numpy arrays are read-only. Torch has no read-only tensors: a rank's writes to one are private
+    to it, and only the pages that it writes to become its own memory.
 
-    A rank that can't open the memory of the one that built it (in another container, on other
-    systems than Linux, where ``memfd_create`` is forbidden) calls `build` itself.
+    A rank that can't open the memory of the building rank (in another container, on other systems
+    than Linux, where ``memfd_create`` is forbidden) calls `build` itself.
 
     Args:
         build: called without arguments; returns any tree of tensors, arrays and objects that can be
-            pickled: a data set, a ``state_dict``, a module. Tensors of accelerators come to each
+        pickled: a data set, a ``state_dict``, a module. Tensors on accelerators arrive on each
             rank's own device.
 
     Returns:
         What `build` returned, on every rank.
 
     Raises:
-        PeerFailedError: `build` raised, its result can't be pickled, or some rank has no room for
-            it (on every rank; the original is the cause there).
-        CollectiveError: a peer failed or didn't come in time.
+        PeerFailedError: `build` raised, its result can't be pickled, or some rank lacks the memory
+            for it (on every rank; the original is the cause there).
+        CollectiveError: a peer failed or timed out.
 
     Example:
         >>> import torch, unisono as idist
@@ -182,7 +182,7 @@ def shared(build: Callable[[], T]) -> T:
             refuse_pickle("what shared() gives")
             if rank == builder:
                 result, address = _built(context, build, stack)
-        except BaseException as raised:  # whatever it is, the others must not wait forever
+        except BaseException as raised:  # of any kind: the others must not wait forever
             error = raised
         address = agreed(context, name, error, address)[builder]
         try:
@@ -195,7 +195,7 @@ def shared(build: Callable[[], T]) -> T:
 
 
 def _built(context: ContextState, build: Callable[[], Any], stack: ExitStack) -> tuple[Any, bytes]:
-    """Build a tree into memory that others of this host can map while the stack is open."""
+    """Build a tree in memory that other ranks of this host can map while the stack is open."""
     try:
         fd = os.memfd_create("unisono")
     except (AttributeError, OSError):  # another system, forbidden, or no descriptor left
@@ -206,7 +206,7 @@ def _built(context: ContextState, build: Callable[[], Any], stack: ExitStack) ->
 
 
 def _opened(context: ContextState, build: Callable[[], Any], address: bytes) -> Any:
-    """Map the tree that another rank of this host has built, or build it where that can't be."""
+    """Map the tree that another rank of this host has built, or build it if that fails."""
     try:
         fd = memory.open_at(address, writes=False)
     except OSError:

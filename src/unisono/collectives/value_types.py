@@ -1,4 +1,4 @@
-"""What a type checker knows of the values that collectives take."""
+"""Static types of the values that collectives take."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ class _Dataclass(Protocol):
 
 
 class NumpyScalar(Protocol):
-    """A real number of numpy; tensors have no ``tobytes``, arrays no ``is_integer``."""
+    """Real number of numpy; tensors have no ``tobytes``, arrays no ``is_integer``."""
 
     def __float__(self) -> float: ...
 
     def tobytes(self) -> bytes:
-        """Return its memory."""
+        """Return its bytes."""
 
     def is_integer(self) -> bool:
         """Return whether it has no fraction."""
 
 
 Container: TypeAlias = Mapping[Any, Any] | list[Any] | tuple[Any, ...] | _Dataclass
-"""What is reduced leaf by leaf. A TypedDict is a Mapping, and no dict, to a type checker."""
+"""Types reduced leaf by leaf. A TypedDict is a Mapping, and no dict, to a type checker."""
 Reducible: TypeAlias = Tensor | complex | NumpyScalar | Container
 Plain = TypeVar("Plain", bool, int, float, complex)
-"""What an operation that isn't a mean keeps; a subclass, such as an IntEnum, gives its base."""
+"""Types that all operations but means keep; a subclass, such as an IntEnum, gives its base."""
 ContainerT = TypeVar("ContainerT", bound=Container)
 Summed = TypeVar("Summed", Tensor, int, float, complex)
-"""What a sum keeps where bools are counted."""
+"""Types that a sum keeps where bools are counted."""
 Inexact = TypeVar("Inexact", Tensor, float, complex)
-"""What every operation keeps; an int is a float here."""
+"""Types that every operation keeps; an int is a float here."""
