@@ -1,1 +1,1 @@
-"""Python values as bytes and tensors, and back."""
+"""Encoding of Python values as bytes and tensors."""

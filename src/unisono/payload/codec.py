@@ -1,4 +1,4 @@
-"""Codec: Python values as bytes and back, exact in value and type.
+"""Codec between Python values and bytes, exact in value and type.
 
 A frame is one value: a tag of one byte, then its body; integers are little-endian.
 
@@ -9,11 +9,11 @@ A frame is one value: a tag of one byte, then its body; integers are little-endi
     p <I pickle     the same with tensors, paths or complex numbers
     q <I blocks     the same with buffers: CRC-32 of the first block, then each as <Q bytes; the
                     first is a pickle, the others are its buffers
-    o <I blocks     any object, likewise; UNISONO_NO_PICKLE=1 refuses it
+    o <I blocks     any object, likewise; rejected under UNISONO_NO_PICKLE=1
     x h             tensor: header, then its memory; header alone
     e               the sender's value couldn't be encoded: the reason, as UTF-8
 
-Pickles have protocol 5. Those of ``v``, ``p`` and ``q`` name nothing but what `_GLOBALS` lists.
+Pickles have protocol 5. Those of ``v``, ``p`` and ``q`` refer only to names in `_GLOBALS`.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _PATH = type(Path())
 
 
 def _is_restricted() -> bool:
-    # Asked for each frame, and mostly not set: `os.environ.get` would raise and catch a KeyError,
-    # which takes longer than to read a value.
+    # Called for each frame, and mostly not set: `os.environ.get` would raise and catch a KeyError,
+    # which takes longer than reading a value.
     return _VARIABLES.get(_NO_PICKLE) in ("1", b"1")
 
 
 def refuse_pickle(what: str) -> None:
-    """Refuse what needs pickle where the user doesn't allow it."""
+    """Raise if `what` needs pickle and the user has disabled it."""
     if _is_restricted():
         raise PayloadError(
             f"{what} needs pickle, which UNISONO_NO_PICKLE=1 refuses: send numbers, str, bytes, "
@@ -59,7 +59,7 @@ def refuse_pickle(what: str) -> None:
 
 
 class _MakePath:
-    __slots__ = ()  # as of `put_together`
+    __slots__ = ()  # as in `_PutTogether`
 
     def __call__(self, text: str) -> Path:
         return Path(text)
@@ -77,13 +77,13 @@ _GLOBALS: dict[tuple[str, str], Callable[..., Any]] = {
 
 
 class _NotPlainError(Exception):
-    """An object that isn't a plain value: `payload.pickling` knows how it travels."""
+    """An object that isn't a plain value: `payload.pickling` encodes it."""
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles plain values alone, into a list of chunks."""
+    """Pickles only plain values, into a list of chunks."""
 
-    # Python's own types don't come here; `reducer_override` is asked of all others.
+    # `reducer_override` isn't called for Python's own types, but for all others.
 
     def __init__(self) -> None:
         self.chunks: list[bytes] = []
@@ -106,7 +106,7 @@ class _Pickler(pickle.Pickler):
         raise _NotPlainError(obj)
 
     def take(self) -> bytes:
-        """Return the frame of what was dumped, and be ready for the next."""
+        """Return the frame of the dumped value, and reset for the next."""
         chunks, buffers, checksum = self.chunks, self.buffers, 0
         if buffers:
             frame = _packed(b"q", [b"".join(chunks), *(buffer.raw() for buffer in buffers)])
@@ -121,7 +121,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes plain values alone."""
+    """Unpickles only plain values."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _GLOBALS:
@@ -130,9 +130,9 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} isn't a plain value")
 
 
-# To make a pickler takes as long as to use it. `pop` and `append` of a list need no lock.
+# Creating a pickler takes as long as using it. `pop` and `append` of a list need no lock.
 _idle: list[_Pickler] = []
-_LARGEST_REUSED_BYTES = 1 << 14  # the table of what a pickler has seen never gets smaller
+_LARGEST_REUSED_BYTES = 1 << 14  # a pickler's memo table never shrinks
 
 
 def _encode_int(value: int) -> bytes:
@@ -191,24 +191,24 @@ def _packed(tag: bytes, blocks: Sequence[bytes | memoryview]) -> bytes:
 
 
 def header(tensor: Tensor) -> bytes:
-    """Encode what peers must know to receive `tensor`."""
+    """Encode the header that peers need to receive `tensor`."""
     return b"h" + head_of(tensor).pack()
 
 
 def failure(reason: str) -> bytes:
-    """Encode that this rank has no value to send, and why."""
+    """Encode the reason why this rank has no value to send."""
     return b"e" + reason.encode("utf-8", "replace")
 
 
 def encode_or_reason(value: object) -> bytes:
-    """Encode a value, or the reason why that is impossible, for every rank to see."""
+    """Encode a value, or the reason why that failed, for all ranks."""
     return frame_or_reason(encode, value)
 
 
 def frame_or_reason(make: Callable[..., bytes], *args: Any) -> bytes:
-    """Return the frame that `make` makes, or the reason why it can't, for every rank to see."""
-    # Whatever is raised counts: the user's own code is called, and a rank that left here would
-    # let the others wait for it.
+    """Return the frame that `make` returns, or the reason why it failed, for all ranks."""
+    # Any exception counts: the user's own code is called, and if this rank raised here, the others
+    # would wait for it.
     try:
         return make(*args)
     except Exception as error:  # a repr, a property, a __float__ may raise anything
@@ -216,7 +216,7 @@ def frame_or_reason(make: Callable[..., bytes], *args: Any) -> bytes:
 
 
 def reason(error: Exception) -> str:
-    """Say what was raised while a value was encoded, whatever that is."""
+    """Return the text of an exception that encoding a value raised, of any class."""
     try:
         text = str(error)
     except Exception:  # its own __str__ may raise as well
@@ -224,7 +224,7 @@ def reason(error: Exception) -> str:
     return text if isinstance(error, PayloadError) else f"{type(error).__name__}: {text}"
 
 
-# What unpickling and unpacking raise; not what a device does that has no memory left.
+# Raised by unpickling and unpacking, not by a device that is out of memory.
 _DAMAGE: tuple[type[Exception], ...] = (
     *(LookupError, TypeError, ValueError, EOFError, AttributeError, RecursionError, ImportError),
     *(struct.error, pickle.UnpicklingError),
@@ -286,7 +286,7 @@ def _buffered_of(blob: bytes, device: torch.device) -> Any:
 
 def _object_of(blob: bytes, device: torch.device) -> Any:
     refuse_pickle("an object that came")
-    # Not bytes: an array that could be written to stays so.
+    # Not bytes: an array that was writable stays so.
     copies = [bytearray(block) for block in _blocks(blob)]
     return importlib.import_module("unisono.payload.pickling").load(copies, device)
 

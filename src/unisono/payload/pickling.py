@@ -1,4 +1,4 @@
-"""Objects as pickles whose large buffers stay outside: loaded only when an object travels."""
+"""Objects as pickles with large buffers outside; imported when the first object is sent."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _is_storage_of_accelerator(value: Any) -> bool:
 
 
 class _ObjectPickler(Pickler):  # type: ignore[misc]
-    """Pickles by value what other processes can't import."""
+    """Pickles by value objects that other processes can't import."""
 
     def reducer_override(self, obj: Any) -> Any:
         """Return how pickle rebuilds an object."""
@@ -58,7 +58,7 @@ class _ObjectPickler(Pickler):  # type: ignore[misc]
         return super().reducer_override(obj)
 
 
-ObjectPickler: Any = _ObjectPickler  # to type checkers cloudpickle has no types
+ObjectPickler: Any = _ObjectPickler  # cloudpickle is untyped
 
 
 class _MessagePickler(_ObjectPickler):
@@ -87,7 +87,7 @@ def dump(value: object) -> list[bytes | memoryview]:
 
 
 def load(blocks: Sequence[bytes | bytearray | memoryview], device: torch.device) -> Any:
-    """Unpickle what `dump` gave."""
+    """Unpickle the blocks of `dump`."""
     token = home.set(device)
     try:
         return pickle.loads(blocks[0], buffers=blocks[1:])

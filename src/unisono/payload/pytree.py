@@ -1,4 +1,4 @@
-"""Take containers apart into leaves and put them together again."""
+"""Flattening of containers into leaves, and the inverse."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from unisono.errors import PayloadError
 from unisono.payload.codec import reason
 
 Tree = Any
-_LEAVES = frozenset({bool, int, float, complex, str, bytes, type(None)})  # known without a look
+_LEAVES = frozenset({bool, int, float, complex, str, bytes, type(None)})  # known without inspection
 
 
 def _children(node: Tree) -> list[tuple[str, Tree]] | None:
-    """Name the direct children of a container by its brackets; None where `node` is a leaf."""
+    """Return a container's children, each with its key in brackets; None if `node` is a leaf."""
     if isinstance(node, dict):
         return [(f"{{{key!r}}}", child) for key, child in node.items()]
     if isinstance(node, list):
@@ -30,18 +30,18 @@ def _children(node: Tree) -> list[tuple[str, Tree]] | None:
 
 
 def _is_record(node: Tree) -> bool:
-    """Return whether it is one of Python's own, such as a struct_time, whose sum means nothing."""
+    """Return whether it is a record of Python's, such as a struct_time, whose sum is undefined."""
     return hasattr(node, "n_sequence_fields") and type(node).__module__ != "torch.return_types"
 
 
 def flatten(tree: Tree) -> tuple[list[Any], list[str]]:
-    """List the leaves of nested dicts, lists, tuples, namedtuples and dataclasses."""
+    """Return the leaves of nested dicts, lists, tuples and dataclasses, and their paths."""
     leaves, paths, _ = survey(tree)
     return leaves, paths
 
 
 def survey(tree: Tree) -> tuple[list[Any], list[str], list[str]]:
-    """List the leaves and their paths as `flatten` does, and the paths of empty containers."""
+    """Return the leaves and their paths as `flatten` does, and the paths of empty containers."""
     if type(tree) in _LEAVES:
         return [tree], [""], []
     leaves: list[Any] = []
@@ -52,7 +52,7 @@ def survey(tree: Tree) -> tuple[list[Any], list[str], list[str]]:
 
 
 def _visit(node: Tree, path: str, leaves: list[Any], paths: list[str], empty: list[str]) -> None:
-    # Not a closure: one that calls itself is a cycle, which the collector would have to find.
+    # Not a closure: a recursive one is a reference cycle, left to the garbage collector.
     children = _children(node)
     if children is None:
         leaves.append(node)
@@ -70,7 +70,7 @@ def _visit(node: Tree, path: str, leaves: list[Any], paths: list[str], empty: li
 
 
 def unflatten(tree: Tree, leaves: list[Any]) -> Tree:
-    """Build a container of the shape of `tree` out of other leaves."""
+    """Build a container with the structure of `tree` from other leaves."""
     return leaves[0] if type(tree) in _LEAVES else _build(tree, iter(leaves))
 
 
@@ -101,9 +101,9 @@ def like(node: Tree, made: Any) -> Tree:
     if isinstance(node, tuple):
         make: Any = getattr(node, "_make", type(node))  # of a namedtuple
         return make(made)
-    new: Any = copy(node)  # its own copy() may make a plain dict
+    new: Any = copy(node)  # its copy() may return a plain dict
     if isinstance(node, dict):
-        for key, item in made.items():  # the update() of a Counter adds
+        for key, item in made.items():  # a Counter's update() adds
             new[key] = item
     else:
         new[:] = made
@@ -111,7 +111,7 @@ def like(node: Tree, made: Any) -> Tree:
 
 
 def mapped(node: Tree, change: Callable[[Any], Any]) -> Tree:
-    """Return a dict, list or tuple with changed items; the same one if no item has changed."""
+    """Return a dict, list or tuple with changed items; the same object if no item has changed."""
     if isinstance(node, dict):
         made = {key: change(item) for key, item in node.items()}
         return like(node, made) if any(made[key] is not node[key] for key in made) else node

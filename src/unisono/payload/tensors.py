@@ -1,4 +1,4 @@
-"""Tensors as headers and bytes, and back, without numpy."""
+"""Conversion between tensors and headers with bytes, without numpy."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _DTYPE_OF = {
 }
 _CODE_OF = {dtype: code for code, dtype in _DTYPE_OF.items()}
 _HEAD = struct.Struct("<BBB")
-_SHORT_BYTES = 2048  # copied twice sooner than shown once
-_LARGEST_BYTES = 2**47  # what one process can address
+_SHORT_BYTES = 2048  # copying twice is faster than a memoryview
+_LARGEST_BYTES = 2**47  # the address space of a process
 device: ContextVar[torch.device] = ContextVar("device")
-"""Where tensors of accelerators are put: pickle has no argument for it."""
+"""Device for tensors of accelerators: pickle has no argument for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """What peers know of a tensor before it travels."""
+    """Facts of a tensor that peers need before they receive it."""
 
     # Its bytes are ``<BBB`` (dtype, flags, number of dimensions), then ``<q`` for each dimension.
     # The flags: 1 it is on an accelerator, 2 it is an ``nn.Parameter``, 4 that requires grad.
@@ -44,22 +44,22 @@ class TensorHeader:
     shape: tuple[int, ...]
     on_accelerator: bool
     parameter: bool | None = None
-    """Whether it is an ``nn.Parameter`` that requires grad; None for a tensor that is none."""
+    """Whether an ``nn.Parameter`` requires grad; None for any other tensor."""
 
     def pack(self) -> bytes:
-        """Return its bytes."""
+        """Return the header's bytes."""
         flags = self.on_accelerator + (0 if self.parameter is None else 2 + 4 * self.parameter)
         packed = _HEAD.pack(_CODE_OF[self.dtype], flags, len(self.shape))
         return packed + struct.pack(f"<{len(self.shape)}q", *self.shape)
 
     @classmethod
     def unpack(cls, data: memoryview | bytes, at: int = 0) -> tuple[TensorHeader, int]:
-        """Read a header and where it ends."""
+        """Read a header and the position of its end."""
         code, flags, dims = _HEAD.unpack_from(data, at)
         sizes = struct.Struct(f"<{dims}q")
         shape = sizes.unpack_from(data, at + _HEAD.size)
         dtype = _DTYPE_OF[code]
-        # Not the product of all: a size of 0 would hide others whose strides torch can't count.
+        # Not the product of all: a size of 0 would hide others whose strides overflow in torch.
         extent = math.prod(max(size, 1) for size in shape)
         most = _LARGEST_BYTES // dtype.itemsize if 0 not in shape else 2**62
         requires_grad = flags & 4 and not (dtype.is_floating_point or dtype.is_complex)
@@ -69,13 +69,13 @@ class TensorHeader:
         return cls(dtype, shape, bool(flags & 1), parameter), at + _HEAD.size + sizes.size
 
     def finish(self, tensor: Tensor) -> Tensor:
-        """Make what the sender had of a tensor that arrived."""
+        """Return a received tensor with the sender's type."""
         if self.parameter is None:
             return tensor
         return Parameter(tensor, requires_grad=self.parameter)
 
     def tensor(self, data: memoryview | bytes) -> Tensor:
-        """Make the tensor of a copy of its memory."""
+        """Create the tensor from a copy of its bytes."""
         tensor = from_bytes(data, self.dtype, self.shape)
         return self.finish(tensor.to(device.get()) if self.on_accelerator else tensor)
 
@@ -84,28 +84,28 @@ class TensorHeader:
 
 
 def head_of(tensor: Tensor) -> TensorHeader:
-    """Return what peers must know to receive `tensor`."""
+    """Return the header that peers need to receive `tensor`."""
     parameter = tensor.requires_grad if type(tensor) is Parameter else None
     return TensorHeader(tensor.dtype, tuple(tensor.shape), not tensor.is_cpu, parameter)
 
 
 def taken_apart(tensor: Tensor) -> tuple[bytes, bytes | memoryview]:
-    """Return the header of a dense tensor, and its memory on the CPU in C order."""
+    """Return the header of a dense tensor, and its bytes in C order, on the CPU."""
     data = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     is_short = data.nbytes <= _SHORT_BYTES
     return head_of(tensor).pack(), to_bytes(data) if is_short else view_bytes(data)
 
 
 def reduce_tensor(tensor: Tensor) -> tuple[Any, ...]:
-    """Return how pickle rebuilds a dense tensor; long memory is a buffer beside the pickle."""
+    """Return how pickle rebuilds a dense tensor; large memory is a buffer outside of the pickle."""
     head, data = taken_apart(tensor)
     return put_together, (head, PickleBuffer(data) if isinstance(data, memoryview) else data)
 
 
 class _PutTogether:
-    """Makes the tensor that `reduce_tensor` took apart."""
+    """Rebuilds a tensor from the arguments of `reduce_tensor`."""
 
-    # Not a function: a pickle may set attributes of what it names, and this has none.
+    # Not a function: a pickle may set attributes of its globals, and this has none.
     __slots__ = ()
 
     def __call__(self, head: bytes, data: Any) -> Tensor:
@@ -119,9 +119,9 @@ put_together: _PutTogether = _PutTogether()
 
 
 def is_dense(value: object) -> bool:
-    """Return whether `value` is a tensor that travels as plain memory."""
-    # Not those without memory of their own: a subclass whose operations are its own (DTensor,
-    # masked, fake, jagged), or what torch.func wraps, has none that could be read.
+    """Return whether `value` is a tensor that can be sent as plain memory."""
+    # Not those without memory of their own: subclasses with a `__torch_dispatch__` (DTensor,
+    # masked, fake, jagged), and wrappers of torch.func, have none that could be read.
     if not (
         isinstance(value, Tensor)
         and type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
@@ -133,17 +133,17 @@ def is_dense(value: object) -> bool:
         return False
     try:
         return not value.is_cpu or value.data_ptr() != 0 or value.numel() == 0
-    except RuntimeError:  # what torch.func wraps has no storage
+    except RuntimeError:  # wrappers of torch.func have no storage
         return False
 
 
 def is_exact(value: object) -> bool:
-    """Return whether `value` is nothing but a dense tensor; others go as objects."""
+    """Return whether `value` is exactly a dense tensor; others are sent as objects."""
     return type(value) in (Tensor, Parameter) and is_dense(value)
 
 
 def why_not_dense(tensor: Tensor) -> str:
-    """Return why a tensor doesn't travel as plain memory, and what to do."""
+    """Return why a tensor can't be sent as plain memory, and the remedy."""
     kind = type(tensor)
     if hasattr(kind, "to_local") and hasattr(kind, "full_tensor"):
         return (
@@ -168,14 +168,14 @@ def why_not_dense(tensor: Tensor) -> str:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return a dense tensor as one of torch's own class, without gradient, the same memory."""
+    """Return a detached plain `Tensor` that shares memory with `tensor`."""
     if type(tensor) is not Tensor and type(tensor) is not Parameter:
         tensor = tensor.as_subclass(Tensor)
     return tensor.detach()
 
 
 def reach_bytes(tensor: Tensor) -> int:
-    """Return the bytes from the first to the last of a tensor, 0 if two elements are one place."""
+    """Return the bytes between a tensor's ends, 0 if it is empty or has a stride of 0."""
     steps = list(zip(tensor.shape, tensor.stride(), strict=True))
     if not tensor.numel() or any(stride == 0 and size > 1 for size, stride in steps):
         return 0
@@ -183,7 +183,7 @@ def reach_bytes(tensor: Tensor) -> int:
 
 
 def view_bytes(tensor: Tensor) -> memoryview:
-    """Show the memory of a tensor."""
+    """Return a view of a tensor's bytes."""
     size = tensor.numel() * tensor.element_size()
     if size == 0:
         return memoryview(b"")
@@ -193,7 +193,7 @@ def view_bytes(tensor: Tensor) -> memoryview:
 
 
 def to_bytes(tensor: Tensor) -> bytes:
-    """Copy the memory of a contiguous CPU tensor."""
+    """Copy the bytes of a contiguous CPU tensor."""
     size = tensor.numel() * tensor.element_size()
     return ctypes.string_at(_address(tensor), size) if size else b""
 
@@ -211,12 +211,12 @@ def _address(tensor: Tensor) -> int:
 def from_bytes(
     data: memoryview | bytes | bytearray, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> Tensor:
-    """Make a tensor of a copy of `data`."""
+    """Create a tensor from a copy of `data`."""
     if len(data) != math.prod(shape) * dtype.itemsize:
         raise PayloadError(f"{len(data)} bytes aren't a tensor of {dtype} and shape {shape}")
     try:
         tensor = torch.empty(shape, dtype=dtype, device="cpu")
-    except RuntimeError as error:  # a size of 0 hides others that torch can't take
+    except RuntimeError as error:  # a size of 0 hides others too large for torch
         raise PayloadError(
             f"a tensor of {dtype} and shape {shape} can't be made: {error}"
         ) from error
@@ -226,7 +226,7 @@ def from_bytes(
 
 
 def stack_bytes(rows: Sequence[bytes], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Make one tensor of the bytes of several, to compute with; its memory can't be resized."""
+    """Create one tensor from the bytes of several, to compute with; its memory can't be resized."""
     data = bytearray().join(rows)
     if len(data) != len(rows) * math.prod(shape) * dtype.itemsize:
         raise PayloadError(
@@ -238,5 +238,5 @@ def stack_bytes(rows: Sequence[bytes], dtype: torch.dtype, shape: tuple[int, ...
 
 
 def as_bytes_tensor(tensor: Tensor) -> Tensor:
-    """See a contiguous tensor [*shape] as uint8 [*shape, itemsize], the same memory."""
+    """Return a contiguous tensor [*shape] as uint8 [*shape, itemsize], sharing its memory."""
     return tensor.unsqueeze(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Trees as files whose tensors and arrays processes read in place."""
+"""Files of trees whose tensors and arrays are memory-mapped."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from unisono.payload.tensors import device as home
 
 
 class _TreePickler(ObjectPickler):  # type: ignore[misc]
-    """Pickles arrays of numpy as tensors, which `torch.save` lays beside the pickle."""
+    """Pickles numpy arrays as tensors, which `torch.save` stores outside of the pickle."""
 
     def reducer_override(self, obj: Any) -> Any:
-        numpy: Any = sys.modules.get("numpy")  # which nobody needs to have
+        numpy: Any = sys.modules.get("numpy")  # numpy is optional
         if numpy is None or type(obj) is not numpy.ndarray or obj.dtype.hasobject or not obj.nbytes:
             return super().reducer_override(obj)
         whole = obj if obj.flags.forc else obj.copy()
         memory: Any = (ctypes.c_char * whole.nbytes).from_address(whole.ctypes.data)
         memory.owner = whole
-        try:  # its own type, or torch wouldn't save a tensor over the same memory
+        try:  # its own dtype, or torch wouldn't save a tensor over the same memory
             dtype = torch.from_numpy(numpy.empty(0, obj.dtype)).dtype
-        except (TypeError, ValueError):  # torch has no such type, or not in this order of bytes
+        except (TypeError, ValueError):  # torch has no such dtype, or not in this byte order
             dtype = torch.uint8
         order = "C" if whole.flags.c_contiguous else "F"
         return _array, (torch.frombuffer(memory, dtype=dtype), obj.dtype, obj.shape, order)
@@ -54,7 +54,7 @@ def save(tree: object, path: str) -> None:
 
 @torch.inference_mode(False)
 def load(path: str, device: torch.device) -> Any:
-    """Map a file that `save` wrote: what is written to its tensors stays in this process."""
+    """Load a file of `save`, memory-mapped copy-on-write: changes stay in this process."""
 
     def place(storage: Any, location: str) -> Any:
         if location == "cpu":
