@@ -1,1 +1,1 @@
-"""The contract of a computation model, and what it is stated in."""
+"""Contract of a computation model, and the types that it uses."""

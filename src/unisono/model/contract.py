@@ -1,4 +1,4 @@
-"""The contract of a computation model: few required members, the rest derived from them.
+"""Contract of a computation model: few required members, all others derived from them.
 
 The derived defaults are correct and slow. They are also the specification: a model that overrides
 one is compared with it, for every operation, dtype, root and group, by the conformance laws.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ("COMMON_DTYPES", "ComputationModel")
 
 
-# What nearly every library's collectives carry.
+# Supported by the collectives of nearly every library.
 COMMON_DTYPES: frozenset[torch.dtype] = frozenset(
     {
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -34,50 +34,50 @@ COMMON_DTYPES: frozenset[torch.dtype] = frozenset(
 
 
 class ComputationModel(ABC):
-    """One way for replicas to know each other and to communicate.
+    """Base class of a way in which replicas communicate.
 
-    An instance is one live context as one replica sees it. Tensors reach it contiguous, on
-    `transport_device`, with a dtype out of `dtypes`, without gradient; it may overwrite those
-    that it is given and may return them, for the facade hands over memory that nobody else reads.
+    An instance is one live context of one replica. Tensors passed to it are contiguous, on
+    `transport_device`, with a dtype of `dtypes`, without gradient; it may overwrite and return
+    its arguments, as nothing else reads that memory.
     `group` is None for all ranks, else a group that this replica is a member of.
     """
 
     name: ClassVar[str]
     """The model's name, such as ``"native-dist"``."""
     backends: ClassVar[tuple[str, ...]]
-    """The backends that belong to it, best first; asked again at every use."""
+    """Its backends, best first; read again at every use."""
     capabilities: ClassVar[frozenset[str]] = frozenset()
-    """What it can beyond the derived members: ``"groups"``, ``"send_recv"``, ``"launch"``."""
+    """Its features beyond the derived members: ``"groups"``, ``"send_recv"``, ``"launch"``."""
     dtypes: frozenset[torch.dtype]
-    """What its collectives carry; every other dtype is emulated by one of these."""
+    """Dtypes that its collectives support; every other dtype is emulated with one of these."""
     options: ClassVar[frozenset[str]] = frozenset({"timeout"})
-    """Keywords that `initialize` and its launcher take; any other is refused at once."""
+    """Keywords that `initialize` and its launcher take; any other raises at once."""
     replicas_are_threads: ClassVar[bool] = False
-    """Whether its replicas are threads, which no launcher of processes makes."""
+    """Whether its replicas are threads, so that no launcher of processes starts them."""
     launcher: ClassVar[str] = "processes"
-    """Name of what makes its replicas, unless the user names a launcher or it can ``"launch"``."""
+    """Default launcher of its replicas, unless it can ``"launch"`` them."""
 
     @classmethod
     @abstractmethod
     def from_context(cls, hint: ContextHint) -> Self | None:
-        """Adopt a live context that somebody else made, or return None.
+        """Adopt a live context that was created outside unisono; return None if there is none.
 
-        It must not communicate: asked on one rank alone it returns at once.
+        It must not communicate: called on one rank alone it returns at once.
 
         Args:
-            hint: what the user and the environment say of the local rank.
+            hint: facts of the local rank, from the user and the environment.
         """
 
     @classmethod
     @abstractmethod
     def initialize(cls, backend: str, info: RankInfo, **options: Any) -> Self:
-        """Make a context.
+        """Create a context.
 
         Collective over all ranks of `info`.
 
         Args:
             backend: one of `backends`.
-            info: who this replica is, and where the rendezvous is.
+            info: this replica's rank, and the address of the rendezvous.
             options: those named in the class's `options`; ``timeout`` is a timedelta.
 
         Raises:
@@ -87,16 +87,16 @@ class ComputationModel(ABC):
 
     @abstractmethod
     def finalize(self) -> None:
-        """Destroy what `initialize` made; let go of what `from_context` adopted.
+        """Destroy a context that `initialize` created; release one that `from_context` adopted.
 
-        Collective over all ranks where the library's own end is; a context that the user has
-        already destroyed isn't an error.
+        Collective over all ranks if the library's own shutdown is; a context that the user has
+        already destroyed is not an error.
         """
 
     @property
     @abstractmethod
     def topology(self) -> Topology:
-        """Where this replica stands."""
+        """Ranks and nodes, and this replica's position."""
 
     @property
     @abstractmethod
@@ -105,7 +105,7 @@ class ComputationModel(ABC):
 
     @property
     def transport_device(self) -> torch.device:
-        """The device that the collectives take tensors on."""
+        """The device of tensors that the collectives take."""
         return self.device
 
     @abstractmethod
@@ -119,17 +119,17 @@ class ComputationModel(ABC):
             group: the ranks that take part.
 
         Returns:
-            [n, *shape] in the order of ranks, same dtype and device.
+            [n, *shape] in rank order, same dtype and device.
 
         Raises:
-            CollectiveError: a peer failed or didn't come.
+            CollectiveError: a peer failed or timed out.
         """
 
-    # What a model may say of itself
+    # Optional facts and lifecycle
 
     @classmethod
     def why_unavailable(cls, backend: str) -> str | None:
-        """Return why `backend` can't be used here and what to do, or None if it can."""
+        """Return why `backend` can't be used here, with the remedy, or None if it can."""
         return None
 
     @property
@@ -138,17 +138,17 @@ class ComputationModel(ABC):
         return self.backends[0]
 
     def abort(self) -> None:
-        """Leave the context without waiting for other ranks, after a failure."""
+        """Close the context without waiting for other ranks, after a failure."""
         return
 
     def is_alive(self) -> bool:
-        """Return whether this is still the context that it was; called before each use."""
+        """Return whether this context still exists unchanged; called before each use."""
         return True
 
     # Derived collectives
 
     def exchange(self, blob: bytes, group: Group | None = None) -> list[bytes]:
-        """Gather the bytes of every rank on every rank: the control plane's one primitive.
+        """Gather the bytes of every rank on every rank: the only primitive of the control plane.
 
         Collective over `group`.
 
@@ -157,10 +157,10 @@ class ComputationModel(ABC):
             group: the ranks that take part.
 
         Returns:
-            The blobs in the order of ranks.
+            The blobs in rank order.
 
         Raises:
-            CollectiveError: a peer failed or didn't come.
+            CollectiveError: a peer failed or timed out.
         """
         return fallback.exchange(self, blob, group)
 
@@ -168,7 +168,7 @@ class ComputationModel(ABC):
         """Reduce [*shape] of all ranks to one [*shape] on every rank.
 
         Collective over `group`. `op` is never AVERAGE, and for floats SUM or PRODUCT: the facade
-        makes the others of these and of integers.
+        derives the others from these and from integers.
         """
         return fold_tensors(op, self.all_gather(tensor, group))
 
@@ -182,14 +182,14 @@ class ComputationModel(ABC):
     def reduce(
         self, tensor: Tensor, dst: int, op: ReduceOp, group: Group | None = None
     ) -> Tensor | None:
-        """Reduce [*shape] to global rank `dst`; the others get None. Collective over `group`."""
+        """Reduce [*shape] to global rank `dst`; others return None. Collective over `group`."""
         total = self.all_reduce(tensor, op, group)
         return total if self.topology.rank == dst else None
 
     def scatter(
         self, rows: Tensor | None, into: Tensor, src: int, group: Group | None = None
     ) -> Tensor:
-        """Send each rank its row of `rows`, [n, *shape], which only `src` has.
+        """Send each rank its row of `rows`, [n, *shape], which is None except on `src`.
 
         Collective over `group`. `into` is [*shape], memory for the row.
         """
@@ -198,11 +198,11 @@ class ComputationModel(ABC):
         return self.broadcast(rows, src, group)[self.topology.position(group)]
 
     def reduce_scatter(self, rows: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
-        """Reduce [n, *shape] of all ranks; each gets its row, [*shape]. Collective over `group`."""
+        """Reduce [n, *shape] of all ranks and return this rank's row. Collective over `group`."""
         return self.all_reduce(rows, op, group)[self.topology.position(group)]
 
     def all_to_all(self, rows: Tensor, group: Group | None = None) -> Tensor:
-        """Send row i of [n, *shape] to the i-th rank; row i comes from there.
+        """Send row i of [n, *shape] to the i-th rank; row i of the result is from there.
 
         Collective over `group`.
         """
@@ -218,28 +218,28 @@ class ComputationModel(ABC):
         raise UnsupportedOperation(self.name, "send", "use a collective such as broadcast")
 
     def recv(self, into: Tensor, src: int, group: Group | None = None) -> Tensor:
-        """Receive what global rank `src` sends, of the shape and dtype of `into`.
+        """Receive a tensor from global rank `src`, of the shape and dtype of `into`.
 
         Collective over the two ranks.
         """
         raise UnsupportedOperation(self.name, "recv", "use a collective such as broadcast")
 
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
-        """Make a group of global ranks in ascending order. Capability ``"groups"``.
+        """Create a group of global ranks in ascending order. Capability ``"groups"``.
 
         Collective at creation, over all ranks.
         """
         raise UnsupportedOperation(self.name, "groups", "call without `group`")
 
     def adopt_group(self, handle: object) -> Group | None:
-        """Wrap a group object of the model's own library, or None if it is none."""
+        """Wrap a group object of the model's own library; return None for any other object."""
         return None
 
     def start_all_reduce(
         self, tensor: Tensor, op: ReduceOp, group: Group | None = None
     ) -> Handle[Tensor] | None:
-        """Start `all_reduce` without waiting, or return None where the library has no such way.
+        """Start `all_reduce` without waiting, or return None if the library has no such call.
 
-        Collective over `group`. After None `all_reduce` is run in the background.
+        Collective over `group`. If None, `all_reduce` is run in the background.
         """
         return None

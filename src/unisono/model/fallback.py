@@ -1,4 +1,4 @@
-"""The exchange that any model gets for free, over its own all_gather of uint8 tensors.
+"""Default exchange of any model, over its own all_gather of uint8 tensors.
 
 Each blob goes in one frame of fixed size: its length as 8 bytes little-endian, then its first
 bytes. Blobs that fit need one round. The frame's size never varies, so XLA compiles it once.
@@ -25,9 +25,9 @@ __tracebackhide__ = hides
 
 FRAME_BYTES = 256
 INLINE_TENSOR_BYTES = 128
-"""The longest tensor that fits into a frame together with what is said of it and of the call."""
+"""The largest tensor that fits into a frame together with its header and that of the call."""
 _LENGTH = struct.Struct("<Q")
-_LARGEST_BYTES = 2**47  # what one process can address
+_LARGEST_BYTES = 2**47  # the address space of a process
 _INLINE_BYTES = FRAME_BYTES - _LENGTH.size
 
 
@@ -48,7 +48,7 @@ def inline_part(frame: bytes) -> bytes | None:
 
 
 def at_least_one(size_bytes: int) -> int:
-    """Round a size up where that needs no more than not to be empty."""
+    """Round a size up to at least 1, so that no tensor is empty."""
     return max(size_bytes, 1)
 
 
@@ -58,7 +58,7 @@ def exchange(
     group: Group | None,
     bucket: Callable[[int], int] = at_least_one,
 ) -> list[bytes]:
-    """Give every rank the blob of every rank, in one round or two. Collective over `group`."""
+    """Return every rank's blob, in one round or two. Collective over `group`."""
     rows = model.all_gather(_tensor(model, as_frame(blob)), group).cpu()
     frames = [to_bytes(row) for row in rows]
     sizes = [length_of(frame) for frame in frames]
@@ -75,7 +75,7 @@ def exchange_bodies(
     group: Group | None,
     bucket: Callable[[int], int] = at_least_one,
 ) -> list[bytes]:
-    """Exchange blobs whose sizes every rank knows already. Collective over `group`."""
+    """Exchange blobs whose sizes every rank already knows. Collective over `group`."""
     if max(sizes) > _LARGEST_BYTES:
         raise CollectiveError(f"blobs of {sizes} bytes were announced: some rank sent what is none")
     width = bucket(max(sizes))
@@ -92,7 +92,7 @@ def _one_by_one(
     group: Group | None,
     bucket: Callable[[int], int],
 ) -> list[bytes]:
-    """Send each rank's blob by itself where padding all to the longest would cost more."""
+    """Send each rank's blob separately where padding all to the longest would cost more."""
     blobs = []
     for rank, size in zip(model.topology.members(group), sizes, strict=True):
         if size == 0:

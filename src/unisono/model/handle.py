@@ -1,4 +1,4 @@
-"""Handles of operations under way, and the thread that carries those without a better one."""
+"""Handles of pending operations, and the thread that runs those without a native one."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from unisono.errors import ContextError, UnisonoError
 __all__ = ("BACKGROUND", "Background", "Handle", "Outcome", "joined")
 
 BACKGROUND = "unisono-background"
-"""What the names of threads begin with that carry operations under way."""
+"""Prefix of the names of threads that run pending operations."""
 T = TypeVar("T")
 U = TypeVar("U")
 
 
 class Outcome(Generic[T]):
-    """What came of a call: its value, or its error."""
+    """The value or the error of a call."""
 
-    # As `concurrent.futures.Future`, whose lock an exception out of nowhere (Ctrl-C, an alarm) may
-    # leave taken; here the waiting is the interpreter's own.
+    # As `concurrent.futures.Future`, whose lock an asynchronous exception (Ctrl-C, an alarm) may
+    # leave locked; here the interpreter itself waits.
 
     __slots__ = ("_error", "_gate", "_value", "is_known")
 
@@ -37,7 +37,7 @@ class Outcome(Generic[T]):
     def of(
         self, call: Callable[[], T], is_own: Callable[[BaseException], bool] = lambda _: True
     ) -> None:
-        """Run a call, and give its outcome to those that wait."""
+        """Run a call, record its value or error, and wake the waiting threads."""
         try:
             self._value = call()
         except BaseException as error:
@@ -49,7 +49,7 @@ class Outcome(Generic[T]):
 
     @classmethod
     def in_thread(cls, call: Callable[[], T], name: str) -> tuple[Outcome[T], threading.Thread]:
-        """Run a call in a daemon thread; give its outcome, and the thread."""
+        """Run a call in a daemon thread; return its outcome, and the thread."""
         outcome: Outcome[T] = Outcome()
         thread = threading.Thread(target=outcome.of, args=(call,), name=name, daemon=True)
         thread.start()
@@ -66,11 +66,11 @@ class Outcome(Generic[T]):
 
 
 class Handle(Generic[T]):
-    """An operation under way.
+    """A pending operation.
 
     Args:
-        wait: blocks until the operation is done; gives its value or raises its error. Called again
-            where something else was raised out of it, such as a KeyboardInterrupt.
+        wait: blocks until the operation is done; returns its value or raises its error. Called
+            again after an interruption by another exception, such as a KeyboardInterrupt.
         is_completed: whether `wait` would return at once.
     """
 
@@ -87,19 +87,19 @@ class Handle(Generic[T]):
     def wait(self) -> T:
         """Wait for the operation.
 
-        The collective part was started when the handle was made. Where the wait is
-        interrupted, as by Ctrl-C, the operation goes on, and may be waited for again.
+        The collective part was started when the handle was created. If the wait is
+        interrupted, as by Ctrl-C, the operation continues, and `wait` can be called again.
 
         Returns:
-            What the blocking form would have returned; the same object at every call.
+            The value that the blocking call would have returned; the same object on every call.
 
         Raises:
-            UnisonoError: whatever the blocking form would have raised, at every call.
+            UnisonoError: as the blocking call, on every call.
             ContextError: this process is a fork of the one that started the operation.
         """
         self._check_process()
         if not self._outcome.is_known:
-            with self._turn:  # a second thread goes on where the first was interrupted
+            with self._turn:  # a second thread continues after an interrupted one
                 if self._wait is not None and not self._outcome.is_known:
                     self._waits = True
                     try:
@@ -110,7 +110,7 @@ class Handle(Generic[T]):
         return self._outcome.wait()
 
     def _is_own(self, error: BaseException) -> bool:
-        """Tell the operation's own error from one that came into the wait: Ctrl-C, an alarm."""
+        """Return whether an error is the operation's own, and not an interrupt of the wait."""
         if isinstance(error, UnisonoError):
             return True
         return isinstance(error, Exception) and self._is_completed()
@@ -128,7 +128,7 @@ class Handle(Generic[T]):
         return self._outcome.is_known or (not self._waits and self._is_completed())
 
     def _check_process(self) -> None:
-        """Refuse a fork, in which nobody carries the operation on: it would wait forever."""
+        """Raise in a fork, where no thread completes the operation: it would wait forever."""
         if not self._outcome.is_known and self._pid != os.getpid():
             raise ContextError(
                 f"this process is a fork of process {self._pid}, which started the operation and "
@@ -139,10 +139,10 @@ class Handle(Generic[T]):
         """Return a handle whose value is `finish` of this one's.
 
         Args:
-            finish: called once, in the thread that waits.
+            finish: called once, in the waiting thread.
 
         Returns:
-            A new handle; wait for that one only.
+            A new handle; wait only for that one.
         """
         return Handle(lambda: finish(self.wait()), self.is_completed)
 
@@ -151,7 +151,7 @@ _Calls = SimpleQueue["tuple[Outcome[Any], Callable[[], Any]] | None"]
 
 
 def joined(outer: Handle[Handle[T]]) -> Handle[T]:
-    """Make one handle of an operation that is started by another one."""
+    """Return one handle for an operation that another one starts."""
 
     def is_completed() -> bool:
         if not outer.is_completed():
@@ -165,11 +165,11 @@ def joined(outer: Handle[Handle[T]]) -> Handle[T]:
 
 
 class Background:
-    """One thread that runs calls in the order in which they were given."""
+    """Thread that runs calls in the order of submission."""
 
     # A model's collectives must start in the same order on every rank, so there is one thread for
     # each context; a call that uses the model directly waits for `settle` first. The thread ends
-    # when nobody has this object any more and all calls are done.
+    # after the last call once nothing refers to this object.
 
     def __init__(self, name: str) -> None:
         self._calls: _Calls = SimpleQueue()
@@ -180,8 +180,8 @@ class Background:
 
     def submit(self, call: Callable[[], T]) -> Handle[T]:
         """Queue a call."""
-        # One that a queued call makes is part of it, and runs at once: at the end of the queue
-        # its place among the others would differ from rank to rank.
+        # A call submitted by a queued call is part of it, and runs at once: at the end of the queue
+        # its position among the others would differ between ranks.
         outcome: Outcome[T] = Outcome()
         if self._is_own_thread():
             outcome.of(call)
@@ -191,8 +191,8 @@ class Background:
         return Handle(outcome.wait, lambda: outcome.is_known)
 
     def settle(self) -> None:
-        """Wait until everything that was queued is done; errors stay with their handles."""
-        # A queued call waits for nothing: what was queued before it is done.
+        """Wait until all queued calls are done; their handles raise the errors."""
+        # A queued call doesn't wait: all earlier ones are done.
         last = self._last
         if last is None or self._is_own_thread():
             return

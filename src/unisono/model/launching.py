@@ -1,4 +1,4 @@
-"""Optional hooks of ``spawn``: how the replicas of a model come to exist."""
+"""Optional hooks of ``spawn`` that start a model's replicas."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ T = TypeVar("T")
 
 
 class LaunchHooks:
-    """What ``spawn`` asks of a model's class that inherits it, beside the contract."""
+    """Hooks that ``spawn`` calls on a model's class, beside the contract."""
 
     @classmethod
     def worker_environ(cls, plan: LaunchPlan) -> dict[str, str]:
-        """List variables that worker processes get unless the user has set them."""
+        """Return variables that worker processes inherit unless the user has set them."""
         return {}
 
     @classmethod
@@ -30,11 +30,11 @@ class LaunchHooks:
 
         Args:
             entry: called once in each replica with its model.
-            plan: how many replicas.
+            plan: the number of replicas.
             options: those named in the class's `options`.
 
         Returns:
-            What `entry` returned, by rank.
+            The results of `entry`, by rank.
 
         Raises:
             WorkerFailedError: a replica failed.
@@ -43,5 +43,5 @@ class LaunchHooks:
 
 
 def launch_hooks_of(cls: type[ComputationModel]) -> type[LaunchHooks]:
-    """Return the hooks of a model's class, or the defaults where it brings none."""
+    """Return the hooks of a model's class, or the defaults if it has none."""
     return cls if issubclass(cls, LaunchHooks) else LaunchHooks

@@ -1,4 +1,4 @@
-"""Reduction operations, and the one definition of what each does to tensors and to numbers."""
+"""Reduction operations, and their single definition for tensors and numbers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Number = bool | int | float | complex
 
 
 class ReduceOp(enum.Enum):
-    """How values of several ranks become one."""
+    """Operation that reduces the values of several ranks to one."""
 
     SUM = "SUM"
     AVERAGE = "AVERAGE"
@@ -48,7 +48,7 @@ class ReduceOp(enum.Enum):
 
     @property
     def is_bitwise(self) -> bool:
-        """Whether it works on bits, so on integers and bool alone."""
+        """Whether it works on bits, so only on integers and bool."""
         return self in _BITWISE
 
 
@@ -73,13 +73,13 @@ _Fold: TypeAlias = Literal[
     ReduceOp.AND, ReduceOp.OR, ReduceOp.XOR,
 ]  # fmt: skip
 FoldLike: TypeAlias = "_FoldName | _Fold"
-"""An `op=` that a type checker knows to be no mean: integers stay integers."""
+"""Values of `op=` that are never a mean to a type checker: integers stay integers."""
 OpLike: TypeAlias = "_FoldName | _MeanName | ReduceOp | dist.ReduceOp | dist.ReduceOp.RedOpType"
-"""What `op=` takes: a name, a ReduceOp, or one of ``torch.distributed.ReduceOp``."""
+"""Values of `op=`: a name, a ReduceOp, or one of ``torch.distributed.ReduceOp``."""
 
 
 def parse_op(op: OpLike | str) -> ReduceOp:
-    """Find the reduction of a name, in any case, or of an operation of torch."""
+    """Return the reduction for a name, in any case, or for an operation of torch."""
     found = _BY_NAME.get(op) if isinstance(op, str) else op
     if isinstance(found, ReduceOp):
         return found
@@ -93,7 +93,7 @@ def parse_op(op: OpLike | str) -> ReduceOp:
 
 
 def _name_in_torch(op: object) -> str:
-    """Name an operation of torch.distributed; empty for anything else."""
+    """Return the name of an operation of torch.distributed; empty for any other object."""
     if not dist.is_available():
         return ""
     known: dict[str, object] = dict(dist.ReduceOp.RedOpType.__members__)
@@ -111,20 +111,19 @@ TENSOR_STEPS: dict[ReduceOp, Callable[..., Tensor]] = {
     ReduceOp.OR: torch.bitwise_or,
     ReduceOp.XOR: torch.bitwise_xor,
 }
-"""How two tensors become one; each takes ``out=``. AVERAGE isn't there: see `mean_factors`."""
+"""Function that reduces two tensors; each takes ``out=``. For AVERAGE see `mean_factors`."""
 
 
 def mean_factors(size: int) -> tuple[float, float]:
-    """Give what to multiply by before a sum of `size`, and to divide by after it, for the mean."""
-    # A sum of floats that is divided last overflows where their mean doesn't. The first factor
-    # is a power of two, so that nothing is rounded but what is smaller than the dtype's normal
-    # numbers.
+    """Return the factor before a sum of `size` terms, and the divisor after it, for their mean."""
+    # Dividing only after the sum would overflow where the mean doesn't. The first factor is a
+    # power of two, so that only numbers below the dtype's normal ones are rounded.
     before = 2.0 ** -(size - 1).bit_length()
     return before, size * before
 
 
 def fold_tensors(op: ReduceOp, parts: Sequence[Tensor] | Tensor) -> Tensor:
-    """Reduce tensors of equal shape in the order given: what every model must compute."""
+    """Reduce tensors of equal shape in the order given, as every model must."""
     step = TENSOR_STEPS[op]
     first, *rest = parts
     total = first.clone()
@@ -169,7 +168,7 @@ def fold_numbers(op: ReduceOp, values: Sequence[Number]) -> Number:
 
 
 def sum_numbers_exactly(values: Sequence[Any]) -> Number:
-    """Sum python numbers as if there were room for every digit, and round once."""
+    """Sum python numbers without rounding, then round once."""
     kinds = {type(value) for value in values}
     if kinds <= {bool, int}:
         return fold_numbers(ReduceOp.SUM, values)
@@ -182,7 +181,7 @@ def sum_numbers_exactly(values: Sequence[Any]) -> Number:
 def _float_sum(values: Sequence[float]) -> float:
     special = [value for value in values if not math.isfinite(value)]
     if any(map(math.isnan, special)) or len(set(special)) > 1:
-        return math.nan  # the same one always: which of them a sum of them gives depends on order
+        return math.nan  # always the same NaN: in a sum it would depend on the order
     if special:
         return float(special[0])
     if all(value == 0 and math.copysign(1, value) < 0 for value in values):
@@ -202,7 +201,7 @@ def _mean(values: Sequence[Any]) -> Number:
     total, count = reduce(add, values), len(values)
     if not math.isinf(total) or any(math.isinf(value) for value in values):
         return total / count  # type: ignore[no-any-return]
-    scale = 0.5 ** (count - 1).bit_length()  # exact, and what underflows is nothing beside the rest
+    scale = 0.5 ** (count - 1).bit_length()  # exact; an underflow is negligible beside the rest
     return reduce(add, [value * scale for value in values]) / (count * scale)  # type: ignore[no-any-return]
 
 
@@ -213,7 +212,7 @@ def _fold_bools(op: ReduceOp, values: Sequence[Number]) -> bool:
 
 
 def _extreme(op: ReduceOp, values: Sequence[Any]) -> Number:
-    """Give the least or greatest; NaN wins and -0.0 is below 0.0, as where tensors are reduced."""
+    """Return the least or greatest; NaN wins and -0.0 is below 0.0, as in tensors."""
     for value in values:
         if value != value:
             return float("nan")
@@ -233,7 +232,7 @@ def is_order_of_floats(tensor: Tensor, op: ReduceOp) -> bool:
 
 
 def as_ordered_ints(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Turn floats into integers of the same order, where NaN is the extreme that wins."""
+    """Convert floats to integers of the same order, with NaN as the winning extreme."""
     bits = torch.int64 if tensor.dtype is torch.float64 else torch.int32
     magnitude = torch.iinfo(bits).max
     nan = torch.iinfo(bits).min if op is ReduceOp.MIN else magnitude

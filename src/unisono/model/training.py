@@ -16,24 +16,24 @@ __all__ = ("TrainingHooks", "hooks_of")
 
 
 class TrainingHooks:
-    """What ``training`` asks of a model that inherits it, beside the contract."""
+    """Hooks that ``training`` calls on a model that inherits it, beside the contract."""
 
     device: Any
 
     def wrap_module(self, module: nn.Module, wrapper: str, **options: Any) -> nn.Module | None:
-        """Make a module train on all replicas, in the library's own way.
+        """Wrap a module so that it trains on all replicas, in the library's own way.
 
         Collective over all ranks.
 
         Args:
             module: on the model's device.
             wrapper: ``"ddp"`` or ``"fsdp"``.
-            options: what the user gave to `auto_model` for the wrapper.
+            options: the user's options to `auto_model` for the wrapper.
 
         Returns:
-            The module, wrapped or as it is, with equal parameters on all ranks; None where the
-            library has no such way: for ``"ddp"`` gradients are then averaged through the model's
-            own all_reduce.
+            The module, wrapped or as it is, with equal parameters on all ranks; None if the library
+            has no such wrapper: for ``"ddp"`` gradients are then averaged through the model's own
+            all_reduce.
         """
         return None
 
@@ -43,27 +43,27 @@ class TrainingHooks:
         """Adapt an optimizer to the library.
 
         Args:
-            optimizer: as the user made it.
-            is_averaged: whether backward averages the gradients of its parameters already.
-            options: what the user gave to `auto_optim`.
+            optimizer: the user's optimizer.
+            is_averaged: whether backward already averages the gradients of its parameters.
+            options: the user's options to `auto_optim`.
 
         Returns:
             An optimizer whose ``step`` averages the gradients itself, instead of backward; None
-            where there is nothing to adapt, and no option is known.
+            if there is nothing to adapt, and no option is known.
         """
         return None
 
     def settle_gradients(self, optimizer: Optimizer) -> Callable[[], None] | None:
-        """Average the gradients now, which ``optimizer.step`` would do next, and then doesn't.
+        """Average the gradients now instead of in ``optimizer.step``.
 
-        Collective over all ranks, where the step would be.
+        Collective over all ranks, as the step would be.
 
         Args:
-            optimizer: from `wrap_optimizer`, or made by the library's own means.
+            optimizer: from `wrap_optimizer`, or created by the library's own means.
 
         Returns:
-            What lets the step average again; it is called after a step, and at the next gradient.
-            None where the step doesn't average.
+            A function that lets the step average again, called after a step and at the next
+            gradient; None if the step doesn't average.
         """
         return None
 
@@ -88,5 +88,5 @@ class _Defaults(TrainingHooks):
 
 
 def hooks_of(model: ComputationModel) -> TrainingHooks:
-    """Return the hooks of a model, or the defaults where it brings none."""
+    """Return the hooks of a model, or the defaults if it has none."""
     return model if isinstance(model, TrainingHooks) else _Defaults(model.device)
