@@ -1,1 +1,1 @@
-"""The built-in computation models; each is reached by its name in the registry's table only."""
+"""Built-in computation models, imported only by name from the registry's table."""

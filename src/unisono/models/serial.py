@@ -1,4 +1,4 @@
-"""One replica alone: the world of size 1, with the semantics of any other size."""
+"""Model of a single replica: world size 1, with the semantics of any other size."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T")
-# What other models take, so that a program runs alone as it runs on many ranks.
+# Options of other models, accepted so that a program runs alone as it runs on many ranks.
 _GROUP_OPTIONS = ("timeout", "backend", "pg_options", "group_desc", "use_local_synchronization")
 _ALONE = Topology(rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, nnodes=1)
 
 
 class SerialModel(ComputationModel, LaunchHooks):
-    """What is active when no context is."""
+    """The default model, active while no context exists."""
 
     name: ClassVar[str] = "serial"
     backends: ClassVar[tuple[str, ...]] = ("serial",)
@@ -86,7 +86,7 @@ class SerialModel(ComputationModel, LaunchHooks):
 
 
 class ChildOfRank(SerialModel):
-    """The facts of the rank that made this process, as a DataLoader makes its workers."""
+    """Facts of the rank that started this process, such as a DataLoader's worker."""
 
     def __init__(self, topology: Topology, name: str, backend: str, device: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How replicas that are threads of one process exchange what they bring to a collective."""
+"""Exchange of items between replicas that are threads of one process."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from unisono.tracebacks import hides
 __tracebackhide__ = hides
 
 T = TypeVar("T")
-_Round = dict[int, tuple[str, Any]]  # the call and the item of each rank that has come
+_Round = dict[int, tuple[str, Any]]  # each arrived rank's call and item
 
 
 class ThreadExchange:
-    """Rounds in which the replicas of one job, threads of this process, swap items."""
+    """Rounds in which the replicas of one job, threads of this process, exchange items."""
 
-    # A rank that has left is named at once, a late one when the time is over.
+    # A rank that has left is reported at once, a late one at the timeout.
 
-    # A round of a group, as one of its ranks sees it:
-    #   open, from the first rank that comes --all have come--> complete: take all items
-    #   open --a missing rank has left, the job has failed, the time is over--> withdraw, raise
-    # A rank that comes joins the oldest open round that it isn't in.
+    # Protocol of a round of a group, as seen by one of its ranks:
+    #   open, from the first rank that arrives --all have arrived--> complete: return all items
+    #   open --a missing rank has left, the job has failed, timeout--> withdraw, raise
+    # A rank that arrives joins the oldest open round that it isn't in.
 
     def __init__(self, warn_after_s: float = math.inf) -> None:
         self.warn_after_s: float = warn_after_s
         self._condition = Condition()
         self._open: dict[Hashable, list[_Round]] = {}
-        # How often each rank has joined; one that has left the n-th time may come back.
+        # How often each rank has joined; one that has left the n-th time may join again.
         self._joined: dict[int, int] = {}
         self._left: dict[int, tuple[int, str]] = {}
 
     def join(self, rank: int) -> None:
-        """Come, or come back after `leave`."""
+        """Register a rank, also again after `leave`."""
         with self._condition.lock:
             self._joined[rank] = self._joined.get(rank, 0) + 1
 
     def leave(self, rank: int, why: str) -> None:
-        """Tell every rank that waits for `rank`, or will, that it won't come."""
+        """Mark `rank` as gone: ranks that wait for it, now or later, raise."""
         with self._condition.lock:
             self._leave(rank, why)
 
@@ -57,7 +57,7 @@ class ThreadExchange:
         self._condition.notify_all()
 
     def has_left(self, rank: int) -> bool:
-        """Return whether `rank` has left and not come back."""
+        """Return whether `rank` has left and not joined again."""
         return self._is_gone(rank, self._joined.get(rank, 0))
 
     def _is_gone(self, rank: int, visit: int) -> bool:
@@ -72,7 +72,7 @@ class ThreadExchange:
         item: T,
         timeout_s: float | None,
     ) -> list[T]:
-        """Bring an item and take everybody's. Collective over `ranks`."""
+        """Submit an item and return the items of all ranks. Collective over `ranks`."""
         with self._condition.lock:
             self._check(rank, f"came to {call}")
             entries = self._round_of(group, rank)
@@ -109,7 +109,7 @@ class ThreadExchange:
         call: str,
         timeout_s: float | None,
     ) -> None:
-        """Wait until no rank is missing; a rank that gives up leaves `entries`."""
+        """Wait until no rank is missing; on failure withdraw from `entries`."""
         given_s = limit_of(timeout_s)
         limit_s = math.inf if given_s is None else given_s
         until = time.monotonic() + host_s(limit_s)
@@ -147,7 +147,7 @@ class ThreadExchange:
         return [r for r in missing if self._is_gone(r, self._joined.get(rank, 0))]
 
     def _has_failed(self) -> bool:
-        """Return whether the job has failed, and with it every round."""
+        """Return whether the job, and with it every round, has failed."""
         return False
 
     def _check(self, rank: int, doing: str) -> None:
@@ -156,10 +156,10 @@ class ThreadExchange:
     def _time_out(
         self, rank: int, late: list[int], call: str, limit_s: float, item: object
     ) -> CollectiveTimeoutError:
-        """Return the error of a rank whose time is over; the lock is held."""
+        """Return the error of a timed-out rank; the lock is held."""
         waited = f"waited {format_s(limit_s)} in {call}"
         self._leave(rank, f"{waited}, to which {named(late)} never came")
         return CollectiveTimeoutError(f"{named(late)} never came: rank {rank} {waited}")
 
     def _warn(self, rank: int, late: list[int], call: str, item: object) -> None:
-        """Log that a rank still waits."""
+        """Log that a rank is still waiting."""

@@ -1,4 +1,4 @@
-"""Replicas as threads of one process: the reference model, without network or processes."""
+"""Reference model: replicas as threads of one process, without network or processes."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ __tracebackhide__ = hides
 T = TypeVar("T")
 _GRACE_S = 2.0
 _POLL_S = 0.2
-_LAST_WORD_S = 0.3  # replicas that wait for one that is late know more: their error comes first
+_LAST_WORD_S = 0.3  # replicas that wait for a late one report more: their error comes first
 _log = logging.getLogger(__name__)
 
 
 class _World(ThreadExchange):
-    """What the replicas of one job share: their rounds, messages and first failure."""
+    """Shared state of the replicas of one job: rounds, messages and the first failure."""
 
     def __init__(self, size: int, timeout_s: float | None) -> None:
         super().__init__(warn_after_s())
@@ -46,12 +46,12 @@ class _World(ThreadExchange):
         self.timeout_s: float = timeout_s or DEFAULT_TIMEOUT_S
         self.failure: tuple[int, str] | None = None
         self.is_lost: bool = False
-        self.is_late: bool = False  # whether the failure is that of a deadline
+        self.is_late: bool = False  # whether a deadline is the failure
         self.threads: dict[int, int] = {}
         self._letters: dict[tuple[object, int, int], list[Tensor]] = {}
 
     def fail(self, rank: int, text: str) -> None:
-        """Tell every replica that waits, or will, that `rank` is gone."""
+        """Mark the job as failed by `rank`; waiting replicas raise."""
         with self._condition.lock:
             self.is_lost = True
             if self.failure is None:
@@ -59,8 +59,8 @@ class _World(ThreadExchange):
             self._condition.notify_all()
 
     def join_threads(self, threads: list[threading.Thread]) -> None:
-        """Wait for the replicas; once one has failed, for the others only a short while."""
-        # A thread can't be ended from outside: one that computes on stays behind as a daemon.
+        """Wait for the replicas; after a failure only for a grace period."""
+        # A thread can't be killed: one that keeps computing is left behind as a daemon.
         late = ""
         for thread in threads:
             while thread.is_alive() and not self.is_lost:
@@ -80,20 +80,20 @@ class _World(ThreadExchange):
             raise CollectiveTimeoutError(late)
 
     def _give_up(self) -> str:
-        """Tell all replicas that the time is over, and say which aren't done."""
+        """Fail the job at its deadline, and return a report of the late replicas."""
         late = [rank for rank in range(self.size) if not self.has_left(rank)]
         text = f"{overdue(late, self.size)}\n{self._describe(late)}"
         self.fail(-1, "the deadline is over")
         return text
 
     def post(self, key: tuple[object, int, int], tensor: Tensor) -> None:
-        """Leave a message; never waits."""
+        """Post a message; never waits."""
         with self._condition.lock:
             self._letters.setdefault(key, []).append(tensor)
             self._condition.notify_all()
 
     def fetch(self, key: tuple[object, int, int], rank: int, timeout_s: float | None) -> Tensor:
-        """Take the oldest message from `key`."""
+        """Receive the oldest message of `key`."""
         letters, src = self._letters, key[1]
         missing = lambda: [] if letters.get(key) else [src]  # noqa: E731
         self._wait(missing, {}, rank, f"recv from rank {src}", timeout_s)
@@ -117,7 +117,7 @@ class _World(ThreadExchange):
     def _time_out(
         self, rank: int, late: list[int], call: str, limit_s: float, item: object
     ) -> CollectiveTimeoutError:
-        """End the rounds of all ranks, whose errors have the same text."""
+        """Fail the rounds of all ranks with one error text."""
         call = _precisely(call, item)
         text = f"{self._describe(late, call)}\n  rank {rank} waited {format_s(limit_s)} in {call}"
         self.failure, self.is_late = (late[0], text), True
@@ -135,7 +135,7 @@ class _World(ThreadExchange):
 
 
 def _precisely(call: str, item: object) -> str:
-    """Name a call by what a rank says of it where it exchanges values."""
+    """Return a call's description, read from its header if it exchanges values."""
     return signatures.describe(item) if isinstance(item, bytes) else call
 
 
@@ -152,7 +152,7 @@ class _ControlPlane(ControlPlane):
 
 
 class ThreadsModel(ComputationModel, LaunchHooks):
-    """One replica of a job whose replicas are threads of this process."""
+    """Replica of a job whose replicas are threads of this process."""
 
     name: ClassVar[str] = "threads"
     backends: ClassVar[tuple[str, ...]] = ("threads",)
@@ -198,12 +198,12 @@ class ThreadsModel(ComputationModel, LaunchHooks):
         def run(rank: int) -> None:
             world.threads[rank] = threading.get_ident()
             try:
-                # Autograd's own threads would run hooks outside of the replica.
+                # Autograd's own threads would run hooks outside of the replica's thread.
                 with torch.autograd.set_multithreading_enabled(False):
                     results[rank] = entry(cls(world, rank))
                 world.leave(rank, "ended before it came")
-            except BaseException as error:  # SystemExit too: a replica that leaves has failed
-                failures.append((rank, error))  # before it is described, which takes a while
+            except BaseException as error:  # SystemExit too: a replica that exits has failed
+                failures.append((rank, error))  # before the description, which takes a while
                 text = str(WorkerFailedError.of(error, rank, world.size))
                 world.fail(rank, text.splitlines()[0])
 
@@ -215,7 +215,7 @@ class ThreadsModel(ComputationModel, LaunchHooks):
             for thread in threads:
                 thread.start()
             world.join_threads(threads)
-        except BaseException:  # Ctrl-C: replicas that wait in a collective are told to stop
+        except BaseException:  # Ctrl-C: replicas that wait in a collective must stop
             world.fail(-1, "the parent was interrupted")
             raise
         if failures:

@@ -1,4 +1,4 @@
-"""Whether the installed Horovod can be used, told without importing it."""
+"""Check of the installed Horovod, without importing it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _AGAIN = "install it again beside this torch and Python, with HOROVOD_WITH_PYTOR
 
 
 def why_unusable() -> str | None:
-    """Say why the installed Horovod can't be used, None if nothing speaks against it."""
-    # It looks at files alone: what only the loader finds out is the import's own error.
+    """Return why the installed Horovod can't be used, None if no fault is found."""
+    # Only files are read: faults that the loader alone detects are the import's own error.
     spec = importlib.util.find_spec("horovod")
     folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
     if not folders:
@@ -36,7 +36,7 @@ def why_unusable() -> str | None:
 
 
 def _torch_of(folder: Path) -> str:
-    """Read the torch that Horovod's build wrote down, empty if it didn't."""
+    """Return the torch version recorded by Horovod's build, empty if it recorded none."""
     try:
         return str(json.loads((folder / "metadata.json").read_text()).get("pytorch") or "")
     except (OSError, ValueError, AttributeError):

@@ -1,4 +1,4 @@
-"""What a Horovod context says of itself, how one is made, and how it wraps an optimizer."""
+"""Horovod contexts: initialisation, shutdown, facts, and wrapping of optimizers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from unisono.models.horovod.rendezvous import wait_for_all
 from unisono.topology import ContextHint, RankInfo, Topology
 
 LEAVE_S = 2.0
-"""Seconds that a replica waits for Horovod's own end where a peer has failed or didn't come."""
+"""Seconds that a replica waits for Horovod's shutdown after a peer failed or timed out."""
 DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
 
 
 def initialize(hvd: ModuleType, info: RankInfo, timeout_s: float) -> None:
-    """Make a context in which groups can be made later. Collective over all ranks of `info`."""
+    """Create a context that allows dynamic groups. Collective over all ranks of `info`."""
     if hvd.is_initialized():
         raise AlreadyInitializedError(
             "Horovod is initialised already in this process: use it as it is, or call "
@@ -41,7 +41,7 @@ def initialize(hvd: ModuleType, info: RankInfo, timeout_s: float) -> None:
         hvd.init()
     else:
         try:
-            hvd.init(process_sets="dynamic")  # leaves the variable behind
+            hvd.init(process_sets="dynamic")  # leaves the variable set
         finally:
             os.environ.pop(DYNAMIC, None)
     if hvd.size() == 1 < info.world_size:
@@ -53,8 +53,8 @@ def initialize(hvd: ModuleType, info: RankInfo, timeout_s: float) -> None:
 
 
 def leave(end: Callable[[], None], limit_s: float) -> None:
-    """Let Horovod end, for a while: its calls hold on for 30 s to a peer that is stopped."""
-    # After the limit it goes on in a thread, which the end of the process may wait for.
+    """Shut Horovod down within a limit: its calls wait 30 s for a stopped peer."""
+    # After the limit it continues in a thread, which the exit of the process may wait for.
     outcome, thread = Outcome.in_thread(end, "unisono-leaving")
     thread.join(limit_s)
     if outcome.is_known:
@@ -62,7 +62,7 @@ def leave(end: Callable[[], None], limit_s: float) -> None:
 
 
 def _is_mpi_over(hvd: ModuleType) -> bool:
-    """Return whether Horovod would abort the process by using an MPI that has ended."""
+    """Return whether Horovod would abort the process by using a finalized MPI."""
     if not hvd.mpi_built() or os.environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo":
         return False
     is_over = ctypes.c_int(0)
@@ -71,12 +71,12 @@ def _is_mpi_over(hvd: ModuleType) -> bool:
 
 
 def topology_of(hvd: ModuleType, hint: ContextHint) -> Topology:
-    """Say where this replica stands, as far as its own context knows."""
+    """Return this replica's position, as far as Horovod's context has it."""
     local_rank = hvd.local_rank()
     node_rank: int | None = hvd.cross_rank()
     nnodes: int | None = hvd.cross_size()
     if local_rank > 0 and not hvd.mpi_ops.is_homogeneous():
-        # Its cross numbers count only the nodes that have this local rank.
+        # Its cross numbers count only nodes that have this local rank.
         info = hint.environment
         is_same = info is not None and (info.rank, info.world_size) == (hvd.rank(), hvd.size())
         node_rank, nnodes = (info.node_rank, info.nnodes) if info and is_same else (None, None)
@@ -86,15 +86,15 @@ def topology_of(hvd: ModuleType, hint: ContextHint) -> Topology:
 
 
 def placed(hvd: ModuleType, model: ComputationModel) -> Topology:
-    """Return where this replica stands, by the hosts of all. Collective over all ranks."""
+    """Return this replica's position, from the hosts of all. Collective over all ranks."""
     host = os.environ.get("HOROVOD_HOSTNAME") or host_of_this_process()
     own = Topology(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
     return own.among(model.exchange(host.encode()))
 
 
 def device_of(hvd: ModuleType) -> torch.device:
-    """Choose by local rank."""
-    # Only the CPU's branch has been run: no build for GPUs was at hand.
+    """Return the device for the local rank."""
+    # Only the CPU's branch has been run: no build for GPUs was available.
     is_built = hvd.cuda_built() or hvd.rocm_built()
     if not is_built or not torch.cuda.is_available():
         return torch.device("cpu")
@@ -104,7 +104,7 @@ def device_of(hvd: ModuleType) -> torch.device:
 def wrap_optimizer(
     hvd: ModuleType, optimizer: Optimizer, is_averaged: bool, **options: Any
 ) -> Optimizer | None:
-    """Make a ``DistributedOptimizer``, unless backward averages and no option is given."""
+    """Create a ``DistributedOptimizer``, unless backward averages and no option is given."""
     if is_averaged and not options:
         return None
     made: Optimizer = hvd.DistributedOptimizer(optimizer, **options)
@@ -112,7 +112,7 @@ def wrap_optimizer(
 
 
 def settle_gradients(optimizer: Optimizer) -> Callable[[], None] | None:
-    """Wait for the averages of a ``DistributedOptimizer``, and let its step not do so."""
+    """Wait for the averages of a ``DistributedOptimizer``, and disable them in its step."""
     # Collective over all ranks.
     own: Any = optimizer
     if not hasattr(own, "skip_synchronize"):

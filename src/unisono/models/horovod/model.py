@@ -1,4 +1,4 @@
-"""Replicas that Horovod connects: under horovodrun, under mpirun, or started by our own launch."""
+"""Model of replicas that Horovod connects: under horovodrun, mpirun, or our own launcher."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ _OPS = {
 
 
 class HorovodModel(ComputationModel, TrainingHooks):
-    """The Horovod context of this process, ours or one that the user's ``hvd.init()`` made."""
+    """The Horovod context of this process, created here or by the user's ``hvd.init()``."""
 
-    # One instance stands for a context however often it is adopted, so that the numbers of calls
+    # Each context has one instance, however often it is adopted, so that the numbers of calls
     # stay equal on all ranks.
     # Horovod's own: all_gather, broadcast, all_to_all, all_reduce by SUM, PRODUCT, MIN and MAX,
     # reduce_scatter by SUM, asynchronous all_reduce, groups (its process sets). Derived: reduce,
@@ -63,7 +63,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
     _current: ClassVar[HorovodModel | None] = None
 
     def __init__(self, topology: Topology, is_owner: bool, timeout_s: float) -> None:
-        # hvd.init() makes a new one each time, and while this one is held no other can be it.
+        # hvd.init() creates a new one each time; holding this one keeps its identity unique.
         self._identity = hvd.mpi_ops._handle_map
         self._topology = topology
         self._device = context.device_of(hvd)
@@ -111,7 +111,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
 
     def _end(self) -> None:
         try:
-            self._barrier()  # the first to shut down breaks what the others have under way
+            self._barrier()  # the first to shut down breaks pending operations of the others
         except CollectiveError as error:
             _log.debug("shutting Horovod down without the others: %s", error)
         hvd.shutdown()
@@ -154,7 +154,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
 
     def _barrier(self) -> None:
         start = _reduction(torch.zeros(1, dtype=torch.int32), ReduceOp.SUM)
-        self._calls.run("barrier", None, 1, start, ".barrier")  # hvd.barrier has no deadline
+        self._calls.run("barrier", None, 1, start, ".barrier")  # hvd.barrier can't time out
 
     def exchange(self, blob: bytes, group: Group | None = None) -> list[bytes]:
         return self.control.exchange(blob, group)
@@ -219,11 +219,11 @@ class HorovodModel(ComputationModel, TrainingHooks):
                     f"process_sets=[hvd.ProcessSet({list(ranks)})]",
                 ) from error
             self._calls.fail(f"new_group({list(ranks)})", None, error)
-        # Horovod has one process set for these ranks; operations of another name don't meet there.
+        # Horovod has one process set for these ranks; names keep the operations of groups apart.
         return Group(ranks, made, f"group{self._made}", timeout_s)
 
     def _find_process_set(self, ranks: tuple[int, ...]) -> Any:
-        """Find the process set that exists for `ranks`, for Horovod has each only once."""
+        """Return the existing process set of `ranks`: Horovod allows only one."""
         process_sets = hvd.mpi_ops._basics._get_process_set_ids_and_ranks()
         for number, members in process_sets.items():
             if tuple(members) == ranks:

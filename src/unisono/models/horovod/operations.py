@@ -1,4 +1,4 @@
-"""How Horovod's operations are started, named, waited for, and what their errors mean."""
+"""Operations of Horovod: start, names, waiting, and mapping of errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from unisono.model.handle import Handle
 from unisono.topology import Group, name_of
 
 Start = Callable[[str, Any], int]
-"""Starts an operation under a name in a process set; gives Horovod's handle."""
+"""Function that starts an operation under a name in a process set; returns Horovod's handle."""
 NARROW = frozenset({torch.uint8, torch.int8, torch.int16})
 _ERRORS: dict[str, type[CollectiveError]] = {
     "^Mismatched": CollectiveMismatchError,
@@ -34,11 +34,11 @@ _ASYNC_NAMES = 512  # fewer than Horovod's response cache holds, 1024
 
 
 class Calls:
-    """The operations of one replica in one Horovod context."""
+    """Operations of one replica in one Horovod context."""
 
-    # Horovod matches operations by name. These names depend on the group and the kind of call
-    # alone, never on a value, so ranks that disagree get Horovod's own error; and the response
-    # cache works, which a new name for each call would only fill. Calls that run side by side are
+    # Horovod matches operations by name. These names depend only on the group and the kind of call,
+    # never on a value, so mismatched calls raise Horovod's own error; and the response
+    # cache works, which a new name for each call would only fill. Concurrent calls are
     # numbered.
 
     def __init__(self, hvd: ModuleType, control: SocketControlPlane) -> None:
@@ -59,7 +59,7 @@ class Calls:
         return Handle(partial(self._finish, *work), partial(self._is_done, work[-1]))
 
     def fail(self, call: str, group: Group | None, error: Exception) -> NoReturn:
-        """Raise our error for one of Horovod's."""
+        """Raise our error for an error of Horovod's."""
         try:
             Wait(self._control, group, call).fail(_ERRORS, error)
         except CollectiveMismatchError as ours:
@@ -79,7 +79,7 @@ class Calls:
         name = f"unisono.{name_of(group)}{label}"
         key = f"{call}.{name}"
         earlier = self._under_way.get(key)
-        if earlier is not None:  # it timed out, was interrupted, or nobody waited for it yet
+        if earlier is not None:  # it timed out, was interrupted, or hasn't been waited for
             self._wait(call, group, 0, earlier)
         step = self._control.steps.begin(name_of(group), call)
         try:
@@ -111,12 +111,12 @@ class Calls:
     def _is_done(self, handle: int) -> bool:
         try:
             return bool(self._hvd.poll(handle))
-        except ValueError:  # somebody has waited for it already
+        except ValueError:  # another thread has waited for it already
             return True
 
 
 def widened(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Return what Horovod reduces exactly instead of a tensor, and the way back."""
+    """Return a tensor that Horovod reduces exactly, and the inverse conversion."""
     dtype = tensor.dtype
     if dtype in NARROW:
         return tensor.to(torch.int32), lambda total: total.to(dtype)

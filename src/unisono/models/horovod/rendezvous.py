@@ -1,9 +1,9 @@
 """A barrier on horovodrun's key-value server before ``hvd.init()``, which clears stale addresses.
 
-Horovod 0.28.1 forgets to clear the addresses of an earlier context: when one scope is done, its
+Horovod 0.28.1 doesn't clear the addresses of an earlier context: when one scope is done, its
 server (``RendezvousHandler.do_DELETE``) drops the count of every other scope too. A rank that then
-makes a context again may find an address that nobody listens at, and Horovod aborts its process. It
-aborts it, too, where a rank doesn't come in 30 seconds.
+creates a context again may find an address without a listener, and Horovod aborts its process. It
+also aborts if a rank doesn't arrive within 30 seconds.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _scopes = itertools.count(1)
 
 
 def wait_for_all(environ: Mapping[str, str], timeout_s: float) -> None:
-    """Wait until every rank is about to make a context, and clear what earlier ones left."""
-    # Collective over all ranks. Does nothing where no server of horovodrun is: under mpirun, for a
-    # rank on its own, and in an elastic job, whose ranks come and go.
+    """Wait until every rank is about to create a context, and clear addresses of earlier ones."""
+    # Collective over all ranks. Returns at once without a server of horovodrun: under mpirun, for a
+    # single rank, and in an elastic job, whose ranks change.
     if any(name not in environ for name in _NEEDED) or environ.get("HOROVOD_ELASTIC") == "1":
         return
     rank, size = int(environ["HOROVOD_RANK"]), int(environ["HOROVOD_SIZE"])
@@ -58,7 +58,7 @@ def wait_for_all(environ: Mapping[str, str], timeout_s: float) -> None:
 
 
 def _meet(store: Store, rank: int, size: int, until: float) -> str:
-    """Return why not all have come; if they have, rank 0 clears, and tells the others."""
+    """Return why ranks are missing, else an empty text; rank 0 clears the server and decides."""
     if rank > 0:
         verdict = store.wait(_VERDICT, until, size)
         return store.missing(size) if verdict is None else verdict
@@ -87,7 +87,7 @@ def _clear(store: Store, scope: str, size: int) -> None:
 
 
 class Store:
-    """The server's HTTP: keys of the barrier's scope, and of Horovod's own."""
+    """HTTP client of the server: keys of the barrier's scope, and of Horovod's own."""
 
     def __init__(self, address: str, port: int, scope: str) -> None:
         self._where = (address, port)
@@ -98,12 +98,12 @@ class Store:
         self.ask("PUT", key, value=value)
 
     def missing(self, size: int) -> str:
-        """Name the ranks that have put no key of theirs."""
+        """Return the ranks without a key, as a text."""
         ranks = [rank for rank in range(size) if self.ask("GET", str(rank)) is None]
         return f"timed out: ranks {ranks} didn't come"
 
     def wait(self, key: str, until: float, size: int) -> str | None:
-        """Wait for a key of the barrier; None if it doesn't come."""
+        """Wait for a key of the barrier; None after the deadline."""
         pause_s, slowest_s = _POLL_S, max(_SLOWEST_POLL_S, _POLL_PER_RANK_S * size)
         while (value := self.ask("GET", key)) is None:
             if time.monotonic() > until:
@@ -114,7 +114,7 @@ class Store:
 
     def ask(self, verb: str, key: str, scope: str = "", value: str = "") -> bytes | None:
         """Send a request; return the value of a key, or None."""
-        for _ in range(_TRIES - 1):  # it listens with a short queue
+        for _ in range(_TRIES - 1):  # its listen queue is short
             with suppress(OSError, http.client.HTTPException):
                 return self._ask_once(verb, f"/{scope or self._scope}/{key}", value)
             time.sleep(_SLOWEST_POLL_S)

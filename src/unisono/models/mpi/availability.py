@@ -1,4 +1,4 @@
-"""Whether mpi4py and an MPI library are here: answered without importing either."""
+"""Check for mpi4py and an MPI library, without importing either."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ REMEDY = (
 
 
 def why_unavailable() -> str | None:
-    """Say what mpi4py or MPI lacks here and what to do, or None."""
-    # Nothing is imported and no MPI library is loaded: a library that is there and broken is
-    # found out by `start`.
+    """Return what mpi4py or MPI lacks here, with the remedy, or None."""
+    # Nothing is imported and no MPI library is loaded: a broken library is only detected by
+    # `start`.
     if "mpi4py.MPI" in sys.modules:
         return None
     package = sys.modules.get("mpi4py")
@@ -30,8 +30,8 @@ def why_unavailable() -> str | None:
     builds = [path for path in folder.glob("MPI.*") if path.suffix in (".so", ".pyd")]
     if not builds:
         return f"mpi4py at {folder} has no compiled part: pip install --force-reinstall mpi4py"
-    # A wheel has one build for each MPI ABI, "MPI.openmpi.<tag>.so", and looks for the library at
-    # run time; mpi4py built from source is linked with the one that it found then.
+    # A wheel has one build for each MPI ABI, "MPI.openmpi.<tag>.so", and finds the library at
+    # run time; mpi4py built from source is linked with the one found at build time.
     is_wheel = all(len(path.name.split(".")) > 3 for path in builds)
     if is_wheel and "MPI4PY_LIBMPI" not in os.environ and not _has_library():
         return f"mpi4py is there, but no MPI library (libmpi): {REMEDY}"
@@ -39,7 +39,7 @@ def why_unavailable() -> str | None:
 
 
 def _has_library() -> bool:
-    """Look where mpi4py's wheels look: the environment's own folders, then the system's."""
+    """Return whether a library is where mpi4py's wheels look: in the environment or the system."""
     prefixes = dict.fromkeys((sys.exec_prefix, site.getuserbase(), sys.base_exec_prefix))
     if any(list(Path(prefix, "lib").glob("libmpi.*")) for prefix in prefixes):
         return True

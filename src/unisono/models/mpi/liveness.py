@@ -1,4 +1,4 @@
-"""Liveness in MPI: which ranks hang, and a barrier with a deadline before calls that have none."""
+"""Liveness in MPI: detection of hanging ranks, and a barrier that times out."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ _QUESTION, _ANSWER = 32_764, 32_765  # tags beside those of the model's own mess
 _BYTES = 256
 _ANSWER_NAP_S = 1e-3
 _sending = threading.Lock()
-_sent: list[list[Any]] = []  # what MPI reads, until it is done: longer than a context where need be
+_sent: list[list[Any]] = []  # buffers that MPI reads, until it is done: also longer than a context
 
 
 class LivenessProbe:
-    """Messages between ranks that wait: what does each wait in?"""
+    """Messages that ask waiting ranks for their current call."""
 
     def __init__(self, mpi: Any, comm: Any) -> None:
         self._mpi = mpi
         self._comm = comm
 
     def answer(self, doing: str) -> None:
-        """Answer the ranks that have asked since the last time; doesn't wait."""
+        """Answer all new questions; doesn't wait."""
         for rank, _ in self._received(_QUESTION):
             self._send(doing.encode()[:_BYTES], rank, _ANSWER)
 
     def ask(self, ranks: Iterable[int], doing: str, limit_s: float) -> dict[int, str]:
-        """Ask ranks what they wait in, answering those that ask too."""
+        """Ask ranks for their current call, and answer their questions meanwhile."""
         others = {rank for rank in ranks if rank != self._comm.rank}
         for rank in others:
             self._send(b"?", rank, _QUESTION)
@@ -48,7 +48,7 @@ class LivenessProbe:
     def _received(self, tag: int) -> list[tuple[int, bytes]]:
         messages = []
         status = self._mpi.Status()
-        # The message itself, not word of it: another thread that waits would take that one.
+        # The message itself, not a probe of it: another waiting thread could receive that one.
         while message := self._comm.Improbe(self._mpi.ANY_SOURCE, tag, status):
             body = bytearray(status.Get_count(self._mpi.BYTE))
             message.Recv([body, self._mpi.BYTE])
@@ -63,7 +63,7 @@ class LivenessProbe:
         item[0] = self._comm.Isend([body, self._mpi.BYTE], rank, tag)
 
     def _is_done(self, request: Any) -> bool:
-        """Return whether MPI is done with a message, which may be of a context that is over."""
+        """Return whether MPI is done with a message, even of a finalized context."""
         try:
             return request is not None and bool(request.Test())
         except self._mpi.Exception:
@@ -72,25 +72,25 @@ class LivenessProbe:
 
 _log = logging.getLogger(__name__)
 LIMIT_S = 60.0
-"""Seconds for set-up, where the user says nothing."""
+"""Seconds for set-up, unless the user sets a timeout."""
 _WARN_AFTER_S = 10.0
-_GRACE_S = 1.0  # for the verdict of the first rank to reach the others
-_TAG = 32_766  # beside that of the model's own messages
-_HERE = b"!"  # outlives every call, also one that is given up
+_GRACE_S = 1.0  # for the verdict of the first rank to arrive
+_TAG = 32_766  # different from that of the model's own messages
+_HERE = b"!"  # outlives every call, even an abandoned one
 _VERDICT_BYTES = 256
 _SHOWN = 32
 _SPINS = 1_000
 _NAP_S = 1e-3
-# What MPI may still write to or read from, by its id: an interrupt leaves it there for good.
+# Buffers that MPI may still access, by id: an interrupt leaves them here permanently.
 _held: dict[int, object] = {}
 
 
 def bounded_barrier(
     mpi: Any, comm: Any, ranks: Sequence[int], limit_s: float, what: str
 ) -> list[int]:
-    """Wait until all of some ranks have come, or the first of them has waited long enough."""
-    # Collective over `ranks`, in messages: a collective call of MPI can't be given up and doesn't
-    # tell which ranks are missing.
+    """Wait until all `ranks` have arrived, or the first one times out; return the missing ones."""
+    # Collective over `ranks`, in messages: a collective call of MPI can't be cancelled and doesn't
+    # report missing ranks.
     first, *others = ranks
     if not others:
         return []
@@ -138,7 +138,7 @@ def _collect(mpi: Any, comm: Any, others: list[int], limit_s: float, what: str) 
 
 
 def _await(requests: list[Any], limit_s: float, what: str) -> set[int]:
-    """Test requests until all are done or the time is over; give the places of the others."""
+    """Test requests until all are done or the time is over; return the positions of the others."""
     begin, spins = time.monotonic(), 0
     warn_at = begin + _WARN_AFTER_S
     left = set(range(len(requests)))

@@ -1,4 +1,4 @@
-"""The model ``mpi-dist``: the processes of an MPI world, through mpi4py's buffer interface."""
+"""Model ``mpi-dist``: the processes of an MPI world, through mpi4py's buffer interface."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 __tracebackhide__ = hides
 
 
-_TAG = 32_767  # the highest that every MPI has: out of the way of a user's own messages
+_TAG = 32_767  # the highest of every MPI: apart from a user's own messages
 
 
 class _ControlPlane(ControlPlane):
-    """Bytes travel in MPI, in calls that end on every rank alike."""
+    """Exchange of bytes in MPI, in calls that end on every rank alike."""
 
     is_one_host = has_world = False  # until the world is ours, which all ranks learn together
 
@@ -53,34 +53,34 @@ class _ControlPlane(ControlPlane):
         return group is not None or self.has_world
 
     def compares_calls(self, group: Group | None) -> bool:
-        """Tell whether all ranks share a host, and tensors are there: it costs 10 to 20 us then."""
-        # The first collective over an adopted world finds it out: nothing is compared before.
+        """Return whether to compare, which costs 10 to 20 us: on one host, with CPU tensors."""
+        # Known from the first collective over an adopted world on: nothing is compared before.
         model = self.model
         is_on_cpu = model.transport_device.type == "cpu"
         return self.is_one_host and is_on_cpu and model.topology.size(group) > 1
 
     def inline_bytes(self, group: Group | None, folds: bool = False) -> int:
-        """Return what fits into the round in which the calls are compared."""
+        """Return the bytes that fit into the round in which the calls are compared."""
         return super().inline_bytes(group, folds and not self.compares_calls(group))
 
     def interrupt(self, how: str) -> None:
-        """Only the end of this process can tell the others, which it does at once then."""
+        """Record an interrupted call; other ranks only notice when this process exits."""
         self._calls.lose(how)
 
 
 class MpiModel(ComputationModel):
     """``MPI.COMM_WORLD``, started by `initialize` or adopted from the user's program."""
 
-    # Collectives run on a duplicate of it, so that no message of ours meets one of the user's. An
-    # adopted world is duplicated by the first collective over it, where every rank comes anyway;
-    # messages between two ranks use the adopted world itself, with a tag of their own. MPI stays up
+    # Collectives run on a duplicate of it, so that our messages never match the user's. An adopted
+    # world is duplicated by the first collective over it, which every rank calls anyway;
+    # messages between two ranks use the adopted world itself, with a tag of their own. MPI runs
     # until the process exits, since it can't be initialised twice. Reductions of 32 and 64 bits are
     # MPI's own; sums and products of fewer bits are torch's, within an MPI operation of ours. With
     # two ranks every result is bit for bit that of `fold_tensors`. Set-up waits for all ranks
-    # within ``timeout``, else for 60 s; no call of MPI that all must make is begun before. Any
-    # other call has the ``timeout``, else 30 minutes: it is made in its non-blocking form and
-    # polled, about 1 us more, and up to twice the time for megabytes. With
-    # ``timeout=datetime.timedelta.max`` it waits forever, in MPI.
+    # within ``timeout``, else for 60 s; no collective call of MPI is begun before. Any other call
+    # has the ``timeout``, else 30 minutes: its non-blocking form is polled, about 1 us more, and
+    # up to twice the time for megabytes. With ``timeout=datetime.timedelta.max`` it waits forever,
+    # in MPI.
 
     name: ClassVar[str] = "mpi-dist"
     backends: ClassVar[tuple[str, ...]] = ("mpi4py",)
@@ -89,7 +89,7 @@ class MpiModel(ComputationModel):
     options: ClassVar[frozenset[str]] = frozenset({"timeout", "device"})
     dtypes: frozenset[torch.dtype] = frozenset(DATATYPES)
     largest_count: ClassVar[int] = 2**31 - 1
-    """Elements in one MPI call, which MPI 3 counts with a C int; more go in several calls."""
+    """Elements in one MPI call, which MPI 3 counts with a C int; more are sent in several calls."""
     _has_started_mpi: ClassVar[bool] = False
     _adopted: ClassVar[Any] = None
 
@@ -116,7 +116,7 @@ class MpiModel(ComputationModel):
         topology = setup.adopted_topology(mpi, hint, os.environ)
         if topology is None:
             return None
-        adopted = cls._adopted  # what it shares with others stays if one rank looks again
+        adopted = cls._adopted  # its state shared with others stays if one rank adopts again
         if not (isinstance(adopted, cls) and adopted.is_alive()):
             adopted = cls._adopted = cls(mpi, topology, setup.choose_device(None, None))
         adopted._topology = topology
@@ -146,12 +146,12 @@ class MpiModel(ComputationModel):
         if self.is_alive():
             is_whole = self._calls.finish()
             with self._calls.edge("Comm_free"):
-                for comm in self._comms if is_whole else ():  # MPI may still be at work there
+                for comm in self._comms if is_whole else ():  # MPI may still access them
                     comm.Free()
         self._is_live = False
 
     def abort(self) -> None:
-        """Leave; when this process ends, the job does. The error gets out before that."""
+        """Close the context; the job ends when this process exits, after it printed its error."""
         self._is_live = False
         self._end.end_at_exit(f"rank {self._topology.rank}: the context was aborted")
 
@@ -199,7 +199,7 @@ class MpiModel(ComputationModel):
 
     @staticmethod
     def _is_derived(tensor: Tensor) -> bool:
-        """Whether torch folds, but MPI would hand it memory that the host can't read."""
+        """Return whether torch would fold, within MPI, memory that the host can't read."""
         return not tensor.is_cpu and is_folded_by_torch(tensor.dtype)
 
     def exchange(self, blob: bytes, group: Group | None = None) -> list[bytes]:
@@ -294,7 +294,7 @@ class MpiModel(ComputationModel):
         return into
 
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
-        """Make a communicator of some ranks; other ranks return at once."""
+        """Create a communicator of some ranks; other ranks return at once."""
         # Collective at creation, over the members.
         timeout_s = only_timeout_s("new_group on mpi4py", options)
         if self._topology.rank not in ranks:

@@ -1,4 +1,4 @@
-"""MPI calls on tensors: buffers, operations, deadlines, and what MPI's errors become."""
+"""MPI calls on tensors: buffers, operations, deadlines, and mapping of errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __tracebackhide__ = hides
 
 T = TypeVar("T")
 
-# MPI has no 16-bit floats: they travel as int16, and are reduced by a function of ours.
+# MPI has no 16-bit floats: they are sent as int16, and reduced by a function of ours.
 DATATYPES = {
     torch.float64: "DOUBLE",
     torch.float32: "FLOAT",
@@ -57,36 +57,36 @@ _OPS = {
     ReduceOp.XOR: "BXOR",
 }
 _log = logging.getLogger(__name__)
-# By the names of MPI's error classes, of which this MPI may lack some.
+# By the names of MPI's error classes, some of which this MPI may lack.
 _ERRORS: dict[str, type[CollectiveError]] = {
     "ERR_PROC_FAILED|ERR_PROC_ABORTED|ERR_REVOKED": PeerFailedError,
     "ERR_TRUNCATE": CollectiveMismatchError,
 }
 _DIFFERENT = ": the ranks passed different sizes, or called different things"
-_SPINS_TO_LISTEN = 100  # 10 ms once it has waited a while
-_ASK_S = 0.4  # short: a rank that is stuck never answers, and the caller is past its deadline
-_SPINS = 1_000  # tests of a request before waiting for it gives way to other processes
-# By number: what MPI may be at, and its memory, from before it has it until it is done. What was
-# given up stays for good, after the end of its context too: MPI may come back to it at any time.
+_SPINS_TO_LISTEN = 100  # 10 ms after the first spins
+_ASK_S = 0.4  # short: a stuck rank never answers, and the caller is past its deadline
+_SPINS = 1_000  # tests of a request before it yields to other processes
+# By number: pending calls of MPI and their memory, from before the call until it is done. Abandoned
+# ones stay permanently, even after their context: MPI may access them at any time.
 _held: dict[int, list[Any]] = {}
 _numbers = itertools.count()
 
 
 def is_folded_by_torch(dtype: torch.dtype) -> bool:
-    """Return whether torch adds and multiplies in MPI's place, which has no 16-bit floats."""
-    # Open MPI's vectorised sums of small integers saturate, and torch's wrap around; that won't be
-    # fixed: https://github.com/open-mpi/ompi/issues/8045
+    """Return whether torch adds and multiplies in place of MPI, which has no 16-bit floats."""
+    # Open MPI's vectorised sums of small integers saturate, and torch's wrap around; they won't
+    # change that: https://github.com/open-mpi/ompi/issues/8045
     return dtype.itemsize < torch.float32.itemsize
 
 
 class _Buffer(list[Any]):
-    """A buffer as MPI takes it, which has the tensor whose memory it is."""
+    """An MPI buffer that keeps its tensor alive."""
 
     tensor: Tensor
 
 
 class Calls:
-    """MPI as one rank calls it."""
+    """MPI calls of one rank."""
 
     def __init__(self, mpi: Any, rank: int, at_loss: Callable[[str], None]) -> None:
         self._mpi = mpi
@@ -94,37 +94,37 @@ class Calls:
         self._at_loss = at_loss
         self._rules: dict[tuple[int, torch.dtype], Any] = {}
         self._folds: list[Any] = []
-        self._one_test = threading.Lock()  # of a request, which two threads may not test at once
-        self._under_way: dict[int, Any] = {}  # requests by their numbers among what is held
+        self._one_test = threading.Lock()  # of a request, which two threads must not test at once
+        self._under_way: dict[int, Any] = {}  # requests by number, as in `_held`
         self._datatypes = {dtype: getattr(mpi, name) for dtype, name in DATATYPES.items()}
         self._at = mpi.buffer.fromaddress
-        self._lost = ""  # how a call was left half-way, after which this rank is out of step
+        self._lost = ""  # how a call was interrupted, after which this rank is out of step
         self._warn_after_s = warn_after_s()
         self.probe: LivenessProbe = LivenessProbe(mpi, mpi.COMM_WORLD)
         self.timeout_s: float | None = DEFAULT_TIMEOUT_S
-        self._allowed_s: dict[int, float] = {}  # by the identity of communicators that stay
+        self._allowed_s: dict[int, float] = {}  # by the identity of permanent communicators
 
     def buffer(self, tensor: Tensor) -> list[Any]:
-        """Show MPI the memory of a contiguous tensor, which must outlive the call."""
+        """Return an MPI buffer of a contiguous tensor, which must outlive the call."""
         if tensor.is_cuda:
-            torch.cuda.current_stream(tensor.device).synchronize()  # MPI knows of no streams
+            torch.cuda.current_stream(tensor.device).synchronize()  # MPI is unaware of streams
         made = _Buffer((self._at(tensor.data_ptr(), tensor.nbytes), self._datatypes[tensor.dtype]))
         made.tensor = tensor
         return made
 
     def allow(self, comm: Any, timeout_s: float) -> None:
-        """Set how long a call over a communicator that is kept may take."""
+        """Set the timeout of calls over a permanent communicator."""
         self._allowed_s[id(comm)] = timeout_s
 
     def allows(self, level: str) -> bool:
-        """Return whether threads may call MPI, by the level's name."""
+        """Return whether MPI was initialised with at least the named thread level."""
         return bool(self._mpi.Query_thread() >= getattr(self._mpi, f"THREAD_{level}"))
 
     def _limit_s(self, comm: Any) -> float | None:
         return limit_of(self._allowed_s.get(id(comm), self.timeout_s))
 
     def rule(self, op: ReduceOp, dtype: torch.dtype) -> Any:
-        """Give MPI's operation, or ours where it has none that computes what torch does."""
+        """Return MPI's operation, or ours if MPI's computes other results than torch."""
         rule = self._rules.get((id(op), dtype))  # an enum's own hash is Python, and slow
         if rule is None:
             if op.is_bitwise and dtype.is_floating_point:
@@ -154,8 +154,8 @@ class Calls:
     def _begin(
         self, start: Callable[..., Any], args: Any, name: str, *keep: object
     ) -> tuple[int, Any]:
-        """Start a call that doesn't block; give its number among what is held, and the request."""
-        # An interrupt at any moment leaves its memory to MPI.
+        """Start a non-blocking call; return its number in `_held`, and the request."""
+        # An interrupt at any moment leaves its memory in `_held`.
         self._check_whole(name)
         number = next(_numbers)
         entry = _held[number] = [args, *keep]
@@ -175,14 +175,14 @@ class Calls:
             )
 
     def lose(self, how: str) -> None:
-        """Take note that a call was left before its end, which the other ranks may reach."""
+        """Record that a call was interrupted, which the other ranks may complete."""
         self._lost = self._lost or how
         self._at_loss(f"{self._who}: {self._lost}")
 
     def exchange(
         self, comm: Any, n_ranks: int, blob: bytes, largest: int
     ) -> tuple[list[int], list[bytes] | None]:
-        """Give every rank the bytes of every rank: in one round where all of them are few."""
+        """Return the bytes of every rank, in one round if all of them are short."""
         # Collective over `comm`.
         byte = self._mpi.BYTE
         heads = bytearray(n_ranks * FRAME_BYTES)
@@ -205,7 +205,7 @@ class Calls:
     def start(
         self, name: str, comm: Any, tensor: Tensor, *args: Any
     ) -> tuple[Callable[[], Tensor], Callable[[], bool]]:
-        """Call a non-blocking method that leaves its result in `tensor`. Collective over `comm`."""
+        """Start a non-blocking method whose result is in `tensor`. Collective over `comm`."""
         for number, earlier in list(self._under_way.items()):
             if self._is_done(earlier):
                 self._release(number)
@@ -228,10 +228,10 @@ class Calls:
             return bool(request.Test())
 
     def together(self, name: str, comm: Any, ranks: Sequence[int], call: Callable[[], T]) -> T:
-        """Make a call that MPI can't give up, once all have come to it in time."""
-        # Collective over `ranks`. Where MPI may be called from any thread, a thread does both:
-        # Ctrl-C and alarms come to the main thread, and one that came between the two would leave
-        # the other ranks in MPI for good.
+        """Run a call that MPI can't cancel, once all ranks have arrived in time."""
+        # Collective over `ranks`. If MPI may be called from any thread, a thread does both: Ctrl-C
+        # and alarms interrupt the main thread, and between the two steps one would leave the other
+        # ranks in MPI forever.
 
         def act() -> T:
             with self.edge(name):
@@ -249,9 +249,9 @@ class Calls:
         return outcome.wait()
 
     def finish(self) -> bool:
-        """Wait for what `start` has under way, and free our operations."""
+        """Wait for pending operations of `start`, and free ours; return whether it did."""
         if self._lost:
-            _held[next(_numbers)] = self._folds  # MPI may call them yet
+            _held[next(_numbers)] = self._folds  # MPI may still call them
             return False
         with self.edge("finalize"):
             for number, request in list(self._under_way.items()):
@@ -264,14 +264,14 @@ class Calls:
 
     @contextmanager
     def edge(self, name: str) -> Iterator[None]:
-        """Turn MPI's errors into ours."""
+        """Raise our errors in place of MPI's."""
         try:
             yield
         except self._mpi.Exception as error:
             self._fail(name, error)
 
     def _await(self, name: str, comm: Any, request: Any) -> None:
-        """Wait for what `_begin` started, which is held until it is released."""
+        """Wait for a call of `_begin`, which is held until it is released."""
         limit_s = self._limit_s(comm)
         if limit_s is None:
             request.Wait()
@@ -305,7 +305,7 @@ class Calls:
         return f"{name} over ranks {self._ranks(comm)} at {site().decode('utf-8', 'replace')}"
 
     def _late(self, comm: Any, doing: str) -> str:
-        """Say which ranks don't wait in this call, too."""
+        """Return a report of the ranks that don't wait in this call."""
         ranks = self._ranks(comm)
         answers = self.probe.ask(ranks, doing, _ASK_S)
         me, call = self._mpi.COMM_WORLD.rank, doing.partition(" at ")[0]

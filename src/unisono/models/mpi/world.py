@@ -1,4 +1,4 @@
-"""What the MPI model asks of mpi4py and of the machine before and while it joins an MPI world."""
+"""MPI worlds: import of mpi4py, initialisation, topology, and the end of the job."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _LOCAL = (
 
 
 def live() -> Any:
-    """Give ``mpi4py.MPI`` if somebody has imported it and MPI is up, else None."""
+    """Return ``mpi4py.MPI`` if it is imported and MPI is initialised, else None."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
     is_up = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
     return mpi if is_up else None
 
 
 def start() -> tuple[Any, bool]:
-    """Import ``mpi4py.MPI`` and initialise MPI, if nobody has."""
+    """Import ``mpi4py.MPI`` and initialise MPI; return whether that was needed."""
     # Collective over all processes that mpiexec started.
     mpi = live()
     if mpi is not None:
@@ -67,7 +67,7 @@ def start() -> tuple[Any, bool]:
 
 
 def _import() -> Any:
-    """Import ``mpi4py.MPI`` without its habit of initialising MPI at import, and only this once."""
+    """Import ``mpi4py.MPI`` with its initialisation at import disabled, for this import only."""
     rc = importlib.import_module("mpi4py").rc
     initializes, rc.initialize = rc.initialize, False
     try:
@@ -77,16 +77,16 @@ def _import() -> Any:
 
 
 def _finalize(mpi: Any, pid: int) -> None:
-    if os.getpid() == pid and not mpi.Is_finalized():  # a forked child has no share in MPI
+    if os.getpid() == pid and not mpi.Is_finalized():  # a forked child isn't part of MPI
         mpi.Finalize()
 
 
 class EndOfJob:
-    """Ends the whole job when this rank fails: nobody would come to what the others wait for."""
+    """Ends the whole job when this rank fails: the other ranks would wait forever."""
 
-    # It is a ``sys.excepthook`` that lets the former one print the traceback first. Errors in
-    # threads don't come here, for they don't end the process; nor does ``sys.exit(1)``, for which
-    # there is ``python -m mpi4py``. A prompt is left alone.
+    # It is a ``sys.excepthook`` that first lets the former one print the traceback. It isn't called
+    # for errors in threads, which don't end the process, nor for ``sys.exit(1)``, for which
+    # there is ``python -m mpi4py``. Interactive sessions don't end the job.
 
     def __init__(self, mpi: Any) -> None:
         self._mpi = mpi
@@ -97,7 +97,7 @@ class EndOfJob:
 
     @classmethod
     def install(cls, mpi: Any) -> EndOfJob:
-        """Put it in place, or give the one that is there."""
+        """Install the hook, or return the installed one."""
         hook = sys.excepthook
         if isinstance(hook, EndOfJob) and hook._pid == os.getpid():
             return hook
@@ -112,7 +112,7 @@ class EndOfJob:
             self.end()
 
     def end(self) -> None:
-        """End all ranks now, this one too."""
+        """End all ranks now, including this one."""
         if os.getpid() == self._pid and live() is not None and self._mpi.COMM_WORLD.size > 1:
             if self._reason:
                 _log.error("%s: this rank ends the job, for others may wait for it", self._reason)
@@ -121,20 +121,20 @@ class EndOfJob:
             self._mpi.COMM_WORLD.Abort(1)
 
     def end_at_exit(self, why: str) -> None:
-        """End all ranks when this process exits, in place of waiting for them there."""
+        """End all ranks when this process exits, instead of waiting for them there."""
         if not self._reason:
             LastCalls.add(self.end, ends_peers=why)
         self._reason = self._reason or why
 
     def remove(self) -> None:
-        """Take it out again."""
+        """Remove the hook."""
         self._is_armed = False
         if sys.excepthook is self:
             sys.excepthook = self._former
 
 
 def adopted_topology(mpi: Any, hint: ContextHint, environ: Mapping[str, str]) -> Topology | None:
-    """Return the topology of a world that somebody else made; None for a process alone."""
+    """Return the topology of a world created outside unisono; None for a process alone."""
     world, info = mpi.COMM_WORLD, hint.environment
     rank, size = world.rank, world.size
     if size == 1:
@@ -164,7 +164,7 @@ def _with_variables(topology: Topology, environ: Mapping[str, str]) -> Topology:
 
 
 def gather(mpi: Any, info: RankInfo, timeout: timedelta | None) -> None:
-    """Wait until all ranks of the world have come to be set up. Collective over all ranks."""
+    """Wait until all ranks of the world have reached set-up. Collective over all ranks."""
     world = mpi.COMM_WORLD
     limit_s = limit_of(LIMIT_S if timeout is None else timeout.total_seconds())
     assert limit_s is not None
@@ -179,7 +179,7 @@ def gather(mpi: Any, info: RankInfo, timeout: timedelta | None) -> None:
 
 
 def measured_topology(mpi: Any, info: RankInfo) -> Topology:
-    """Ask MPI where every rank stands, right also for nodes of different size."""
+    """Return the topology according to MPI, correct also for nodes of different size."""
     # Collective over all ranks.
     world = mpi.COMM_WORLD
     rank, size = world.rank, world.size
@@ -204,7 +204,7 @@ def measured_topology(mpi: Any, info: RankInfo) -> Topology:
 
 
 def ranks_of(mpi: Any, comm: Any) -> tuple[int, ...]:
-    """List the ranks of a communicator by their numbers in the world."""
+    """Return the ranks of a communicator by their numbers in the world."""
     if comm == mpi.COMM_NULL or comm.is_inter:
         raise GroupMembershipError("a group is made of an intracommunicator that this rank is in")
     ranks = comm.group.Translate_ranks(None, mpi.COMM_WORLD.group)
@@ -217,8 +217,8 @@ def ranks_of(mpi: Any, comm: Any) -> tuple[int, ...]:
 
 
 def choose_device(local_rank: int | None, choice: Any) -> torch.device:
-    """Choose the device that this rank computes on, and make it the current one."""
-    # Ranks share devices where there are fewer of these. Not run by tests without one.
+    """Return the device of this rank, after making it the current one."""
+    # Ranks share devices if there are too few. Tests only run this on a machine with one.
     if choice is not None:
         return torch.device(choice)
     kind = accelerator()
@@ -230,8 +230,8 @@ def choose_device(local_rank: int | None, choice: Any) -> torch.device:
 
 
 def is_cuda_aware(mpi: Any) -> bool:
-    """Ask the MPI library whether it takes pointers to CUDA memory."""
+    """Return whether the MPI library accepts pointers to CUDA memory."""
     # Open MPI, MPICH and MVAPICH have one function for this, reached through mpi4py's
-    # extension, which has loaded the library. Not run by tests with a library that says yes.
+    # extension, which has loaded the library. Not tested with a library that returns true.
     query = getattr(ctypes.CDLL(mpi.__file__), "MPIX_Query_cuda_support", None)
     return query is not None and bool(query())

@@ -1,1 +1,1 @@
-"""``torch.distributed``, over any backend that torch knows."""
+"""``torch.distributed``, over any backend registered with torch."""

@@ -1,4 +1,4 @@
-"""Replicas that ``torch.distributed`` connects, over any backend that torch knows."""
+"""Model of replicas that ``torch.distributed`` connects, over any of its backends."""
 
 from __future__ import annotations
 
@@ -47,23 +47,23 @@ if TYPE_CHECKING:
 
 __tracebackhide__ = hides
 
-_NAMES = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")  # the last of gloo alone
+_NAMES = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")  # the last only on gloo
 _OPS = {parse_op(name): getattr(dist.ReduceOp, name) for name in _NAMES}
-_MANY = 8  # ranks, from which on a ring takes longer than two operations over rank 0
+_MANY = 8  # ranks, from which on a ring is slower than two operations over rank 0
 # Torch 2.13 deprecates the older names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class _KnownBackends:
-    """Those that torch knows now: others may still be registered with it."""
+    """The backends that torch knows at the time of access: more may be registered later."""
 
     def __get__(self, _instance: object, _owner: type) -> tuple[str, ...]:
         return process_group.known_backends()
 
 
 class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
-    """The default process group of ``torch.distributed``, ours or one that the user made."""
+    """The default process group of ``torch.distributed``, created here or by the user."""
 
     name: ClassVar[str] = "native-dist"
     backends: ClassVar[tuple[str, ...]] = cast("Any", _KnownBackends())
@@ -102,13 +102,13 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         timeout_s = None if self._timeout is None else self._timeout.total_seconds()
         self.control: SocketControlPlane = SocketControlPlane(self, timeout_s)
         self.control.has_levels = is_gloo
-        if torch.__version__ >= "2.7":  # before, a group that ends may wait for its own threads
+        if torch.__version__ >= "2.7":  # before, a destroyed group may wait for its own threads
             self.control.destroy = _destroy
         if is_gloo:
             settle_at_exit()
         self._calls = Calls(self, self.transport_device.type == "cpu" and topology.world_size > 1)
         self._ops = {op: _OPS[op] for op in _OPS if is_gloo or not op.is_bitwise}
-        # That of gloo sums, whatever it is told to do: in torch 2.6, and no more in torch 2.9.
+        # Gloo's always sums, for any operation: in torch 2.6, no longer in torch 2.9.
         only_sums = is_gloo and torch.__version__ < "2.9"
         self._scatter_ops = {ReduceOp.SUM: self._ops[ReduceOp.SUM]} if only_sums else self._ops
 
@@ -136,7 +136,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
             topology = process_group.place_by_store(rank, world_size)
         local_rank = hint.local_rank
         if local_rank is None and info is None:
-            text = os.environ.get("LOCAL_RANK", "")  # alone it says nothing of who else is there
+            text = os.environ.get("LOCAL_RANK", "")  # alone it doesn't show the other ranks
             local_rank = int(text) if text.isdecimal() else None
         if local_rank is not None:
             topology = replace(topology, local_rank=local_rank, is_guess=False)
@@ -165,7 +165,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
             model = cls(info.topology(), device, True, allowed, interface)
             model.control.secret, model.control.is_one_host = rendezvous.secret, is_local
             if info.world_size > 1:
-                # Also so that a rank that is done and gone doesn't look dead to one still joining.
+                # Also so that a finished rank doesn't look dead to one that still joins.
                 with deadline(rendezvous.left()):
                     model._topology = process_group.place_by_hosts(model)
         except PeerRefusedError:
@@ -175,7 +175,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         except (RuntimeError, ValueError, OSError) as error:
             if dist.group.WORLD is not None:
                 dist.destroy_process_group()
-            options.clear()  # the store listens as long as it is held, and this frame by the error
+            options.clear()  # a held store listens, and the error holds this frame
             here = rendezvous.info
             where = url or f"{here.master_addr}:{here.master_port}"
             raise ContextError(
@@ -249,12 +249,12 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         return rows
 
     def _gather_at_root(self, tensor: Tensor, rows: Tensor) -> Tensor:
-        """Gather as many ranks do while they are set up: gloo's own all_gather is a ring."""
-        # It takes as many steps as there are ranks, and every rank runs in each of them.
+        """Gather over rank 0 while many ranks are set up: gloo's own all_gather is a ring."""
+        # The ring takes as many steps as there are ranks, each on every rank.
         is_root = self._topology.rank == 0
         self._calls.run("all_gather", None, dist.gather, tensor, [*rows] if is_root else None, 0)
         self._calls.run("all_gather", None, dist.broadcast, rows, 0)
-        # A stranger in rank 0's place can't give this rank's random number of an earlier proof.
+        # A stranger in rank 0's place can't replay this rank's random number of an earlier proof.
         rows[self._topology.rank] = tensor
         return rows
 
@@ -304,8 +304,8 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
         allowed = options.setdefault("timeout", self._timeout)
         try:
-            # Not with use_local_synchronization: it names the group by how many groups this rank
-            # has seen, which members of overlapping groups count differently (torch 2.13).
+            # Not with use_local_synchronization: it names the group by this rank's count of groups,
+            # which differs between members of overlapping groups (torch 2.13).
             with listening_at(self._interface):
                 made = dist.new_group(list(ranks), **options)
         except TypeError as error:
@@ -317,7 +317,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         allowed_s = None if allowed is None else allowed.total_seconds()
         group = Group(ranks, made, made.group_name, allowed_s)
         secret = self.control.secret
-        if secret is not None and len(ranks) > 1:  # it has connections of its own
+        if secret is not None and len(ranks) > 1:  # it opens connections of its own
             kinds = {device.type for device in made._device_types}
             device = (
                 self.transport_device
@@ -350,7 +350,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
 
 def _destroy(handle: Any) -> None:
     settle()
-    with suppress(ValueError):  # its user has destroyed it
+    with suppress(ValueError):  # the user has destroyed it
         dist.destroy_process_group(handle)
 
 

@@ -1,4 +1,4 @@
-"""How an operation of torch.distributed is run: its errors, and what is noticed while it waits."""
+"""Operations of torch.distributed: start, waiting with failure checks, and mapping of errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __tracebackhide__ = hides
 
 _SLICE = timedelta(seconds=LOOK_S)
-_LEAST_S = 0.001  # torch takes 0 for no limit
+_LEAST_S = 0.001  # 0 means no limit to torch
 _ERRORS: dict[str, type[CollectiveError]] = {
     "timed out": CollectiveTimeoutError,
     "closed by peer|reset by peer|connection closed|broken pipe|socket closed": PeerFailedError,
@@ -42,7 +42,7 @@ class Calls:
         self._is_watched = is_watched
 
     def run(self, call: str, group: Group | None, start: Callable[..., Any], *args: Any) -> None:
-        """Run one operation to its end. Collective over `group`."""
+        """Run one operation to completion. Collective over `group`."""
         if not self._is_watched:
             try:
                 start(*args, _handle(group))
@@ -56,14 +56,14 @@ class Calls:
     ) -> Handle[None]:
         """Start one operation. As `run` otherwise."""
         call, work, step = self._begin(call, group, start, *args)
-        model = self._whole()  # which the handle keeps, also when another view takes its place
+        model = self._whole()  # kept alive by the handle, also when another view replaces it
         wait = partial(self._wait, group, call, work, step, end_of_block(), model)
         return Handle(wait, work.is_completed)
 
     def _begin(
         self, call: str, group: Group | None, start: Callable[..., Any], *args: Any
     ) -> tuple[str, Any, int]:
-        """Return what it is called, torch's handle, and its number in the group; 0 for none."""
+        """Start an operation; return its name, torch's handle and its number, 0 for none."""
         call, step = purpose_or(call), 0
         if self._is_watched:
             step = self._control.steps.begin(name_of(group), call)
@@ -75,8 +75,8 @@ class Calls:
     def message(
         self, call: str, group: Group | None, start: Callable[..., Any], *args: Any
     ) -> None:
-        """Send or receive a message: no slices, for gloo's can't be waited for twice."""
-        # Takes two ranks, and raises as `run`.
+        """Send or receive a message without slices: gloo's can't be waited for twice."""
+        # Called on two ranks; raises as `run` does.
         limit_s = limit_of(allowed_s(self._control, group))
         try:
             work = start(*args, _handle(group))
@@ -112,5 +112,5 @@ class Calls:
                 look()
 
     def fail(self, call: str, group: Group | None, error: Exception, step: int = 0) -> NoReturn:
-        """Raise the error of ours for one of torch's."""
+        """Raise our error for an error of torch's."""
         Wait(self._control, group, call, step).fail(_ERRORS, error)

@@ -1,4 +1,4 @@
-"""Process groups of torch as the native model makes them, and torch's wrappers of modules."""
+"""Process groups of torch for the native model, and torch's wrappers of modules."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _LATER = timedelta(seconds=2)
 
 
 def known_backends() -> tuple[str, ...]:
-    """List the backends that torch knows or that somebody registered with it."""
+    """Return the backends of torch, including those registered with it."""
     if not dist.is_available():
         return ()
     return tuple(name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED)
 
 
 def backends_by_device(backend: str) -> dict[str, str]:
-    """Read which backend serves which device type out of a backend's name."""
+    """Return the backend of each device type, parsed from a backend's name."""
     if ":" not in backend:
         devices = dist.Backend.backend_capability.get(backend, ["cpu"])
         return dict.fromkeys(devices, backend)
@@ -47,9 +47,9 @@ def backends_by_device(backend: str) -> dict[str, str]:
 
 
 def why_no_device(backend: str) -> str | None:
-    """Say which device `backend` lacks on this machine, or None if it has one."""
-    # For lists of what can be used here. Ranks may be started all the same: they may be on
-    # other machines.
+    """Return which device `backend` lacks on this machine, or None if it has one."""
+    # For lists of usable backends. Ranks may be started regardless: they may be on other
+    # machines.
     kinds = backends_by_device(backend)
     kind = accelerator()
     if "cpu" in kinds or (kind is not None and kind.type in kinds):
@@ -61,9 +61,9 @@ def why_no_device(backend: str) -> str | None:
 
 
 def choose_device(backend: str, info: RankInfo, choice: Any) -> torch.device:
-    """Choose the device of a replica and make it the current one."""
-    # The accelerator serves if `backend` is what torch uses for it by default or names it; else the
-    # CPU. With one visible device (masked by the launcher) its index is 0 whatever the local rank.
+    """Return a replica's device, after making it the current one."""
+    # The accelerator, if `backend` is torch's default for it or names it; else the CPU.
+    # With one visible device (masked by the launcher) its index is 0 for any local rank.
     kind = accelerator()
     if choice is not None:
         device = _as_device(choice, kind)
@@ -110,10 +110,10 @@ def join(
     left: timedelta,
     options: dict[str, Any],
 ) -> timedelta | None:
-    """Let torch make the default group; return the time that our own operations may take."""
-    # Collective over all ranks of `info`. Gloo connects all ranks within what is left for set-up.
-    # From then on it keeps to the job's own timeout, and a little longer: a rank that waits in a
-    # call of ours says first who is in one that torch makes, such as those of a backward.
+    """Create torch's default group; return the timeout of our own operations."""
+    # Collective over all ranks of `info`. Gloo connects all ranks within the time left for set-up.
+    # From then on its timeout is the job's own, and slightly longer: a rank that waits in a
+    # call of ours first reports ranks in calls of torch, such as those of a backward.
     if timeout is not None:
         options = {**options, "timeout": timeout}
     options = {**options, "rank": info.rank, "world_size": info.world_size}
@@ -130,7 +130,7 @@ def join(
 
 
 def place_by_store(rank: int, world_size: int) -> Topology:
-    """Tell where a rank stands from where the default group's store can be reached."""
+    """Return a rank's position, derived from the reach of the default group's store."""
     one_node = Topology(rank, world_size, rank, world_size, 0, 1)
     if world_size == 1:
         return one_node
@@ -153,12 +153,12 @@ def place_by_store(rank: int, world_size: int) -> Topology:
 
 
 def place_by_hosts(model: ComputationModel) -> Topology:
-    """Find where a rank stands by asking every rank for its host. Collective over all ranks."""
+    """Return a rank's position, from the hosts of all ranks. Collective over all ranks."""
     return model.topology.among(model.exchange(host_of_this_process().encode()))
 
 
 def timeout_of(group: Any, device: torch.device) -> timedelta | None:
-    """Read the timeout that a process group was made with, or None."""
+    """Return the timeout of a process group, or None."""
     with contextlib.suppress(AttributeError, RuntimeError):
         timeout = group._get_backend(device).options._timeout  # no public name in torch 2.13
         return timeout if isinstance(timeout, timedelta) else None
@@ -166,12 +166,12 @@ def timeout_of(group: Any, device: torch.device) -> timedelta | None:
 
 
 def wrap(module: nn.Module, wrapper: str, device: torch.device, **options: Any) -> nn.Module | None:
-    """Wrap in ``DistributedDataParallel``, or shard with ``fully_shard``."""
+    """Return a module in ``DistributedDataParallel``, or sharded with ``fully_shard``."""
     # Collective over all ranks.
     if wrapper == "ddp":
         is_trainable = any(parameter.requires_grad for parameter in module.parameters())
         if not is_trainable:
-            return module  # which DistributedDataParallel refuses
+            return module  # DistributedDataParallel rejects it
         ids = None if device.type == "cpu" else [device]
         return nn.parallel.DistributedDataParallel(module, device_ids=ids, **options)
     if wrapper == "fsdp":

@@ -1,7 +1,7 @@
-"""Makes the backend ``"unisono"`` known to torch, and our frames to Dynamo, without importing them.
+"""Registration of the backend ``"unisono"`` with torch, and of our frames with Dynamo, on import.
 
-Where a compiled function calls a collective, Dynamo would trace what that does, too, and break the
-graph at each thing that it can't trace. It skips our frames instead, at one break for each call.
+In a compiled function Dynamo would trace collectives, too, and break the graph at each operation
+that it can't trace. It skips our frames instead, with one break for each call.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from types import ModuleType
 from typing import Any
 
 NAME = "unisono"
-"""What ``torch.distributed`` calls the backend."""
-_REGISTRY = "torch.distributed.distributed_c10d"  # which ``import torch`` loads
-_TRACE_RULES = "torch._dynamo.trace_rules"  # which the first use of ``torch.compile`` loads
+"""Name of the backend in ``torch.distributed``."""
+_REGISTRY = "torch.distributed.distributed_c10d"  # loaded by ``import torch``
+_TRACE_RULES = "torch._dynamo.trace_rules"  # loaded by the first use of ``torch.compile``
 
 
 def register_with_torch() -> None:
-    """Register with what of torch is loaded, and with the rest as soon as it is."""
+    """Register with the loaded modules of torch, and with the others once they load."""
     for name, act in ((_REGISTRY, register), (_TRACE_RULES, _leave_untraced)):
         if name in sys.modules:
             act()
@@ -31,9 +31,9 @@ def register_with_torch() -> None:
 
 
 def register() -> None:
-    """Register the backend with torch, which is loaded by then."""
-    # Local, and cheap; registering it again does no harm. Torch 2.14 and later call it by the entry
-    # point ``torch.distributed.backends`` when the name is first asked for.
+    """Register the backend with torch, which must be loaded."""
+    # Local and cheap, and can be repeated. Torch 2.14 and later call it by the entry
+    # point ``torch.distributed.backends`` when the name is first used.
     backends: Any = importlib.import_module(_REGISTRY).Backend
     backends.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
 
@@ -47,7 +47,7 @@ def _create(place: Any, _options: Any) -> Any:
 
 
 class _Registrar:
-    """Finds one module of torch's once, and acts after it was loaded."""
+    """Import hook that finds one module of torch once, and runs a function after its import."""
 
     def __init__(self, name: str, act: Callable[[], None]) -> None:
         self._name, self._act = name, act
@@ -55,7 +55,7 @@ class _Registrar:
     def find_spec(
         self, name: str, path: object = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find what others find, for that one module."""
+        """Return the module's spec from the other finders."""
         if name != self._name:
             return None
         sys.meta_path.remove(self)

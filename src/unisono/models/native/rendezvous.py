@@ -1,6 +1,6 @@
-"""Rendezvous: ranks come together before torch connects them, under one deadline.
+"""Rendezvous of all ranks before torch connects them, under one deadline.
 
-Ranks that don't come are named.
+Missing ranks are reported.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from unisono.model.handle import Outcome
 from unisono.topology import PRIVATE_STORE, RankInfo
 
 _log = logging.getLogger(__name__)
-_LIMIT_S = 60.0  # for set-up, where the user says nothing
+_LIMIT_S = 60.0  # for set-up, unless the user sets a timeout
 _WARN_AFTER_S = 10.0
-_LEAST_S = 5.0  # for torch's own part, however late the last rank came
+_LEAST_S = 5.0  # for torch's own part, even if the last rank was late
 _TRY_S = 0.1
 _GRACE_S = 1.0
 _LOOK_S = 0.0005
 _LINGER_S = 3 * _TRY_S
 _SHOWN = 8
 _SECRET_BYTES = 32
-_ALL = "[]"  # who didn't come, as JSON
+_ALL = "[]"  # no rank is missing, as JSON
 _GLOO = "GLOO_SOCKET_IFNAME"
 _SOURCES = {
     "torchrun": "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
@@ -56,21 +56,21 @@ _SOURCES = {
 
 
 def is_one_host(info: RankInfo) -> bool:
-    """Return whether all ranks are known to be on this host: a loopback address says so."""
+    """Return whether all ranks are known to be on this host, as with a loopback address."""
     if info.world_size == 1 or info.nnodes == 1:
         return True
     return info.nnodes is None and is_loopback(info.master_addr or "")
 
 
 def gloo_interface(info: RankInfo) -> str:
-    """Name the interface that gloo listens at; empty for that of the host's name."""
+    """Return gloo's network interface; empty for that of the host's name."""
     if is_one_host(info) or is_loopback(info.master_addr or ""):
         return "lo"
     return own_interface(info.master_addr, has_others=info.nnodes is not None)
 
 
 def wrong_interface(info: RankInfo) -> str:
-    """Return the fault of the interface that gloo listens at, empty if there is none."""
+    """Return the fault of gloo's network interface, empty if there is none."""
     here = {name for _, name in socket.if_nameindex()}
     unknown = sorted({*filter(None, os.environ.get(_GLOO, "").split(","))} - here)
     if unknown:
@@ -88,8 +88,8 @@ def wrong_interface(info: RankInfo) -> str:
 
 @contextlib.contextmanager
 def listening_at(interface: str) -> Iterator[None]:
-    """Let gloo listen at an interface while it lasts."""
-    # A variable is the only way to tell gloo; the user's own stays.
+    """Set gloo's network interface within the block."""
+    # Gloo only reads a variable; the user's own is kept.
     if not interface or _GLOO in os.environ or sys.platform != "linux":
         yield
         return
@@ -101,14 +101,14 @@ def listening_at(interface: str) -> Iterator[None]:
 
 
 class Rendezvous:
-    """The rendezvous of all ranks of a job, until its deadline."""
+    """Rendezvous of all ranks of a job, until its deadline."""
 
     def __init__(self, info: RankInfo, timeout: timedelta | None) -> None:
         limit_s = limit_of(_LIMIT_S if timeout is None else timeout.total_seconds())
         assert limit_s is not None
         self.info: RankInfo = info
         self.secret: bytes | None = None
-        """What only ranks of this job know, once they have met in a store of their user's own."""
+        """Known only to ranks of this job, once they have met in a store of their user's own."""
         private = info.private_store or os.environ.get(PRIVATE_STORE, "")
         self._private = private if is_one_host(info) else ""
         self._limit_s = limit_s
@@ -118,11 +118,11 @@ class Rendezvous:
         self._warn_at: float = time.monotonic() + host_s(_WARN_AFTER_S)
 
     def left(self) -> timedelta:
-        """Return the time that is left for torch's own part of set-up, never nothing."""
+        """Return the time left for torch's own part of set-up, never zero."""
         return timedelta(seconds=max(self._until - time.monotonic(), min(_LEAST_S, self._limit_s)))
 
     def at(self, url: str) -> bool:
-        """Take the address out of a ``tcp://`` URL, for a store of ours."""
+        """Set the address of our store from a ``tcp://`` URL; return whether it is one."""
         parts = urlsplit(url)
         if parts.scheme != "tcp" or parts.query:
             return False
@@ -138,7 +138,7 @@ class Rendezvous:
         return True
 
     def store(self) -> Store:
-        """Make or join the store, and wait there for everybody. Collective over all ranks."""
+        """Create or join the store, and wait there for all ranks. Collective over all ranks."""
         info = self.info
         if info.world_size == 1:
             return HashStore()
@@ -164,12 +164,12 @@ class Rendezvous:
         return self._in_thread(lambda: self._join_store(addr, port, is_host))
 
     def _in_thread(self, join: Callable[[], Store]) -> Store:
-        """Call it in a thread: torch waits forever for a listener that accepts and says nothing."""
+        """Run `join` in a thread: torch waits forever for a listener that never answers."""
         outcome, thread = Outcome.in_thread(join, "unisono-rendezvous")
         try:
             while not outcome.is_known and (left := self._until + _GRACE_S - time.monotonic()) > 0:
                 thread.join(left)
-        except BaseException:  # Ctrl-C: the thread gives up, and its store listens no longer
+        except BaseException:  # Ctrl-C: the thread gives up, and its store closes
             self._until, self._is_ours = time.monotonic(), False
             raise
         if outcome.is_known:
@@ -193,20 +193,20 @@ class Rendezvous:
                     else store_at(addr, port, size, False, timeout=limit, wait_for_workers=False)
                 ]
                 if not self._is_of_earlier_run(stores[0]):
-                    return self._await_all(stores.pop())  # as an error would hold this frame
+                    return self._await_all(stores.pop())  # as an error would refer to this frame
                 stores.clear()
                 self._wait_for_end_of_earlier_run(addr, port)
 
     def _is_of_earlier_run(self, store: Store) -> bool:
-        """Tell whether another process has been this rank there, which node 0 has yet to close."""
-        # Where each node makes its own calls, one may begin the next run before node 0 has
-        # ended the last one, whose ranks met at the same port.
+        """Return whether another process was this rank in a store that node 0 has yet to close."""
+        # If each node makes its own calls, one may begin the next run before node 0 has ended the
+        # last one, whose ranks met at the same port.
         info, token = self.info, _token(os.getpid())
         if info.source != "spawn" or not info.node_rank or not info.store_is_hosted:
             return False
         try:
             found = _of_attempt(store).compare_set(f"process/{info.rank}", "", token)
-        except RuntimeError:  # it closes at this moment; if it doesn't, who waits for it says so
+        except RuntimeError:  # it is closing; if not, the wait for its end reports it
             return True
         return found.decode() != token
 
@@ -225,7 +225,7 @@ class Rendezvous:
 
     @contextlib.contextmanager
     def _reporting(self, hint: str) -> Iterator[None]:
-        """Say of torch's errors where this rank was."""
+        """Raise torch's errors as ours, with this rank and address."""
         try:
             yield
         except ContextError:
@@ -235,11 +235,11 @@ class Rendezvous:
             raise ContextError(f"{self._where()}: {why}{hint}") from error
 
     def _join_private_store(self) -> Store:
-        """Meet in the file that the launcher made for the job, and agree on a secret there."""
+        """Wait for all ranks in the launcher's file, and agree on a secret there."""
         info = self.info
         with self._reporting(""):
             store = FileStore(_opened(self._private), -1)
-            # Jobs that a rank starts inherit the variable, and have keys of their own.
+            # Jobs that a rank starts inherit the variable, and use keys of their own.
             job = PrefixStore(f"{info.master_addr}:{info.master_port}/{info.world_size}", store)
             joined = self._await_all(job)
             token = job.compare_set("secret", "", secrets.token_hex(_SECRET_BYTES))
@@ -254,7 +254,7 @@ class Rendezvous:
         if isinstance(missing, str):
             raise ContextError(missing)
         limit = f"within {format_s(self._limit_s)}"
-        del store, ours  # it listens as long as it is held, and this frame by the error
+        del store, ours  # it listens while it is referenced, and the error refers to this frame
         if self.info.rank in missing:
             raise ContextError(
                 f"{self._who()} came to {self._at()} too late: others had waited for "
@@ -292,7 +292,7 @@ class Rendezvous:
             ) from error
 
     def _wait_for_listener(self, addr: str, port: int) -> None:
-        """Wait until somebody listens: torch's own attempts take up to three times as long."""
+        """Wait for a listener: torch's own attempts take up to three times as long."""
         while reason := why_unreachable(addr, port, max(_TRY_S, self._until - time.monotonic())):
             now = time.monotonic()
             if now + _TRY_S > self._until:
@@ -304,9 +304,9 @@ class Rendezvous:
             time.sleep(_TRY_S)
 
     def _gather_ranks(self, store: PrefixStore) -> tuple[int, list[int] | str]:
-        """Wait until all ranks have come to the store, or one of them has waited long enough."""
-        # A store that outlives a context is met at again: turns are told apart, and each has keys
-        # of its own, as has each attempt of torchrun.
+        """Wait until all ranks have reached the store, or one of them times out."""
+        # A store that outlives a context is used again: each turn has its own keys, and so has each
+        # attempt of torchrun.
         rank, size = self.info.rank, self.info.world_size
         turn = store.add(f"came/{rank}", 1)
         end, begin = f"end/{turn}", time.monotonic()
@@ -326,17 +326,17 @@ class Rendezvous:
             now = time.monotonic()
             if now >= self._until and self._is_ours:
                 n_before, n_ranks = n_ranks, store.add(f"ranks/{turn}", 0)
-                if n_ranks > n_before:  # ours is for set-up that makes no progress
+                if n_ranks > n_before:  # the timeout is for set-up without progress
                     self._until = min(now + host_s(self._limit_s), self._last)
             if now >= min(self._until, self._warn_at):
                 missing = [at for at in range(size) if store.add(f"came/{at}", 0) < turn]
                 if now >= self._until:
                     missing_json = store.compare_set(end, "", json.dumps(missing))
-                    time.sleep(_LINGER_S)  # the others look, and the store may be this rank's
+                    time.sleep(_LINGER_S)  # the others read it, and this rank may host the store
                     return turn, json.loads(missing_json)
                 if store.compare_set(f"warned/{turn}", "", str(rank)) == str(rank).encode():
                     self._warn(now, f"for {_named(missing)}", "them")
-                self._warn_at = math.inf  # one rank speaks for all
+                self._warn_at = math.inf  # one rank warns for all
             time.sleep(min(max(_LOOK_S, (now - begin) / 20), _TRY_S))
         return turn, json.loads(store.get(end))
 
@@ -362,19 +362,19 @@ class Rendezvous:
 
 
 @functools.cache
-def _token(process: int) -> str:  # a fork has its own, as it's another rank
+def _token(process: int) -> str:  # a fork has its own, as another rank
     return f"{process} {secrets.token_hex(8)}"
 
 
 def _of_attempt(store: Store) -> PrefixStore:
-    """Return the part of a store that is for this attempt of torchrun."""
+    """Return the part of a store for this attempt of torchrun."""
     return PrefixStore(f"unisono/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 @functools.cache
 def _opened(path: str) -> str:
-    """Return a path that stays, whatever becomes of the process that made the file."""
-    # The file is open until this process ends: torch opens the path for each operation, and
+    """Return a path that stays valid when the process that created the file exits."""
+    # The file is open until this process exits: torch opens the path for each operation, and
     # must never find another file there.
     if not path.startswith("/proc/"):
         return path

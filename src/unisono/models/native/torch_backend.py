@@ -1,11 +1,11 @@
-"""The backend ``"unisono"`` of ``torch.distributed``: gloo, and memory that a host's ranks share.
+"""The backend ``"unisono"`` of ``torch.distributed``: gloo, and memory shared by a host's ranks.
 
-``torch.distributed.init_process_group("unisono")`` gives a process group whose collectives of CPU
-tensors go through that memory, for programs that call torch alone. Where all ranks of a group are
-on one host they compare what they call first, so a call that differs, or a rank that doesn't come,
-is named. The rest is gloo's: messages, sparse tensors, groups over several hosts.
+``torch.distributed.init_process_group("unisono")`` creates a process group whose collectives of CPU
+tensors use that memory, for programs that only call torch. If all ranks of a group are on one
+host they compare their calls first, so a mismatched call or a missing rank is reported.
+Gloo carries the rest: messages, sparse tensors, groups over several hosts.
 
-Torch 2.13 calls some methods by new names, which both lead to the same here. Torch's functional
+Torch 2.13 renames some methods; both names lead to the same here. Torch's functional
 collectives call the coalesced forms, and hold the interpreter's lock meanwhile: gloo's own thread
 may wait for that lock while it holds its queue, so these must not reach gloo from C++.
 """
@@ -47,10 +47,10 @@ __tracebackhide__ = hides
 
 _CPU = torch.device("cpu")
 _PACKAGE = f"{OUR_FRAMES[0]}{os.sep}"
-_c10d: Any = _distributed_c10d  # whose stubs say other parameters in each version of torch
+_c10d: Any = _distributed_c10d  # its stubs have other parameters in each version of torch
 _ProcessGroup: Any = dist.ProcessGroup
 _Work: Any = dist.Work
-_UNREADY = (UninitializedParameter, UninitializedBuffer)  # which have no memory yet
+_UNREADY = (UninitializedParameter, UninitializedBuffer)  # without memory yet
 _NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 _OPS: dict[Any, ReduceOp] = {
     getattr(dist.ReduceOp.RedOpType, name): parse_op(name) for name in _NAMES
@@ -60,10 +60,10 @@ _OPS: dict[Any, ReduceOp] = {
 def _carried(name: str, at: int, count: int, is_list: bool = True) -> Callable[..., Any]:
     """Decorate a collective of `count` arguments before its options, by its name in records.
 
-    Argument `at` has the tensor, or a list of one, whose memory is shared. The method gets that,
-    torch's options or None, and the other arguments; it returns False where gloo carries the call.
-    So does gloo where the tensor has no such memory, and torch's other forms, with tensors in place
-    of lists.
+    Argument `at` is the tensor, or a list of one, whose memory is shared. The method receives it,
+    torch's options or None, and the other arguments; it returns False if gloo must carry the call.
+    So must gloo if the tensor has no such memory, and for torch's other forms, with tensors for
+    lists.
     """
 
     def decorate(method: Callable[..., bool | None]) -> Callable[..., Any]:
@@ -100,7 +100,7 @@ def _one_by_one(name: str) -> Callable[..., Any]:
 
 
 class _Gloo:
-    """What a control plane needs of a model, over torch's own gloo."""
+    """Model over torch's own gloo, for a control plane."""
 
     transport_device = _CPU
 
@@ -135,7 +135,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         )
         gloo._set_sequence_number_for_group()
         kind = dist.ProcessGroup.BackendType.GLOO
-        # What is left to gloo goes through a group of torch's own, which never calls back here.
+        # Calls left to gloo use a group of torch's own, which never calls back here.
         self._gloo: Any = _ProcessGroup(rank, size)
         for group in (self, self._gloo):
             group._register_backend(_CPU, kind, gloo)
@@ -145,7 +145,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         topology = Topology(ranks[rank], dist.get_world_size()) if ranks else Topology(rank, size)
         self._members: Sequence[int] = ranks or range(size)
         model: Any = _Gloo(gloo, topology)
-        self._model = model  # which the control plane doesn't keep
+        self._model = model  # the control plane doesn't keep it alive
         self._control = SocketControlPlane(model, timeout.total_seconds())
         self._turn = Turn()  # threads must agree on their order anyway
         # All ranks are here now, so they connect: later, one might miss the others' first call.
@@ -157,13 +157,13 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         _alive.add(self)
         settle_at_exit()
 
-    # What every call does
+    # Prologue and record of each call
 
     @contextmanager
     def _operation(
         self, name: str, tensor: Tensor | None = None, plane: str = "memory"
     ) -> Iterator[Token]:
-        """Be alone in an operation, which neither autograd nor a tensor's class sees; record it."""
+        """Run an operation exclusively, without autograd and tensor subclasses, and record it."""
         with self._turn.of(name), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self._turn.call = name
             token = self._calls.begin(name, self._recorded, tensor)
@@ -173,7 +173,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
             except BaseException as error:
                 token.end(error)
                 raise
-            if not token.plane:  # else gloo goes on with it
+            if not token.plane:  # else gloo continues it
                 token.end()
 
     def _by_gloo(
@@ -183,7 +183,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         start: Callable[[], Any],
         group: Group | None = None,
     ) -> Any:
-        """Start an operation of gloo's, and record it until it is over; give torch's handle."""
+        """Start an operation of gloo's, recorded until it is done; return torch's handle."""
         if _is_ours(sys._getframe(1)):
             return start()
         token = self._calls.begin(name, group or self._recorded, tensor, IN_FLIGHT)
@@ -194,7 +194,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
             raise
 
     def _compare(self, call: str, tensor: Tensor | None = None, value: bytes = b"") -> list[bytes]:
-        """Compare the ranks' calls, and give what each adds to it."""
+        """Compare the ranks' calls, and return the value that each adds."""
         if self._is_forked:
             raise ContextError(
                 f"{call}: this process is a fork of rank {self._model.topology.rank}, whose "
@@ -237,7 +237,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return True
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
-        single = _c10d.AllreduceOptions()  # gloo takes no other for one tensor
+        single = _c10d.AllreduceOptions()  # gloo accepts no other for one tensor
         if opts is not None:
             single.reduceOp, single.timeout = opts.reduceOp, opts.timeout
         for tensor in tensors:
@@ -282,7 +282,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
             _give_back(from_bytes(values[root], tensor.dtype, tuple(tensor.shape)), tensor)
 
     def _gathered(self, host: Host, call: str, tensor: Tensor) -> Sequence[Tensor]:
-        """Return the tensors of all ranks, each of the shape of this one's."""
+        """Return the tensors of all ranks, each of the shape of this rank's."""
         mine = _memory_of(tensor)
         if not self._fits_round(mine):
             self._compare(call, tensor)
@@ -334,7 +334,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         self, host: Host, tensor: Tensor, _: Any, output: Tensor, *sizes: Any
     ) -> bool:
         is_even = not any(sizes) and _is_times(output, tensor, 1)
-        size = b"%d" % tensor.numel() if is_even else b""  # which some ranks alone may know
+        size = b"%d" % tensor.numel() if is_even else b""  # which only some ranks may know
         every = self._compare(f"all_to_all of {str(tensor.dtype)[6:]}", None, size)
         if not size or any(other != size for other in every):
             return False
@@ -354,26 +354,26 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     # Messages
 
     def send(self, tensors: Any, dst: int, tag: int) -> Any:
-        """Send to one rank. Takes two ranks."""
+        """Send to one rank. Called on two ranks."""
         group = pair(self._model.topology.rank, self._members[dst])
         start = functools.partial(self._gloo.send, tensors, dst, tag)
         return self._by_gloo("send", _only(tensors), start, group)
 
     def recv(self, tensors: Any, src: int, tag: int) -> Any:
-        """Receive from one rank. Takes two ranks."""
+        """Receive from one rank. Called on two ranks."""
         group = pair(self._members[src], self._model.topology.rank)
         start = functools.partial(self._gloo.recv, tensors, src, tag)
         return self._by_gloo("recv", _only(tensors), start, group)
 
-    # Its end
+    # Shutdown
 
     def shutdown(self) -> None:
-        """Close the connections and let go of the memory."""
+        """Close the connections and release the memory."""
         self._end("left")
         super().shutdown()
 
     def abort(self) -> None:
-        """Leave without waiting."""
+        """Close the connections without waiting."""
         self._end("")
         super().abort()
 
@@ -385,18 +385,18 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         self._control.close(farewell)
 
     def disown(self) -> None:
-        """Let go of what a forked child has inherited."""
+        """Release the connections inherited by a forked child."""
         self._is_forked, self._turn = True, Turn()
         self._calls.disown()
         self._control.disown()
 
     def say_farewell(self) -> None:
-        """Tell the other ranks that this one's program has come to its end."""
+        """Notify the other ranks that this rank's program has ended."""
         self._control.say_farewell("ended its program")
 
 
 def _delegating(kind: type) -> type:
-    """Let a class of handles ask gloo's own for all that it doesn't say itself."""
+    """Delegate all methods that a class of handles lacks to gloo's own handle."""
     for name in set(dir(_Work)) - set(dir(object)) - set(vars(kind)) - {"boxed", "unbox"}:
         if not name.startswith("_pybind"):
             setattr(kind, name, _asking(name))
@@ -409,29 +409,29 @@ def _asking(name: str) -> Callable[..., Any]:
 
 @_delegating
 class _Recorded(_Work):  # type: ignore[misc]
-    """Torch's handle of what gloo carries, which ends the record of the call."""
+    """Torch's handle of a call that gloo carries, which ends the record of the call."""
 
     def __init__(self, work: Any, token: Token) -> None:
         super().__init__()
         self._work, self._token = work, token
 
     def wait(self, *timeout: Any, **named: Any) -> Any:
-        """Wait until it is done."""
+        """Wait until the operation is done."""
         return self._token.wait(functools.partial(self._work.wait, *timeout, **named))
 
     def synchronize(self) -> None:
-        """Wait until it is done."""
+        """Wait until the operation is done."""
         self._token.wait(self._work.synchronize)
 
     def get_future(self) -> Any:
-        """Return torch's future of it, whose end is the call's; C++ waits for that alone."""
-        self._token.overlap_ns = 0  # since when somebody waits isn't told: all of it counts
-        # A future of its own, so that the record is there when who waits for it goes on.
+        """Return torch's future, whose end is the call's; C++ waits only for that."""
+        self._token.overlap_ns = 0  # the start of the wait is unknown: all of it counts
+        # A future of its own, so that the record exists when the waiting thread continues.
         return self._work.get_future().then(functools.partial(_end_with, self._token))
 
 
 def _going_on(token: Token, start: Callable[[], Any]) -> Any:
-    """Start what gloo carries; give the handle whose end is that of the call."""
+    """Start a call that gloo carries; return the handle whose end is that of the call."""
     goes_on = token.goes_on("data")
     work = start()
     return _Recorded(work, token) if goes_on else work
@@ -442,14 +442,14 @@ def _end_with(token: Token, future: Any) -> Any:
 
 
 def _is_ours(frame: FrameType | None) -> bool:
-    """Return whether unisono itself calls torch, which has a record of the call then."""
+    """Return whether unisono itself calls torch, and so has recorded the call."""
     while frame is not None and frame.f_code.co_filename.startswith((__file__, *OUR_FRAMES[1:])):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(_PACKAGE)
 
 
 def _log_of(topology: Topology) -> CallLog:
-    """Return the log that this rank's groups share: that of a group that lives, else a new one."""
+    """Return the log that this rank's groups share: that of a live group, else a new one."""
     for group in _alive:
         known: CallLog = group._calls
         if known.rank == topology.rank:
@@ -460,7 +460,7 @@ def _log_of(topology: Topology) -> CallLog:
 
 
 def create(place: Any) -> dist.ProcessGroup:
-    """Make a process group, for ``torch.distributed``. Collective over its ranks."""
+    """Create a process group, for ``torch.distributed``. Collective over its ranks."""
     return _UnisonoGroup(place)
 
 
@@ -469,7 +469,7 @@ def _only(tensors: Sequence[Any]) -> Any:
 
 
 def _operation(opts: Any) -> ReduceOp | None:
-    """Read the operation of torch's options; None for one that gloo alone might have."""
+    """Return the operation of torch's options; None for one that only gloo might have."""
     if opts is None:
         return ReduceOp.SUM
     op = getattr(opts, "reduceOp", opts)
@@ -482,7 +482,7 @@ def _can_reduce(tensor: Tensor, op: ReduceOp) -> bool:
 
 
 def _has_memory(tensor: Any) -> bool:
-    """Return whether a tensor has memory to read, whatever its class: ranks may differ in that."""
+    """Return whether a tensor has readable memory, for any class: ranks may differ in that."""
     return (
         isinstance(tensor, Tensor)
         and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
@@ -503,26 +503,26 @@ def _is_times(whole: Tensor, part: Tensor, count: int) -> bool:
 
 
 def _memory_of(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor, the same memory where that can be."""
-    # Its version counter is another one: as with gloo, autograd doesn't see what is written.
+    """Return a contiguous tensor, sharing memory if possible."""
+    # Its version counter is a new one: as with gloo, autograd doesn't notice writes.
     return tensor.data.resolve_conj().resolve_neg().contiguous()
 
 
 def _reducible(tensor: Tensor, op: ReduceOp) -> Tensor:
-    """Return a contiguous tensor to reduce, the same memory where that can be."""
+    """Return a contiguous tensor to reduce, sharing memory if possible."""
     flat = _memory_of(tensor)
     is_narrow = op is ReduceOp.AVERAGE and tensor.dtype is torch.float16
     return flat.float() if is_narrow else flat
 
 
 def _give_back(result: Tensor, tensor: Tensor) -> None:
-    """Copy a result where torch wants it, unless it is there."""
+    """Copy a result into torch's tensor, unless it is there."""
     if result.data_ptr() != tensor.data_ptr():
         tensor.data.copy_(result.view(tensor.shape))
 
 
 def _done(result: Any) -> Any:
-    """Return torch's handle of an operation that is over."""
+    """Return torch's handle of a completed operation."""
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(result)
     return _c10d._create_work_from_future(future)
@@ -538,7 +538,7 @@ def _after_fork() -> None:
 
 
 def _at_exit() -> None:
-    """Say farewell, unless an exception ended the program."""
+    """Send a farewell, unless an exception ended the program."""
     if not hasattr(sys, "last_type"):
         for group in list(_alive):
             group.say_farewell()

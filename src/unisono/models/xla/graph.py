@@ -1,9 +1,9 @@
-"""How a graph gets to XLA's devices, and who this replica is; alone imports torch_xla.
+"""Graphs on XLA's devices, and this replica's position; the only module that imports torch_xla.
 
-Replicas may be threads of one process (XLA on a CPU, TPU v2 and v3). Then three things hold:
+Replicas may be threads of one process (XLA on a CPU, TPU v2 and v3). Then three rules apply:
 every replica must run the same executable, so one compiles while the others wait; a launch may
-block until all have launched, so no lock and no GIL is held by then; and what a graph reads must
-stay alive until it has run, for freeing a buffer waits for its readers.
+block until all have launched, so no lock and no GIL may be held by then; and the inputs of a
+graph must stay alive until it has run, for freeing a buffer waits for its readers.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _BITS = {
 
 
 def n_replicas() -> int:
-    """Count the devices that the runtime replicates over; 0 where no launcher set that up."""
+    """Count the devices that the runtime replicates over; 0 if no launcher set that up."""
     # Doesn't initialise the runtime.
     return int(_XLAC._xla_get_replication_devices_count())
 
 
 def replica() -> Topology | None:
-    """Ask the runtime where the calling thread stands."""
+    """Return the position of the calling thread, None if it isn't a replica."""
     # Doesn't initialise the runtime.
     if not _XLAC._xla_runtime_is_initialized() or xr.is_spmd():
         return None
     if n_replicas() == 0:
-        # Not asked of xr.world_size(), which would keep its answer when replicas come later.
+        # Without xr.world_size(), which would cache its result when replicas start later.
         return Topology(0, 1, 0, 1, 0, 1)
     if xr.addressable_device_count() > 1 and not _is_replica_thread():
         return None
@@ -64,7 +64,7 @@ def replica() -> Topology | None:
 
 
 def _is_replica_thread() -> bool:
-    """Return whether the runtime's launcher is up the stack: any other thread looks like rank 0."""
+    """Return whether the runtime's launcher is on the stack: any other thread looks like rank 0."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         is_launcher = frame.f_globals.get("__name__") == "torch_xla._internal.pjrt"
@@ -75,7 +75,7 @@ def _is_replica_thread() -> bool:
 
 
 def begin(kind: str) -> None:
-    """Initialise the runtime on one device of a kind, without replicas."""
+    """Start the runtime on one device of a kind, without replicas."""
     if not _XLAC._xla_runtime_is_initialized():
         xr.set_device_type(kind)
         torch_xla.device()
@@ -98,18 +98,18 @@ def device_type() -> str:
 
 
 def replicas_are_threads() -> bool:
-    """Return whether all replicas of the job live in this process."""
+    """Return whether all replicas of the job are in this process."""
     return n_replicas() > 1 and n_replicas() == xr.addressable_device_count()
 
 
 def run(
     tensor: Tensor, build: Callable[[Tensor], Tensor], wait_for_all: Callable[[], object]
 ) -> Tensor:
-    """Run one collective as a graph of its own, the same on every replica."""
+    """Run one collective as a separate graph, the same on every replica."""
     # Collective over all replicas.
     device_name = str(tensor.device)
     _compute(tensor)
-    # A token that an earlier graph left would drag that graph into this one.
+    # A token of an earlier graph would merge that graph into this one.
     _XLAC._set_all_reduce_token(device_name, None)
     wait_for_all()
     result = build(tensor)
@@ -121,7 +121,7 @@ def run(
 
 
 def cut(device_name: str) -> None:
-    """Compute all that was recorded on the device, so that no graph grows from step to step."""
+    """Run all recorded operations of the device, so that no graph grows from step to step."""
     _XLAC._set_all_reduce_token(device_name, None)
     devices = xm.xla_real_devices([device_name])
     _XLAC._xla_wait_device_ops(devices)
@@ -153,22 +153,22 @@ def all_to_all(rows: Tensor) -> Tensor:
 
 
 def all_reduce(tensor: Tensor, kind: str, as_bits: bool = False) -> Tensor:
-    """Build the reduction of [*shape]; `as_bits` takes floats for integers."""
+    """Build the reduction of [*shape]; `as_bits` reduces floats as integers."""
     dtype = _BITS.get(tensor.dtype, tensor.dtype) if as_bits else tensor.dtype
     total: Tensor = xm.all_reduce(kind, _bitcast(tensor, dtype), pin_layout=False)
     return _bitcast(total, tensor.dtype)
 
 
 def reduce_scatter(rows: Tensor, kind: str) -> Tensor:
-    """Build the reduction of [n, *shape] of which this replica keeps its row."""
+    """Build the reduction of [n, *shape] to this replica's row."""
     n = rows.shape[0]
     row: Tensor = xm.reduce_scatter(kind, rows.reshape(n, -1), 1.0, 0, n, pin_layout=False)
     return row.reshape(rows.shape[1:])
 
 
 def _bitcast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    # XLA's collectives add a zero to what they move, which loses the sign of -0.0 and what is
-    # denormal; Tensor.view(dtype) would go through the host.
+    # XLA's collectives add a zero to the values that they move, which loses the sign of -0.0 and
+    # denormals; Tensor.view(dtype) would go through the host.
     if tensor.dtype == dtype:
         return tensor
     graph = _bitcast_graph(tuple(tensor.shape), tensor.dtype, dtype)

@@ -1,6 +1,6 @@
-"""Replicas that XLA's runtime makes: threads and processes of torch_xla's own launcher.
+"""Model of replicas that XLA's runtime starts: threads and processes of torch_xla's launcher.
 
-This file imports no torch_xla, so that it can answer where there is none; `graph` does.
+This module doesn't import torch_xla, so that it can be queried without it; `graph` does.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 REPLICAS = ThreadExchange()
-"""Where the replicas of this process exchange what is on the host before each graph.
+"""Host-side exchange between the replicas of this process before each graph.
 
-A graph that a replica launches alone ends the whole process after ten seconds; here it waits as
-long as it may. One for each process: an XLA context that somebody else made has no place for it.
+A graph that only one replica launches ends the whole process after ten seconds; here a replica
+waits up to its timeout. One per process: an adopted XLA context has no place for it.
 """
 _REDUCTIONS = {
     ReduceOp.SUM: "sum",
@@ -86,15 +86,15 @@ class _ControlPlane(ControlPlane):
 
 
 class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
-    """One replica of XLA's runtime, as the thread or process that it is."""
+    """Replica of XLA's runtime, a thread or a process."""
 
     # An instance belongs to one replica; in a process with several each of their threads has its
-    # own. Every collective is a graph of its own, computed when it returns. Replicas that are
-    # threads of one process, as on a CPU, meet on the host before each graph, and exchange bytes
-    # and form groups there; in a job of several processes all of that takes XLA, whose graphs need
-    # every replica, so there are no groups of some of them.
+    # own. Every collective is a separate graph, computed when it returns. Replicas that are
+    # threads of one process, as on a CPU, synchronise on the host before each graph, and exchange
+    # bytes and create groups there; in a job of several processes all of that needs XLA, whose
+    # graphs need every replica, so there are no groups of some of them.
     # On a CPU the collectives take tensors of the host, where the facade can compute exactly what
-    # XLA can't. Floats move exactly, but a SUM takes -0.0 for 0.0 and what is denormal for zero.
+    # XLA can't. Floats move exactly, but a SUM treats -0.0 as 0.0 and denormals as zero.
     # Run on torch_xla 2.9's CPU device. Written from documentation and not yet run: TPU and CUDA,
     # jobs of several processes, and the exchange over graphs in such a job.
 
@@ -244,8 +244,8 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
         if not self._is_native(tensor, ReduceOp.SUM, group):
             return super().broadcast(tensor, src, group)
-        # The sum with zeros, of integers, whatever the dtype is: exact, and n times less memory
-        # than all_gather takes.
+        # The sum with zeros, of integers, for any dtype: exact, and needs n times less memory than
+        # all_gather.
         if self._topology.rank != src:
             tensor = torch.zeros(tensor.shape, dtype=tensor.dtype)
         build = partial(self._step.all_reduce, kind="sum", as_bits=True)
@@ -278,7 +278,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         return self._topology.size(group) == self._topology.world_size
 
     def _is_native(self, tensor: Tensor, op: ReduceOp, group: Group | None) -> bool:
-        """Return whether XLA computes this."""
+        """Return whether XLA itself computes this operation."""
         return (
             op in _REDUCTIONS
             and tensor.numel() > 0
@@ -309,7 +309,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
 
 
 def _bucket(size_bytes: int) -> int:
-    """Round up to a power of two, for XLA compiles a graph for each size."""
+    """Round up to a power of two: XLA compiles a graph for each size."""
     return max(FRAME_BYTES, 1 << (size_bytes - 1).bit_length())
 
 

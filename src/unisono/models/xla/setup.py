@@ -1,4 +1,4 @@
-"""Whether XLA can be used here, and what its replicas start with; imports no torch_xla."""
+"""Availability of XLA, and the variables of its replicas; doesn't import torch_xla."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _REMEDY = "python -m pip install torch==2.9.0 torch_xla==2.9.0"
 
 
 def why_unusable(backend: str) -> str | None:
-    """Say why torch_xla can't be used as `backend`, None if nothing speaks against it."""
-    # Answered by versions and device files; those of TPU and CUDA are written from
-    # documentation and not yet run on such a machine.
+    """Return why torch_xla can't be used as `backend`, None if no fault is found."""
+    # Decided by versions and device files; those of TPU and CUDA are written from documentation
+    # and not yet run on such a machine.
     version = _version_of("torch_xla")
     if version is None:
         if importlib.util.find_spec("torch_xla") is None:
             return f"torch_xla isn't installed: {_REMEDY}"
-        return None  # built in place: its import will tell
+        return None  # built in place: its import decides
     built_for = version.split("+")[0]
     if _release(torch.__version__) != _release(built_for):
         return (
@@ -46,7 +46,7 @@ def _version_of(distribution: str) -> str | None:
 
 
 def _release(version: str) -> list[str]:
-    """Return the parts of a version that torch's C++ interface changes with."""
+    """Return the parts of a version on which torch's C++ interface depends."""
     return version.split("+")[0].split(".")[:2]
 
 
@@ -74,7 +74,7 @@ _THREADS_PER_REPLICA, _MIN_THREADS = 4, 16
 
 
 def environment(backend: str, plan: LaunchPlan) -> dict[str, str]:
-    """Return the variables that the runtime must find when it starts."""
+    """Return the variables for the start of the runtime."""
     threads = str(max(_MIN_THREADS, _THREADS_PER_REPLICA * plan.nproc_per_node))
     variables = {"XLA_THREAD_POOL_SIZE": threads, "PJRT_NPROC": threads}
     variables["PJRT_DEVICE"] = KINDS[backend]
@@ -84,11 +84,11 @@ def environment(backend: str, plan: LaunchPlan) -> dict[str, str]:
 
 
 def load_step() -> Any:
-    """Import the part that needs torch_xla."""
+    """Import the module that needs torch_xla."""
     # It doesn't initialise the runtime.
     try:
         return importlib.import_module("unisono.models.xla.graph")
-    except Exception as error:  # what is broken in it may raise anything
+    except Exception as error:  # a broken one may raise anything
         raise BackendUnavailableError(
             f"torch_xla can't be imported: {type(error).__name__}: {error}; install it again "
             "beside the torch that it was built for: pip install torch==2.9.0 torch_xla==2.9.0"
@@ -97,8 +97,8 @@ def load_step() -> Any:
 
 @functools.cache
 def find_step() -> Any:
-    """Return what `load_step` gives if the program has imported torch_xla, else None."""
-    # Where it is broken: None, and one warning for each process.
+    """Return the result of `load_step` if the program has imported torch_xla, else None."""
+    # If it is broken: None, with one warning for each process.
     try:
         return load_step()
     except BackendUnavailableError as error:

@@ -1,4 +1,4 @@
-"""How XLA trains data-parallel: gradients are averaged by the optimizer's step, not by backward.
+"""Data-parallel training on XLA: the optimizer's step averages gradients, not backward.
 
 Backward only records a graph there, and may run in a thread of autograd's that isn't a replica.
 """
@@ -17,7 +17,7 @@ from unisono.model.reduction import ReduceOp
 
 
 def spread(model: ComputationModel, module: nn.Module) -> nn.Module:
-    """Give every replica the parameters and buffers of rank 0. Collective over all ranks."""
+    """Copy rank 0's parameters and buffers to every replica. Collective over all ranks."""
     with torch.no_grad():
         for item in (*module.parameters(), *module.buffers()):
             mine = item.detach().to(model.transport_device).contiguous()
@@ -28,7 +28,7 @@ def spread(model: ComputationModel, module: nn.Module) -> nn.Module:
 def wrap_optimizer(
     model: ComputationModel, optimizer: Optimizer, cut: Callable[[], object]
 ) -> Optimizer:
-    """Let ``step`` average the gradients first, and compute all that was recorded afterwards."""
+    """Wrap an optimizer: ``step`` first averages the gradients, and finally runs the graph."""
     # Local; the step is collective over all ranks. A gradient that only some ranks have counts as
     # zero on the others.
     kind = type(optimizer)
