@@ -1,1 +1,1 @@
-"""Which rank is this, and which node? Read from the variables of launchers and platforms."""
+"""Detection of this process's rank and node from the variables of launchers and platforms."""

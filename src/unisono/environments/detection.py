@@ -1,7 +1,7 @@
-"""Which rank is this process? The first environment whose variables are there decides.
+"""Detection of this process's rank, by the first environment whose variables are set.
 
-An environment knows one launcher: `NAME` and `detect(env) -> RankInfo | None`. It reads the
-variables that it is given, and nothing else.
+An environment reads one launcher: `NAME` and `detect(env) -> RankInfo | None`. It reads only the
+variables passed to it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Environment(Protocol):
 
     @property
     def NAME(self) -> str:
-        """Its name, as in `RankInfo.source`."""
+        """Name of the environment, as in `RankInfo.source`."""
 
     def detect(self, env: Mapping[str, str], /) -> RankInfo | None:
         """Read the variables of one launcher.
@@ -34,10 +34,10 @@ class Environment(Protocol):
             env: the variables; never written.
 
         Returns:
-            The facts; None if the launcher's variables are not there.
+            The facts; None if the launcher's variables aren't set.
 
         Raises:
-            EnvironmentDetectionError: they are partial, malformed or contradict each other.
+            EnvironmentDetectionError: they are partial, malformed or inconsistent.
         """
 
 
@@ -65,7 +65,7 @@ Info = TypeVar("Info", RankInfo, NodeInfo)
 
 @dataclass(frozen=True, slots=True)
 class Finding(Generic[Info]):
-    """The facts or the error of one environment or platform, and the verdict on them."""
+    """Facts or error of one environment or platform, and the verdict on them."""
 
     source: str
     info: Info | None = None
@@ -75,15 +75,15 @@ class Finding(Generic[Info]):
 
 
 def detect(env: Mapping[str, str], extra: Iterable[Environment] = ()) -> RankInfo | None:
-    """Return which rank this is, by the first of `ENVIRONMENTS` and `extra` that is there."""
-    # One whose variables are half set gives way to a later one that it doesn't contradict: a job
-    # script that exports WORLD_SIZE for its own use doesn't spoil what srun says.
+    """Return this process's rank, from the first of `ENVIRONMENTS` and `extra` that is set."""
+    # One with half of its variables set yields to a later one that it doesn't contradict: a job
+    # script that exports WORLD_SIZE for its own use doesn't invalidate srun's variables.
     winner = _choose((*ENVIRONMENTS, *extra), env)
     return None if winner is None else winner.info
 
 
 def read(env: Mapping[str, str]) -> RankInfo | None:
-    """Return which rank this process is, by the environments of plug-ins too."""
+    """Return this process's rank, also from the environments of plug-ins."""
     return detect(env, environments.load_plugins())
 
 
@@ -103,7 +103,7 @@ def judge(
     winner: Finding[Info] | None,
     is_same: Callable[[Info, Info], bool],
 ) -> Finding[Info]:
-    """Return a finding with the variables that were read for it, and its verdict."""
+    """Return a finding with the variables read for it, and its verdict."""
     view = Recorder(env)
     finding = ask(view)
     verdict: Verdict
@@ -143,7 +143,7 @@ def _ask(environment: Environment, env: Mapping[str, str]) -> Finding[RankInfo]:
 
 
 def _choose(candidates: Iterable[Environment], env: Mapping[str, str]) -> Finding[RankInfo] | None:
-    """Return the first finding with facts; raise where it can't be used."""
+    """Return the first finding with facts; raise if it can't be used."""
     incomplete: tuple[Environment, EnvironmentDetectionError] | None = None
     for environment in candidates:
         finding = _ask(environment, env)
@@ -166,7 +166,7 @@ def _gives_way(
     winner: RankInfo,
     env: Mapping[str, str],
 ) -> bool:
-    """Return whether a half-set environment says the same once the winner's facts complete it."""
+    """Return whether a half-set environment agrees once completed with the winner's facts."""
     for value in (winner.rank, winner.world_size):
         info = _ask(environment, {**env, error.variable: str(value)}).info
         if info is not None and _is_same(info, winner):

@@ -1,11 +1,11 @@
-"""Slurm's grammar for lists of hosts: ``n[1-3,7],login-[01-03]-x``.
+"""Parser of Slurm's lists of hosts: ``n[1-3,7],login-[01-03]-x``.
 
     list  := item ("," item)*
     item  := (text | "[" range ("," range)* "]")+
     text  := letters, digits, ".", "_", "-"
     range := number | number "-" number
 
-The zeros in front of a range's first number are kept: ``n[08-10]`` is n08, n09, n10. Documented in
+Leading zeros of a range's first number are kept: ``n[08-10]`` is n08, n09, n10. Documented in
 ``scontrol(1)`` (``show hostnames``) and ``slurm.conf(5)``.
 """
 
@@ -22,7 +22,7 @@ _LONGEST_NAME = 255
 
 
 class _Part(NamedTuple):
-    """A part of an item: its first text, the number of its texts, the length of the longest."""
+    """Part of an item: its first text, the number of its texts, the length of the longest."""
 
     first: str
     size: int
@@ -31,7 +31,7 @@ class _Part(NamedTuple):
 
 def parse_hostlist(text: str) -> tuple[str, int]:
     """Return the first host of a list and the number of hosts, without expanding the list."""
-    # Takes time and memory in proportion to `text`, whatever its ranges say.
+    # Time and memory are proportional to `text`, not to the size of its ranges.
     items: list[list[_Part]] = [[]]
     position = 0
     while position < len(text):

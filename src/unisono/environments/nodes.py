@@ -1,8 +1,8 @@
-"""Which node is this? The first platform that is there decides, where this isn't a rank already.
+"""Detection of this process's node, by the first platform that is set, unless it is a rank.
 
-RANK and WORLD_SIZE count ranks for torch and nodes for several platforms: where nothing decides,
-the answer is ambiguous. Slurm and MPI may also start one task on each host, which then starts the
-ranks: where a platform gives it the same place, or the user calls it a node, the task is a node.
+RANK and WORLD_SIZE count ranks for torch and nodes for several platforms: if nothing decides, the
+result is ambiguous. Slurm and MPI may also start one task on each host, which then starts the
+ranks: if a platform gives it the same position, or the user calls it a node, the task is a node.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from unisono.errors import EnvironmentDetectionError
 from unisono.topology import NodeInfo, RankInfo
 
 _OF_AGENT = ("GROUP_RANK", "TORCHELASTIC_RUN_ID")
-_BARE = "torch"  # the source of a node that only RANK and WORLD_SIZE speak of
-_STATED = "stated"  # the platform that is the user's own word
+_BARE = "torch"  # the source of a node found only by RANK and WORLD_SIZE
+_STATED = "stated"  # the platform for a statement of the user
 _ONE_TASK = (
     f"start one task on each host, or unset {RANK_COUNTS}, or say --nnodes 1 (nnodes=1 to "
     "Parallel) for a job of this node alone"
@@ -33,7 +33,7 @@ def detect_node(
     *,
     is_asked: bool = False,
 ) -> NodeInfo | None:
-    """Return which node of which job this is, by the first of `PLATFORMS` that is there."""
+    """Return this process's node, from the first of `PLATFORMS` that is set."""
     rank, reader = _find_rank(env, extra), Reader(env, _BARE, "")
     if rank is not None and (
         rank.local_rank is not None or rank.source != "torchrun" or reader.counts_nodes() is False
@@ -43,8 +43,8 @@ def detect_node(
         if rank is None or platform.node_rank == ("RANK",):
             info = platform.detect(env, machine)
         elif platform.starts == "first node" and not is_asked:
-            info = None  # so many ranks as hosts may as well have been started by hand on one
-        else:  # it has to mean the same; what is wrong with it isn't the rank's
+            info = None  # as many ranks as hosts may also have been started by hand on one
+        else:  # it must agree with the rank; its own errors aren't the rank's
             info = _ask(platform, env, machine).info
             info = info if _is_node_of(info, rank) else None
         if info is not None:
@@ -67,16 +67,16 @@ def _ask(platform: Platform, env: Mapping[str, str], machine: Machine) -> Findin
 
 
 def _is_node_of(info: NodeInfo | None, rank: RankInfo) -> bool:
-    """Return whether a node could have such a rank and be its job's only one there."""
+    """Return whether a node could have such a rank, as its job's only one there."""
     if info is None or not info.nnodes <= rank.world_size <= info.max_nnodes:
         return False
-    return info.node_rank in (None, rank.rank)  # an elastic job's nodes seat themselves
+    return info.node_rank in (None, rank.rank)  # an elastic job's nodes number themselves
 
 
 def _node_of_task(
     env: Mapping[str, str], machine: Machine, rank: RankInfo, *, is_asked: bool
 ) -> NodeInfo | None:
-    """Return the node of the only task of a host, if the task has to start the ranks."""
+    """Return the node of a host's only task, if that task has to start the ranks."""
     reader = Reader(env, _STATED, _ONE_TASK)
     if reader.has(*_OF_AGENT) or reader.value(RANK_COUNTS) == "ranks":
         return None  # torch's agent has started it, or the user says so
@@ -97,7 +97,7 @@ def _is_alone(rank: RankInfo) -> bool:
 
 
 def _stated_node(reader: Reader, rank: RankInfo) -> NodeInfo:
-    """Return the node of a task that the user calls one."""
+    """Return the node of a task that the user calls a node."""
     size, address = rank.world_size, rank.master_addr
     said = f"{RANK_COUNTS}=nodes, but {rank.source} says that this is rank {rank.rank} of {size}"
     for name, number in (("RANK", rank.rank), ("WORLD_SIZE", size)):
@@ -114,7 +114,7 @@ def _stated_node(reader: Reader, rank: RankInfo) -> NodeInfo:
 
 
 def _ambiguous_node(reader: Reader, rank: RankInfo | None) -> NodeInfo | None:
-    """Return the node that RANK and WORLD_SIZE could mean, where they may also mean a rank."""
+    """Return the node that RANK and WORLD_SIZE could mean, unless they only mean a rank."""
     if rank is None or rank.source != "torchrun" or rank.world_size == 1:
         return None
     if reader.has("LOCAL_RANK", "LOCAL_WORLD_SIZE", *_OF_AGENT, RANK_COUNTS):
@@ -124,7 +124,7 @@ def _ambiguous_node(reader: Reader, rank: RankInfo | None) -> NodeInfo | None:
 
 
 def ambiguity(info: NodeInfo) -> EnvironmentDetectionError:
-    """Build the error for a RANK and a WORLD_SIZE that could count nodes and ranks."""
+    """Build the error for a RANK and a WORLD_SIZE that could count nodes or ranks."""
     return EnvironmentDetectionError(
         f"RANK={info.node_rank} and WORLD_SIZE={info.nnodes} are set, and nothing says whether "
         f"they count nodes or ranks: set {RANK_COUNTS}=nodes if this is one of {info.nnodes} "
@@ -140,7 +140,7 @@ def ambiguity(info: NodeInfo) -> EnvironmentDetectionError:
 def not_a_node(
     what: str, env: Mapping[str, str], extra: Iterable[Environment] = ()
 ) -> EnvironmentDetectionError | None:
-    """Build the error for `what`, which asks for a node, in one of several ranks."""
+    """Build the error for `what`, which needs a node, in one of several ranks; None elsewhere."""
     rank, said = _find_rank(env, extra), Reader(env, _STATED, "").value(RANK_COUNTS)
     if rank is None or rank.world_size == 1 or said == "ranks":
         return None
@@ -163,7 +163,7 @@ def not_a_node(
 
 
 def is_gap(error: EnvironmentDetectionError, *, may_be_several: bool) -> bool:
-    """Return whether variables are wrong in a way that a job of one node may have, too."""
+    """Return whether these faulty variables may also occur in a job of one node."""
     platform = next((each for each in PLATFORMS if error.source == each.NAME), None)
     if platform is None:
         return False
@@ -221,7 +221,7 @@ def explain_nodes(
     findings = [judge(partial(ask, each), env, decided, _is_same) for each in PLATFORMS]
     return [
         replace(each, verdict="unused") if each.error not in (None, decided.error) else each
-        for each in findings  # an error that nobody has raised refuses nothing
+        for each in findings  # an error that wasn't raised rejects nothing
     ]
 
 

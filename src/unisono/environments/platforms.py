@@ -1,7 +1,7 @@
-"""Which node is this? One row for each platform that starts one program on each pod or machine.
+"""Platforms that start one program on each pod or machine: one row each, to detect this node.
 
-A platform numbers its nodes; a launcher still has to start their ranks. A row names its variables,
-and a function reads the facts that no other platform has.
+A platform numbers its nodes; a launcher still has to start their ranks. A row lists its variables,
+and a function reads the facts that only this platform has.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from unisono.environments.reader import Number, Reader, shown
 from unisono.topology import NodeInfo
 
 PORT = 29500
-"""The port of node 0 where no variable has one: that of torchrun."""
+"""Port of node 0 if no variable has one: that of torchrun."""
 _RANGE = re.compile(r"(?P<least>[0-9]{1,9}):(?P<most>[0-9]{1,9})")
 _HOST_PORT = re.compile(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:]+)):(?P<port>[0-9]{1,20})")
 _LOOPBACK = ("localhost", "127.0.0.1")
@@ -28,7 +28,7 @@ _BY_HAND = 'say --nnodes auto (nnodes="auto" to Parallel) on each host of the jo
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Facts of a node besides its variables: its name, its address and its files."""
+    """Facts of a node other than variables: its name, its address and its files."""
 
     name: Callable[[], str]
     address: Callable[[], str]
@@ -36,7 +36,7 @@ class Machine:
 
 
 class _Hosts(NamedTuple):
-    """The hosts of a job, node 0's first, each once; the slots of each where all have as many."""
+    """Hosts of a job, each once, node 0's first; the slots of each if all have as many."""
 
     variable: str
     value: str
@@ -50,7 +50,7 @@ def _read_node(
     machine: Machine,
     leader: Callable[[Reader, Machine], str] | None = None,
 ) -> NodeInfo:
-    """Read a node by its number, else by its place among the hosts; else it seats itself."""
+    """Read a node by its number, else by its position among the hosts; else it numbers itself."""
     hosts = _read_hosts(platform, reader, machine)
     least, most = _count_nodes(platform, reader, hosts)
     rank = None
@@ -102,7 +102,7 @@ def _parse_json(text: str) -> list[str]:
 
 
 def _parse_file(text: str) -> list[str]:
-    """Parse lines of a host and its slots, 1 by default; return each host once for each slot."""
+    """Parse lines of a host and its slots, 1 by default; return each host once per slot."""
     hosts = []
     for line in filter(str.strip, text.splitlines()):
         host, slots = [*line.split(), "1"][:2]
@@ -134,8 +134,8 @@ def _count_nodes(platform: Platform, reader: Reader, hosts: _Hosts | None) -> tu
 
 def _find_place(platform: Platform, reader: Reader, machine: Machine, hosts: _Hosts) -> int:
     if len(hosts.names) == 1:
-        return 0  # under whatever name
-    # its own name, where a variable beside the list has it; else the host's
+        return 0  # under any name
+    # its own name if a variable beside the list has it; else the host's
     variables = [name for name in platform.marks if name not in platform.hosts]
     own = reader.text(*variables)
     if variables and own is None:
@@ -199,7 +199,7 @@ def _count_ranks(platform: Platform, reader: Reader, hosts: _Hosts | None) -> st
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """One platform and its variables; of several for one fact the first that is set counts."""
+    """A platform and its variables; of several for one fact the first that is set counts."""
 
     NAME: str
     remedy: str
@@ -285,7 +285,7 @@ def _aws_batch(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo
     reader.below(main, nnodes, f"{nnodes} nodes allow")
     is_main = index == main.value
     info = _read_node(platform, reader, machine, _own_address if is_main else None)
-    # the main node has to be node 0, as ranks are numbered from there
+    # the main node must be node 0, as ranks are numbered from there
     return replace(info, node_rank=0 if is_main else index + (index < main.value))
 
 
@@ -310,13 +310,13 @@ def _tpu(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo:
 def _kubernetes(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo | None:
     if not reader.has(*platform.nnodes):
         return None
-    if _count_nodes(platform, reader, None) == (1, 1):  # whatever its index
+    if _count_nodes(platform, reader, None) == (1, 1):  # with any index
         platform = replace(platform, node_rank=())
     return _read_node(platform, reader, machine, _first_pod)
 
 
 def _first_pod(reader: Reader, machine: Machine) -> str:
-    """Derive the first pod's name from this pod's: train-3.train.ns.svc is number 3."""
+    """Return the first pod's name, derived from this pod's: train-3.train.ns.svc is number 3."""
     rank = reader.needed("JOB_COMPLETION_INDEX").value
     name, dot, domain = machine.name().partition(".")
     job, _, index = name.rpartition("-")
@@ -330,13 +330,13 @@ def _first_pod(reader: Reader, machine: Machine) -> str:
     return f"{job}-0.{domain}"
 
 
-# In order of priority: what is built on another one, and says more, comes first. The page of each
-# is named by its dump in tests/data/platforms.
+# In order of priority: a platform built on another one, with more facts, comes first. The page of
+# each is named by its dump in tests/data/platforms.
 PLATFORMS: tuple[Platform, ...] = (
     # Kubeflow Trainer, newer releases of Kubeflow's PyTorchJob, and charts that follow them:
-    # torchrun takes each of its options from PET_ and the option's name. PET_NNODES may be MIN:MAX;
-    # then the nodes seat themselves at PET_RDZV_ENDPOINT, unless PET_RDZV_BACKEND says that etcd is
-    # there. PyTorchJob sets RANK and WORLD_SIZE too: RANK counts pods, and so does WORLD_SIZE,
+    # torchrun reads each of its options from PET_ and the option's name. PET_NNODES may be MIN:MAX;
+    # then the nodes number themselves at PET_RDZV_ENDPOINT, unless PET_RDZV_BACKEND is etcd.
+    # PyTorchJob sets RANK and WORLD_SIZE too: RANK counts pods, and so does WORLD_SIZE,
     # unless nprocPerNode is a number: then it counts ranks.
     Platform(
         "kubeflow",
@@ -373,9 +373,9 @@ PLATFORMS: tuple[Platform, ...] = (
         hosts=("VC_*_HOSTS",),
         read=_volcano,
     ),
-    # Older releases of PyTorchJob: RANK and WORLD_SIZE alone, which count pods. That they are a
-    # pod's is known by its name, JOB-master-0 or JOB-worker-N, where MASTER_ADDR is JOB-master-0.
-    # The operator before them, and KubeDL, tell the master itself localhost.
+    # Older releases of PyTorchJob: only RANK and WORLD_SIZE, which count pods. A pod is recognized
+    # by its name, JOB-master-0 or JOB-worker-N, where MASTER_ADDR is JOB-master-0.
+    # The operator before them, and KubeDL, set localhost on the master itself.
     Platform(
         "pytorchjob",
         f"{_TOGETHER} them all",
@@ -384,7 +384,7 @@ PLATFORMS: tuple[Platform, ...] = (
         nnodes=("WORLD_SIZE",),
         read=_pytorchjob,
     ),
-    # The user's own word about a RANK and a WORLD_SIZE that nothing explains.
+    # The user's statement about a RANK and a WORLD_SIZE that nothing else explains.
     Platform(
         "stated",
         f"{_TOGETHER} UNISONO_RANK_COUNTS",
@@ -403,8 +403,8 @@ PLATFORMS: tuple[Platform, ...] = (
         nproc_per_node=("SKYPILOT_NUM_GPUS_PER_NODE",),
         hosts=("SKYPILOT_NODE_IPS",),
     ),
-    # AWS Batch, multi-node parallel jobs: the main node isn't told its own address, and may have
-    # another index than 0.
+    # AWS Batch, multi-node parallel jobs: the main node has no variable with its own address, and
+    # may have another index than 0.
     Platform(
         "aws-batch",
         "start it as a multi-node parallel job, or unset the AWS_BATCH_JOB_NODE variables",
@@ -424,8 +424,8 @@ PLATFORMS: tuple[Platform, ...] = (
         parse=_parse_json,
     ),
     # Azure Machine Learning, one program a node: NODE_RANK, MASTER_ADDR and MASTER_PORT are
-    # documented; AZUREML_NODE_COUNT is what its nodes carry besides. AZ_BATCH_MASTER_NODE is host
-    # and port. The program is started as rank 0 of its node.
+    # documented; its nodes also set AZUREML_NODE_COUNT. AZ_BATCH_MASTER_NODE is host and port.
+    # The program is started as rank 0 of its node.
     Platform(
         "azureml",
         "start it with the distribution PyTorch and one process per instance, or unset "
@@ -437,9 +437,9 @@ PLATFORMS: tuple[Platform, ...] = (
         starts="ranks",
     ),
     # PBS, Torque and Grid Engine: a file lists the hosts, PBS's once for each slot, Grid Engine's
-    # with the number of slots; this node is the one with its name. They start a job's script on the
-    # first host alone: ssh, pbsdsh or qrsh has to start it on the others, with the variable and a
-    # file that they can read. That this was done isn't to be seen, so the user has to say it.
+    # with the number of slots; this node is the one with its name. They start a job's script on
+    # only the first host: ssh, pbsdsh or qrsh must start it on the others, with the variable and a
+    # file that they can read. That can't be detected, so the user has to state it.
     Platform(
         "pbs",
         f"{_BY_HAND} PBS_NODEFILE set to a file that they all can read",
@@ -457,7 +457,7 @@ PLATFORMS: tuple[Platform, ...] = (
         starts="first node",
     ),
     # TPUs on GKE: TPU_WORKER_ID counts the hosts of one slice; in a job of several slices
-    # (MEGASCALE_NUM_SLICES) it says too little. Plain TPU VMs have neither variable: their number
+    # (MEGASCALE_NUM_SLICES) it isn't enough. Plain TPU VMs have neither variable: their number
     # and their hosts are in the metadata server.
     Platform(
         "tpu",
@@ -467,9 +467,9 @@ PLATFORMS: tuple[Platform, ...] = (
         hosts=("TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES"),
         read=_tpu,
     ),
-    # Indexed Jobs and JobSets of Kubernetes: a pod's number and nothing else, so the number of pods
-    # has to be in the manifest, by torchrun's name; without it they are taken for pods that work
-    # alone, as those of a sweep do. The first pod's name follows from this one's.
+    # Indexed Jobs and JobSets of Kubernetes: only a pod's number, so the number of pods must be in
+    # the manifest, under torchrun's name; without it they are taken for pods that work alone, as
+    # those of a sweep do. The first pod's name follows from this one's.
     Platform(
         "kubernetes",
         "set PET_NNODES to the number of pods that train together in the manifest: 1 where each "

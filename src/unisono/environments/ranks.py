@@ -1,6 +1,6 @@
-"""Which rank is this? One row for each launcher, with the variables that it sets in its ranks.
+"""Launchers that start ranks: one row each, with the variables that it sets, to detect this rank.
 
-The comment above it names the documentation of the variables, and the facts that they lack.
+The comment above a row names the documentation of the variables, and the facts that they lack.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Names: TypeAlias = "tuple[str, ...]"
 
 @dataclass(frozen=True, slots=True)
 class LauncherEnvironment:
-    """One launcher: the reader of its ranks' variables, and the variables of some rank."""
+    """A launcher: the reader of its ranks' variables, and the variables of some rank."""
 
     NAME: str
     remedy: str
@@ -62,7 +62,7 @@ def _make_info(
     node_rank: Number | None,
     nnodes: Number | None,
 ) -> RankInfo:
-    """Check that the numbers fit together, and add those that follow from them."""
+    """Check that the numbers are consistent, and derive the missing ones."""
     for number, limit in ((rank, world_size), (local_rank, local_world_size or world_size)):
         if number is not None:
             reader.below(number, limit.value, f"{limit} allows")
@@ -101,7 +101,7 @@ def _with_rendezvous(
     reader: Reader, info: RankInfo, *ids: str | None, host: str | None = None
 ) -> RankInfo:
     """Add MASTER_ADDR and MASTER_PORT, else `host` and a port derived from the ids of the job."""
-    # Without such an id there is neither: two jobs on one host would meet.
+    # Without such an id neither is set: two jobs on one host would meet.
     host = "127.0.0.1" if info.nnodes == 1 else host
     address, port = reader.address(), reader.port()
     if port is None and ids[0] is not None and (address or host):
@@ -115,16 +115,16 @@ def _with_rendezvous(
 
 
 # Below 29500, torch's own default, and below the ephemeral ports of every common system (Linux
-# takes them from 32768), so that no outgoing connection sits on a derived port by accident.
+# takes them from 32768), so that no outgoing connection occupies a derived port by accident.
 _FIRST = 20000
-_COUNT = 9473  # a prime: jobs and steps that are near each other never share a port
+_COUNT = 9473  # a prime: neighbouring jobs and steps never share a port
 _STRIDE = 97
 
 
 def port_of(job: str, step: str = "0") -> int:
     """Derive the rendezvous port of a job, the same on every rank."""
-    # Ids that are numbers are laid out so that 97 consecutive jobs with up to 97 steps each
-    # have ports of their own; other ids are hashed.
+    # Ids that are numbers are mapped so that 97 consecutive jobs with up to 97 steps each
+    # have distinct ports; other ids are hashed.
     return _FIRST + (_number_of(job) * _STRIDE + _number_of(step)) % _COUNT
 
 
@@ -164,7 +164,7 @@ def _torchrun(reader: Reader) -> RankInfo | None:
 
 
 def _refuse_both_meanings(reader: Reader) -> None:
-    """Refuse a RANK that counts nodes beside a WORLD_SIZE that counts ranks."""
+    """Raise if RANK counts nodes and WORLD_SIZE counts ranks."""
     rank, size = reader.value("RANK"), reader.value("WORLD_SIZE")
     node_rank, nnodes = reader.value("PET_NODE_RANK"), reader.value("PET_NNODES")
     if rank is None or size is None or node_rank is None or nnodes is None:
@@ -191,8 +191,8 @@ def _store_is_hosted(reader: Reader) -> bool:
 
 _LAST_STEP = 0xFFFFFFF0
 _ANY_ID = 2**32 - 1
-# mpirun, mpiexec and Flux start their daemons as the tasks of a step; the ranks below a daemon
-# inherit its SLURM_PROCID beside variables of their own.
+# mpirun, mpiexec and Flux start their daemons as the tasks of a step; a daemon's ranks
+# inherit its SLURM_PROCID beside their own variables.
 _INNER_LAUNCHERS = (
     ("OMPI_COMM_WORLD_RANK",),
     ("PMI_RANK", "MPI_LOCALRANKID"),
@@ -295,7 +295,7 @@ def _mpi(
     owners: Names = (),
     **numbers: Names,
 ) -> LauncherEnvironment:
-    """Build a row; where a variable of `owners` is set, the rank is another launcher's."""
+    """Build a row; if a variable of `owners` is set, the rank is another launcher's."""
     marks = marks or (*numbers["rank"], *numbers["world_size"])
 
     def read(reader: Reader) -> RankInfo | None:
@@ -320,8 +320,8 @@ def _lsf(reader: Reader) -> RankInfo | None:
         local_rank=("JSM_NAMESPACE_LOCAL_RANK",),
         local_world_size=("JSM_NAMESPACE_LOCAL_SIZE",),
     )
-    # "batch2 1 c01n03 42 c01n04 42": hosts and slots. jsrun runs on the first host, and begins with
-    # the second one to place tasks.
+    # "batch2 1 c01n03 42 c01n04 42": hosts and slots. jsrun runs on the first host, and
+    # places tasks from the second one on.
     hosts = (reader.value("LSB_MCPU_HOSTS") or "").split()[:4:2]
     host = reader.host("LSB_MCPU_HOSTS", hosts[-1]) if hosts else None
     ids = (reader.value("LSB_JOBID"), reader.value("PMIX_NAMESPACE"))

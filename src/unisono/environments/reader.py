@@ -1,4 +1,4 @@
-"""Variables as texts, numbers and addresses, checked for the environment that reads them."""
+"""Reader of variables as texts, numbers and addresses, checked for one environment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from unisono.errors import EnvironmentDetectionError
 
 RANK_COUNTS = "UNISONO_RANK_COUNTS"
-"""Variable that says whether RANK and WORLD_SIZE count ``nodes`` or ``ranks``."""
+"""Variable that states whether RANK and WORLD_SIZE count ``nodes`` or ``ranks``."""
 
 _DIGITS = re.compile(r"-?[0-9]{1,20}")
 _MOST = 2**31 - 1  # MPI and torch keep ranks and sizes in a C int
@@ -18,12 +18,12 @@ _SHOWN = 60
 
 
 def shown(value: str) -> str:
-    """Quote a variable's value for a message."""
+    """Return a value, quoted and shortened, for a message."""
     return repr(value) if len(value) <= _SHOWN else f"{value[:_SHOWN]!r}..."
 
 
 class Recorder(Mapping[str, str]):
-    """A read-only view of variables that records the names that were read, and their values."""
+    """Read-only view of variables that records the names read, and their values."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self._env = env
@@ -53,7 +53,7 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """The variables for one environment. A blank variable counts as not set."""
+    """Variables for one environment. A blank variable counts as not set."""
 
     env: Mapping[str, str]
     source: str
@@ -102,7 +102,7 @@ class Reader:
         return Number(name, int(value))
 
     def needed(self, *names: str, least: int = 0, most: int = _MOST) -> Number:
-        """Return a number as `number` does; raise where no variable has it."""
+        """Return a number as `number` does; raise if no variable has it."""
         number = self.number(*names, least=least, most=most)
         if number is None:
             others = f" (or {', '.join(names[1:])})" if names[1:] else ""
@@ -111,14 +111,14 @@ class Reader:
         return number
 
     def below(self, number: Number, limit: int, allows: str) -> int:
-        """Return the number; raise where it isn't below the limit, which `allows` explains."""
+        """Return the number; raise if it isn't below the limit, which `allows` explains."""
         if number.value >= limit:
             message = f"{number} is out of range: {allows} 0 to {limit - 1}"
             raise self.error(message, number.variable, str(number.value))
         return number.value
 
     def host(self, name: str, value: str) -> str:
-        """Return a host's name; raise where no host can have such a name."""
+        """Return a host's name; raise if no host can have such a name."""
         if not 0 < len(value) <= 255 or not value.isprintable() or any(map(str.isspace, value)):
             raise self.error(f"{name}={shown(value)} is not the name of a host", name, value)
         return value
@@ -134,7 +134,7 @@ class Reader:
         return None if number is None else number.value
 
     def counts_nodes(self) -> bool | None:
-        """Return whether RANK and WORLD_SIZE count nodes, as far as the user says."""
+        """Return whether RANK and WORLD_SIZE count nodes, None if the user doesn't state it."""
         said = self.text(RANK_COUNTS)
         if said is not None and said[1] not in ("nodes", "ranks"):
             raise self.error(f"{said[0]}={shown(said[1])} should be nodes or ranks", *said)
