@@ -1,10 +1,10 @@
 """One Python API for every way PyTorch goes distributed.
 
 ``import unisono as idist``, then the same script runs alone, under ``torch.distributed``, as
-threads of one process, and on every backend that somebody ships as a plug-in.
+threads of one process, and on any backend of a plug-in.
 
-A name is loaded when it is first asked for, so that what needs no torch (the command line's help,
-plug-ins of environments, the process beside each rank of a script) doesn't wait for it.
+Names are loaded at first use, so that parts that need no torch (the command line's help,
+plug-ins of environments, the process beside each rank of a script) start without it.
 """
 
 from __future__ import annotations

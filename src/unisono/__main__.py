@@ -1,4 +1,4 @@
-"""``python -m unisono``: the command line without its script on the PATH."""
+"""``python -m unisono``, the command line without a script on the PATH."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This machine's accelerator, found without initialising it."""
+"""This machine's accelerator, detected without initialising it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 
 
 def accelerator() -> torch.device | None:
-    """Return the kind of accelerator that torch sees here, without index, or None."""
+    """Return the type of accelerator that torch finds here, without index, or None."""
     kind = _kind()
     return kind if kind is not None and accelerator_count() else None
 
 
 def accelerator_count() -> int:
     """Count the devices that this process may use."""
-    # A process that has initialised CUDA can't be forked any more, and
-    # ``torch.accelerator.is_available`` does so. Devices are counted without (NVML, on CUDA).
+    # A process that has initialised CUDA can no longer be forked, and
+    # ``torch.accelerator.is_available`` does so. Devices are counted without it (NVML, on CUDA).
     kind = _kind()
     if kind is None:
         return 0
@@ -26,8 +26,8 @@ def accelerator_count() -> int:
 
 def can_pin_for(device: torch.device) -> bool:
     """Return whether torch's ``DataLoader`` can pin the memory of batches for a device."""
-    # It tries to, as a loader would raise where it can't: an accelerator that torch doesn't know
-    # itself may have no pinned memory, and what is made on another default device isn't pinned.
+    # It tries, as a loader would raise if it can't: a third-party accelerator
+    # may have no pinned memory, and tensors on another default device aren't pinned.
     kind = _kind()
     if kind is None or device.type != kind.type or not _loaders_pin_for(kind):
         return False
@@ -39,12 +39,12 @@ def can_pin_for(device: torch.device) -> bool:
 
 
 def _loaders_pin_for(kind: torch.device) -> bool:
-    """Return whether loaders pin for a kind of accelerator, rather than warn or do nothing."""
+    """Return whether loaders pin for a type of accelerator, rather than warn or ignore it."""
     return kind.type == "cuda" or (kind.type != "mps" and torch.__version__ >= "2.9")
 
 
 def _kind() -> torch.device | None:
     try:
         return torch.accelerator.current_accelerator()
-    except RuntimeError:  # torch 2.6 raises where later ones say None
+    except RuntimeError:  # torch 2.6 raises where later versions return None
         return None

@@ -18,19 +18,19 @@ _NUMBERS = {
 
 
 def check_variables() -> None:
-    """Refuse bad numbers in our variables before replicas start."""
+    """Raise if a number in one of our variables is bad, before replicas start."""
     for variable, least in _NUMBERS.items():
         number_in(variable, least, least)
 
 
 def _from_text(value: Any) -> Any:
-    """Read a decimal string, as ``argparse`` gives it."""
+    """Convert a decimal string, as from ``argparse``, to an int."""
     is_number = isinstance(value, str) and value.isascii() and value.isdecimal()
     return int(value) if is_number else value
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
-    """Return an int of at least `least`; a decimal string is taken, too."""
+    """Return an int of at least `least`, also from a decimal string."""
     value = _from_text(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ArgumentError(f"{name}={value!r} should be an int of at least {least}")
@@ -41,13 +41,13 @@ def check_flag(name: str, value: Any) -> bool:
     """Return whether a value counts as true."""
     try:
         return bool(value)
-    except Exception as error:  # a tensor of several elements, for one
+    except Exception as error:  # such as a tensor of several elements
         kind = type(value).__name__
         raise ArgumentError(f"{name} should be True or False, not a {kind}: {error}") from error
 
 
 def check_port(name: str, value: Any) -> int:
-    """Return a TCP port; a decimal string is taken, too."""
+    """Return a TCP port, also from a decimal string."""
     value = _from_text(value)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 65536:
         raise ArgumentError(f"{name}={value!r} should be an int from 1 to 65535")
@@ -55,7 +55,7 @@ def check_port(name: str, value: Any) -> int:
 
 
 def check_names(call: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Refuse unknown keywords, and suggest the nearest known one."""
+    """Raise on unknown keywords, and suggest the nearest known one."""
     names = sorted(known)
     for name in given:
         if name not in names:
@@ -73,14 +73,14 @@ def only_timeout_s(call: str, options: Mapping[str, Any]) -> float | None:
 
 
 def suggestion(name: Any, known: Iterable[str]) -> str:
-    """Write which known name is near to a wrong one, if any; it begins with a space."""
+    """Return a suggestion of the nearest known name, beginning with a space, or nothing."""
     names = {each.lower(): each for each in known}
     near = difflib.get_close_matches(name.lower(), names, n=1) if isinstance(name, str) else []
     return f" Did you mean {names[near[0]]!r}?" if near else ""
 
 
 def seconds(name: str, value: Any, *, may_be_zero: bool = False) -> timedelta:
-    """Return a timedelta for seconds or a timedelta, over 0."""
+    """Return a positive timedelta from seconds or a timedelta."""
     if isinstance(value, timedelta):
         given = value
     elif isinstance(value, (int, float)) and not isinstance(value, bool):

@@ -9,10 +9,10 @@ from typing import ClassVar
 
 
 class LastCalls:
-    """Calls that end what this process shares with its peers, in reverse order."""
+    """Calls that end this process's connections with its peers, in reverse order."""
 
-    # An exit handler makes them. A rank that a launcher started makes them after it has sent its
-    # result, because some of them end the peers, and some wait for peers that do so.
+    # An exit handler runs them. A rank of a launcher runs them after it has sent its result,
+    # because some of them end the peers, and some wait for peers that do so.
 
     _calls: ClassVar[list[tuple[Callable[[], None], str]]] = []
     _is_held: ClassVar[bool] = False
@@ -27,7 +27,7 @@ class LastCalls:
     @classmethod
     @contextlib.contextmanager
     def held(cls) -> Iterator[None]:
-        """Leave the calls to `make` if the exit handlers run within the block."""
+        """Skip the exit handler within the block, and leave the calls to `make`."""
         cls._is_held = True
         try:
             yield
@@ -36,7 +36,7 @@ class LastCalls:
 
     @classmethod
     def make(cls, wait_for_peers: Callable[[str], object]) -> None:
-        """Make the calls."""
+        """Run the calls."""
         reason = next((ends_peers for _, ends_peers in cls._calls if ends_peers), "")
         if reason:
             wait_for_peers(reason)

@@ -1,4 +1,4 @@
-"""Which context is active, asked at every call so that it is never stale; what we keep for it."""
+"""The active context, looked up on every call so that it is never stale, and its state."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _context_ids = itertools.count(1)
 
 
 class ContextState:
-    """What the facade keeps for one context, whatever its library is; the model never sees it."""
+    """State of the facade for one context of any library; unknown to the model."""
 
     __slots__ = (
         "backgrounds",
@@ -66,48 +66,48 @@ class ContextState:
         self.context_id: int = next(_context_ids)
         self.groups: dict[tuple[int, ...], Group] = {}  # by their ranks in ascending order
         self.interrupted: CollectiveError | None = None  # why no collective may follow
-        # Ranks of a context that somebody else made name their hosts in the first call over all.
+        # In a context created outside unisono the first call over all ranks exchanges their hosts.
         self.must_introduce: bool = False
         self.hosts: Sequence[bytes] = ()
         self.backgrounds: dict[str, Background] = {}  # threads for started calls, by group
         self.flat_buffers: dict[tuple[torch.dtype, torch.device], Tensor] = {}  # for averaging
 
     def renew(self, model: ComputationModel) -> None:
-        """Replace the view of the same library context, and keep all state of the old one."""
-        # What the ranks made together must not be made again on some of them alone.
+        """Replace the model of the same library context, and keep all state of the old one."""
+        # Shared state of the ranks must not be created again on only some of them.
         control = control_of(model)
         control.take_over(self.control)
         self.model, self.control = model, control
 
     def forget_ended(self) -> None:
-        """Drop what is kept by the names of groups that have ended."""
+        """Drop the state of groups that have ended."""
         while self.control.ended:
             name = self.control.ended.popleft()
             self.calls.forget(name)
             self.backgrounds.pop(name, None)
 
     def finalize(self) -> None:
-        """End the context, after what runs in the background. Collective over all its ranks."""
+        """End the context, after its background calls. Collective over all its ranks."""
         self.settle_all()
         self.groups.clear()
         self.model.finalize()
         self.calls.close()
 
     def part(self) -> None:
-        """Let go of a context that has ended by itself."""
+        """Release a context that has ended by itself."""
         self.groups.clear()
         self.calls.close()
         self.control.close()
 
     def disown(self) -> None:
-        """Let go of what a forked child has inherited."""
-        self.backgrounds = {}  # whose threads aren't here
+        """Release the resources inherited by a forked child."""
+        self.backgrounds = {}  # their threads aren't here
         self.calls.disown()
         self.control.disown()
 
     def interrupt(self, who: str, how: str) -> None:
-        """Record that a collective was left half-way, and tell the ranks that wait for this one."""
-        # Local; waits a second at most for a rank that doesn't read.
+        """Record that a collective was interrupted, and notify ranks that wait for this one."""
+        # Local; waits at most a second for a rank that doesn't read.
         if self.interrupted is None:
             self.interrupted = CollectiveError(
                 f"{who}: {how}, so the ranks are out of step: end the job, or finalize() and "
@@ -116,15 +116,15 @@ class ContextState:
             self.control.interrupt(how)
 
     def check_whole(self) -> None:
-        """Refuse any collective after an interrupted one."""
+        """Raise if a collective was interrupted earlier."""
         if self.interrupted is not None:
             raise type(self.interrupted)(*self.interrupted.args)
 
     def start(self, call: Callable[[], T], group: Group | None) -> Handle[T]:
         """Start `call`, which uses the collectives of a group, without waiting for it."""
-        # It runs in one background thread for each group, in order, under the deadline that
-        # holds here, and in the name of the user's line; at once where no thread may, and until the
-        # first call over all ranks is done: what they agree on decides how their groups connect.
+        # It runs in one background thread for each group, in order, under the current deadline
+        # and reported at the user's line; synchronously where threads aren't allowed, and until the
+        # first call over all ranks is done: its result decides how their groups connect.
         self.check_whole()
         if not (self.control.allows_threads and self.control.has_met(None)):
             return self._done(call, group)
@@ -135,19 +135,19 @@ class ContextState:
         return self.backgrounds[name].submit(partial(from_here().run, call))
 
     def _order(self, group: Group | None) -> str:
-        """Return the name of the group whose calls those of `group` keep one order with."""
+        """Return the name of the group that `group` shares its order of calls with."""
         return name_of(group) if self.control.separates_groups else EVERYBODY
 
     def _done(self, call: Callable[[], T], group: Group | None) -> Handle[T]:
         self.settle(group)
-        outcome: Outcome[T] = Outcome()  # with an error that belongs to who waits for the handle
+        outcome: Outcome[T] = Outcome()  # with the errors for the handle's caller
         outcome.of(call, is_own=lambda error: isinstance(error, Exception))
         return Handle(outcome.wait, lambda: outcome.is_known)
 
     def start_all_reduce(
         self, tensor: Tensor, op: ReduceOp, group: Group | None = None
     ) -> Handle[Tensor]:
-        """Start the model's `all_reduce`, in its own way or in the background."""
+        """Start the model's `all_reduce`, natively or in the background."""
         # Collective over `group`.
         started = self.model.start_all_reduce(tensor, op, group)
         if started is not None:
@@ -155,7 +155,7 @@ class ContextState:
         return self.start(lambda: self.model.all_reduce(tensor, op, group), group)
 
     def settle(self, group: Group | None = None) -> None:
-        """Wait for what `start` has under way over a group, for every rank keeps one order."""
+        """Wait for pending calls of `start` over a group, as every rank keeps one order."""
         background = self.backgrounds.get(self._order(group)) if self.backgrounds else None
         if background is not None:
             background.settle()
@@ -163,7 +163,7 @@ class ContextState:
             self.control.settle()
 
     def settle_all(self) -> None:
-        """Wait for what `start` has under way over every group."""
+        """Wait for pending calls of `start` over every group."""
         for background in list(self.backgrounds.values()):
             background.settle()
         self.settle()
@@ -191,8 +191,8 @@ _lock = threading.RLock()
 
 def current() -> ContextState:
     """Return the active context."""
-    # The thread's own context comes first, then the process's, then one that somebody else
-    # made and that is found by asking the models, then serial.
+    # The thread's own context has priority, then the process's, then one created outside
+    # unisono and found by the models, then serial.
     context = _thread.context or _process
     if context is not None and context.model.is_alive():
         return context
@@ -206,7 +206,7 @@ def current_model() -> ComputationModel:
 
 def communicator(group: Group | None = None, settles: bool = True) -> ContextState:
     """Return the active context for a collective, after the calls started over the group."""
-    context = _thread.context or _process  # as in `current`, a call less
+    context = _thread.context or _process  # as in `current`, without its call
     if context is None or not context.model.is_alive():
         context = _look_around()
     if _forked is not None:
@@ -219,7 +219,7 @@ def communicator(group: Group | None = None, settles: bool = True) -> ContextSta
 
 
 def refuse_fork(context: ContextState) -> None:
-    """Raise if this process is a fork of the one that made `context`."""
+    """Raise if this process is a fork of the process that created `context`."""
     if _forked is not None and context.context_id == _forked.context_id:
         how = "was made by" if isinstance(context.model, ChildOfRank) else "is a fork of"
         raise ContextError(
@@ -229,7 +229,7 @@ def refuse_fork(context: ContextState) -> None:
 
 
 def left_half_way(call: str, error: BaseException) -> None:
-    """Take note that something out of nowhere, such as Ctrl-C, ended a collective."""
+    """Mark the context as broken after an asynchronous exception such as Ctrl-C."""
     context = _thread.context or _process
     if context is None or _forked is not None:
         return
@@ -250,14 +250,14 @@ def _look_around() -> ContextState:
             f"thread {threading.current_thread().name!r} isn't a replica, while the replicas of "
             "this process are threads: make the call in the function that was given to spawn"
         )
-    if not _serial.calls.job:  # nobody has asked for it before
+    if not _serial.calls.job:  # not used before
         _serial.calls.job = job_of_one_process()
         plugins.begin_trace()
     return _serial
 
 
 def _adopt() -> ContextState | None:
-    """Find the context that somebody else made; every thread gets the same view of it."""
+    """Adopt a context that was created outside unisono, once per process."""
     global _process, _before
     is_there = registry.probe(_NO_HINT) is not None
     model = registry.probe(ContextHint(_local_rank, detect_environment())) if is_there else None
@@ -284,10 +284,10 @@ def _adopt() -> ContextState | None:
 
 
 class _Config(dict[str, Any]):
-    """What each process object of multiprocessing takes along from the thread that makes it."""
+    """Attributes that multiprocessing copies to new processes, with the rank that starts them."""
 
     def copy(self) -> dict[str, Any]:
-        """Return it with the facts of the rank that the thread is."""
+        """Return a copy with the facts of this thread's rank."""
         made = dict(self)
         context = _thread.context or _process
         model = None if context is None else context.model
@@ -298,19 +298,19 @@ class _Config(dict[str, Any]):
 
 
 def _tell_children() -> None:
-    """Let the processes that multiprocessing makes know which rank makes them, fork or not."""
+    """Pass this rank's facts to the processes that multiprocessing creates, forked or not."""
     process: Any = multiprocessing.current_process()
-    config = getattr(process, "_config", None)  # what else is in it, such as a key, goes along
+    config = getattr(process, "_config", None)  # its other content, such as a key, is kept
     if config is None:
         return
     if not isinstance(config, _Config):
         process._config = config = _Config(config)
-    if _process is not None:  # which has facts of its own now
+    if _process is not None:  # this process has facts of its own now
         config.pop(_OF_RANK, None)
 
 
 def _of_parent() -> ContextState | None:
-    """Return the facts of the rank that made this process, if one did: a worker of a DataLoader."""
+    """Return the facts of the rank that started this process, such as a DataLoader's worker."""
     global _process, _forked
     config: dict[str, Any] = getattr(multiprocessing.current_process(), "_config", {})
     pid, *facts = config.get(_OF_RANK, (os.getpid(),))
@@ -322,7 +322,7 @@ def _of_parent() -> ContextState | None:
 
 
 def _still_alive() -> ContextState | None:
-    """Return the thread's or the process's context if it lives; part with one that has ended."""
+    """Return the thread's or the process's context if it is alive; release one that has ended."""
     global _process
     if _thread.context is not None and not _thread.context.model.is_alive():
         _thread.context = None
@@ -333,12 +333,12 @@ def _still_alive() -> ContextState | None:
 
 
 def read_environment() -> RankInfo | None:
-    """Read who this process is from its variables; what reads them is loaded at the first call."""
+    """Read this process's rank from its variables; their reader is loaded at the first call."""
     return plugins.read_environment(os.environ)
 
 
 def detect_environment() -> RankInfo | None:
-    """Read the process's variables, where a partial set of them is as good as none."""
+    """Read this process's rank, None also for a partial set of variables."""
     try:
         return read_environment()
     except EnvironmentDetectionError:
@@ -350,13 +350,13 @@ def activate(
     record: Callable[[], CallLog],
     cls: type[ComputationModel] | None = None,
 ) -> ContextState:
-    """Make the context of the process, or of the thread where the model is bound to it."""
+    """Create the context of the process, or of the thread if the model is bound to it."""
     # Collective over the ranks of the new context.
     global _process, _ours
     with _lock:
         live: ContextState | None = current()
         if _forked is not None and live is not None and live.context_id == _forked.context_id:
-            if type(live.model) is cls:  # its library holds what the parent made, and only that
+            if type(live.model) is cls:  # its library holds the parent's context, and only that
                 refuse_fork(live)
             live = None
         if live is not None and live is not _serial:
@@ -367,7 +367,7 @@ def activate(
                     f"a {live.model.name} context is live already (rank {topology.rank} of "
                     f"{topology.world_size}): call finalize() first"
                 )
-        plugins.begin_trace()  # before the first call, which is to initialize
+        plugins.begin_trace()  # before the first call, `initialize`
         context = _recorded(make, record())
         if context.control.is_thread_bound:
             _thread.context = _thread.ours = context
@@ -381,7 +381,7 @@ def _recorded(make: Callable[[], ComputationModel], calls: CallLog) -> ContextSt
     try:
         with calls.call("initialize"):
             model = make()
-    except BaseException:  # Ctrl-C too: there is no context that would take the page away
+    except BaseException:  # Ctrl-C too: there is no context that would remove the page
         calls.close()
         raise
     calls.become(model.topology.rank, model.topology.world_size)
@@ -394,17 +394,17 @@ def is_ours(context: ContextState) -> bool:
 
 
 def is_serial(model: ComputationModel) -> bool:
-    """Return whether `model` is what is active when no context is."""
+    """Return whether `model` is the default, active while no context exists."""
     return isinstance(model, SerialModel) and not isinstance(model, ChildOfRank)
 
 
 def forget() -> None:
-    """Let go of the process's context, so that the next call looks around."""
+    """Release the process's context, so that the next call looks for one again."""
     global _process, _ours, _before
     with _lock:
         _before = _process or _before
         if _before is not None and not _before.model.is_alive():
-            # Torch's group listens as long as it is held.
+            # Torch's group listens while it is referenced.
             _before.part()
             _before = None
         _process = _ours = None
@@ -413,7 +413,7 @@ def forget() -> None:
 
 
 def set_local_rank(local_rank: int | None) -> None:
-    """Set or take back the hint for contexts that somebody else made."""
+    """Set or remove the hint for contexts created outside unisono."""
     global _local_rank, _process, _before
     is_rank = isinstance(local_rank, int) and not isinstance(local_rank, bool) and local_rank >= 0
     if local_rank is not None and not is_rank:
@@ -426,14 +426,14 @@ def set_local_rank(local_rank: int | None) -> None:
 
 @contextmanager
 def replica(context: ContextState) -> Iterator[None]:
-    """Bind a context to this thread: the thread is that replica, or the whole process is."""
+    """Bind a context to this thread, or to the process in the main thread of one of many."""
     global _process, _replica_threads
     is_one_of_many = context.model.topology.world_size > 1
     is_process = is_one_of_many and threading.current_thread() is threading.main_thread()
     before, before_in_process = _thread.context, _process
     with _lock:
         _replica_threads += is_one_of_many and not is_process
-        if is_process:  # then the threads that it starts belong to it too
+        if is_process:  # its threads belong to the replica too
             _process = context
     _thread.context = context
     _tell_children()
@@ -448,7 +448,7 @@ def replica(context: ContextState) -> Iterator[None]:
 
 
 def _before_fork() -> None:
-    """Look for a context that somebody made and nobody has asked for yet: the child must know."""
+    """Adopt a context not used before, so that the forked child can detect it."""
     if _process is None and _thread.context is None and _lock.acquire(blocking=False):
         try:
             with suppress(Exception):  # a fork isn't the place to report it
@@ -468,7 +468,7 @@ def _after_fork() -> None:
 
 
 def _at_exit() -> None:
-    """Tell the others that this program has come to its end, unless an exception ended it."""
+    """Send peers a farewell, unless an exception ended the program."""
     if not hasattr(sys, "last_type"):
         for context in {_process, _before}:
             if context is not None:

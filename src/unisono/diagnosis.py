@@ -30,7 +30,7 @@ _ADDRESSES = {socket.AF_INET: "IPv4", socket.AF_INET6: "IPv6"}
 
 
 def diagnose(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Collect all facts."""
+    """Return all facts."""
     # No backend library is imported, and nothing is sent.
     variables = os.environ if environ is None else environ
     return {
@@ -51,7 +51,7 @@ def diagnose(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
 
 
 def _memory(ranks: int) -> dict[str, Any]:
-    """Say how much memory `ranks` of this host share for tensors, what limits it, or why none."""
+    """Return the bytes that `ranks` of this host share for tensors, and their limit or obstacle."""
     facts: dict[str, Any] = {"ranks": ranks, "bytes": 0, "most_bytes": None}
     reason = memory.why_not()
     try:
@@ -81,7 +81,7 @@ def _node(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _decision(all_findings: Sequence[Finding[Any]]) -> dict[str, Any]:
-    """Return the findings that are there, and the one that decides or why none does."""
+    """Return the findings with facts or errors, and the decisive one or the error."""
     findings: list[dict[str, Any]] = [
         {
             "source": finding.source,
@@ -139,8 +139,8 @@ def _version(distribution: str) -> str | None:
 
 
 def problems(facts: Mapping[str, Any], backend: str | None, launcher: str | None) -> list[str]:
-    """List why the environment, a backend or a launcher can't work, and what to do."""
-    is_node = facts["node"]["source"] is not None  # whose ranks get variables of their own
+    """List why the environment, a backend or a launcher can't work, with remedies."""
+    is_node = facts["node"]["source"] is not None  # its ranks have variables of their own
     errors = [None if is_node else facts["environment"]["error"], facts["node"]["error"]]
     reasons = [error for error in errors if error is not None]
     for what, name, find in (
@@ -156,7 +156,7 @@ def problems(facts: Mapping[str, Any], backend: str | None, launcher: str | None
 
 
 def lines() -> dict[str, str]:
-    """Write the facts as lines for a log."""
+    """Return the facts as lines for a log."""
     facts = diagnose()
     up = [name for name, interface in facts["interfaces"].items() if interface["is_up"]]
     versions = [f"{name} {text}" for name, text in facts["versions"].items() if text]
@@ -175,7 +175,7 @@ def _usable(table: Mapping[str, str | None]) -> list[str]:
 
 
 def _environment_line(environment: Mapping[str, Any]) -> str:
-    """Write which environment won, by which variables, and which ones disagree."""
+    """Return the environment that won, its variables, and the environments that disagree."""
     if environment["error"] is not None:
         return f"refused: {environment['error']}"
     parts: list[str] = []

@@ -53,7 +53,7 @@ __all__ = (
     "WorkerFailedError",
 )
 
-# Errors whose texts begin with the rank that caused them, which is another one.
+# Errors whose texts begin with another rank, the one that caused them.
 _ABOUT_OTHERS = (
     "unisono.errors.CollectiveTimeoutError",
     "unisono.errors.CollectiveMismatchError",
@@ -80,7 +80,7 @@ class UnknownBackendError(BackendError, ValueError):
 
 
 class BackendUnavailableError(BackendError, ImportError, ValueError):
-    """Raised when a backend is known but can't be used here; says why and what to do.
+    """Raised when a known backend can't be used here; contains the reason and the remedy.
 
     It is also a ValueError, as idist's is.
     """
@@ -95,11 +95,11 @@ class ContextError(UnisonoError, RuntimeError):
 
 
 class AlreadyInitializedError(ContextError, ValueError):
-    """Raised by `initialize` when a context is live already; a ValueError too, as torch's is."""
+    """Raised by `initialize` when a context is already live; a ValueError too, as torch's is."""
 
 
 class NotInitializedError(ContextError):
-    """Raised when a live context is needed and there is none."""
+    """Raised when there is no live context where one is needed."""
 
 
 class NoReplicaError(ContextError):
@@ -111,15 +111,15 @@ class GroupMembershipError(ContextError):
 
 
 class EnvironmentDetectionError(UnisonoError, ValueError, RuntimeError):
-    """Raised when the variables of a launcher are there but partial or contradictory.
+    """Raised when the variables of a launcher are partial or inconsistent.
 
     It is both a ValueError and a RuntimeError, because idist raises either of them.
 
     Args:
-        message: what was found and what to do.
-        source: the environment that was recognised, such as ``"torchrun"``.
+        message: the fault and the remedy.
+        source: the detected environment, such as ``"torchrun"``.
         variable: the variable at fault.
-        value: its value, None where it is missing.
+        value: its value, None if it is missing.
     """
 
     def __init__(
@@ -139,12 +139,12 @@ class LaunchError(UnisonoError, RuntimeError):
 
 
 class WorkerFailedError(LaunchError):
-    """Raised in the parent when a replica failed; carries the first failure.
+    """Raised in the parent when a replica failed; contains the first failure.
 
     Args:
-        message: the whole text, which ends with the replica's own traceback.
+        message: the whole text, ending with the replica's own traceback.
         rank: global rank of the replica that failed first.
-        exit_code: its exit code, None if it was ended by a signal or raised.
+        exit_code: its exit code, None if a signal ended it or it raised.
         signal: name of the signal that ended it, such as ``"SIGKILL"``.
         traceback: its traceback as text, empty if it left none.
     """
@@ -165,7 +165,7 @@ class WorkerFailedError(LaunchError):
 
     @classmethod
     def of(cls, error: BaseException, rank: int, world_size: int) -> WorkerFailedError:
-        """Make the error for an exception that a replica raised."""
+        """Build the error for an exception of a replica."""
         text = fold(error, error.__traceback__)
         message = cls.text(f"rank {rank} of {world_size}", summary(error), cls.line_of(error), text)
         failed = cls(message, rank, cls.exit_code_of(error), traceback=text)
@@ -174,11 +174,11 @@ class WorkerFailedError(LaunchError):
 
     @staticmethod
     def text(who: str, summary: str, line: str, traceback: str) -> str:
-        """Write the message: who raised what, on which line of the user's.
+        """Return the message: the exception and the user's line that raised it.
 
         If the exception names another rank as the cause, that rank comes first.
         """
-        summary = summary.removesuffix(":")  # of a list, which the traceback has
+        summary = summary.removesuffix(":")  # of a list, which the traceback contains
         kind, _, text = summary.partition(": ")
         if kind.startswith(_ABOUT_OTHERS) and text:
             raised = f"{who} raised {kind.rpartition('.')[2]}"
@@ -211,8 +211,8 @@ class UnsupportedOperation(UnisonoError, NotImplementedError):
 
     Args:
         model: name of the model.
-        what: the operation that was asked for.
-        instead: what to do instead.
+        what: the operation.
+        instead: an alternative.
     """
 
     def __init__(self, model: str, what: str, instead: str) -> None:
@@ -226,34 +226,34 @@ class UnsupportedOperation(UnisonoError, NotImplementedError):
 
 
 class PayloadError(UnisonoError, TypeError):
-    """Raised when a value can't be sent, or not exactly, in the collective asked for."""
+    """Raised when a value can't be sent exactly, or not in this collective."""
 
 
 class CollectiveError(UnisonoError, RuntimeError):
     """Raised when a collective failed after it was started.
 
-    ``is_in_step`` tells whether all ranks got the error and can go on with the next collective.
+    ``is_in_step`` is true if all ranks raised the error and can continue with the next collective.
     """
 
     is_in_step = False
 
 
 class CollectiveTimeoutError(CollectiveError, TimeoutError):
-    """Raised when ranks did not come in time; names the operation and the ranks if known."""
+    """Raised when ranks timed out; names the operation and the ranks if known."""
 
 
 class CollectiveMismatchError(CollectiveError):
-    """Raised when ranks called different collectives; says what each rank called."""
+    """Raised when ranks called different collectives; lists each rank's call."""
 
     is_in_step = True
 
 
 class PeerRefusedError(CollectiveError):
-    """Raised when a process that isn't of the job answered in place of a rank.
+    """Raised when a process outside the job answered for a rank.
 
     Args:
-        message: names the rank, and who it was if that is known.
-        rank: the rank that it answered for, -1 where it is not known.
+        message: names the rank, and the process's user if known.
+        rank: the rank that it answered for, -1 if unknown.
     """
 
     def __init__(self, message: str, rank: int = -1) -> None:
@@ -265,12 +265,12 @@ class PeerRefusedError(CollectiveError):
 
 
 class PeerFailedError(CollectiveError):
-    """Raised when another rank failed, or a guarded section did.
+    """Raised when another rank failed, or a guarded section did there.
 
     Args:
-        message: names the rank and what happened there.
-        rank: the rank that failed, -1 where it is not known.
-        traceback: its traceback as text, empty where there is none.
+        message: names the rank and its failure.
+        rank: the failed rank, -1 if unknown.
+        traceback: its traceback as text, empty if there is none.
     """
 
     def __init__(self, message: str, rank: int = -1, traceback: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Facts about this replica, its job and its node; none of them communicates."""
+"""Facts about this replica, its job and its node, without communication."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def get_local_rank() -> int:
         0 to ``get_nproc_per_node() - 1``.
 
     Raises:
-        ContextError: somebody else made the context, nothing says which ranks share a node, and
-            no collective, which would find out, has been called yet.
+        ContextError: the context was created outside unisono, the ranks' nodes are unknown, and
+            no collective, which would exchange them, has been called yet.
 
     Example:
         >>> import unisono as idist
@@ -141,7 +141,7 @@ def get_node_rank() -> int:
 
 
 def _topology(active: ContextState) -> Topology:
-    """Return the context's topology, completed by the hosts that its ranks exchanged."""
+    """Return the context's topology, completed from the hosts that its ranks exchanged."""
     topology = active.model.topology
     return topology.among(active.hosts) if active.hosts else topology
 
@@ -187,7 +187,7 @@ def device() -> torch.device:
 
 
 def backend() -> str | None:
-    """Name the backend of the active context.
+    """Return the name of the active context's backend.
 
     Returns:
         Such as ``"gloo"``; None if no context is active.
@@ -205,7 +205,7 @@ def backend() -> str | None:
 
 
 def model_name() -> str:
-    """Name the computation model of the active context.
+    """Return the name of the active context's computation model.
 
     Returns:
         Such as ``"serial"`` or ``"native-dist"``.
@@ -222,10 +222,10 @@ def model_name() -> str:
 
 
 def hostname() -> str:
-    """Name this host.
+    """Return the name of this host.
 
     Returns:
-        The operating system's name for it.
+        The operating system's host name.
 
     Example:
         >>> import unisono as idist
@@ -270,7 +270,7 @@ def is_main_process() -> bool:
 
 
 def set_local_rank(index: int | None) -> None:
-    """Set the local rank in a context that somebody else made.
+    """Set the local rank for a context created outside unisono.
 
     Args:
         index: the local rank, at least 0; None removes an earlier hint.
@@ -316,14 +316,14 @@ def show_config() -> None:
 
 
 def make_audible(log: logging.Logger) -> None:
-    """Show a logger's INFO, on stderr by default, unless the user has chosen a level."""
+    """Enable a logger's INFO, on stderr by default, unless the user has set a level."""
     ours = logging.getLogger("unisono")
-    if log.level == ours.level == logging.NOTSET:  # nobody chose the root's WARNING
+    if log.level == ours.level == logging.NOTSET:  # the root's WARNING is only a default
         log.setLevel(logging.INFO)
     if not log.hasHandlers():
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s: %(message)s"))
-        handler.addFilter(lambda _: not logging.getLogger().handlers)  # set up later, it shows all
+        handler.addFilter(lambda _: not logging.getLogger().handlers)  # a later one logs it
         ours.addHandler(handler)
 
 

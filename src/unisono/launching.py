@@ -1,4 +1,4 @@
-"""For authors of launchers: the contract, and one job of ranks in processes of somebody else's."""
+"""API for authors of launchers: the contract, and a job whose ranks run in other processes."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from unisono.topology import LaunchPlan, RankInfo
 
 __all__ = ("Future", "Launcher", "RankJob", "RankTask", "host_job")
 
-_LOOK_S = 0.2  # between two looks of a rank's host at whether the job is over
+_LOOK_S = 0.2  # interval at which a rank's host checks whether the job is over
 _POLL_S = 0.02
-_END_S = 10.0  # for tasks to end once their job is over
+_END_S = 10.0  # for tasks to end after their job
 _REACH_S = 60.0
-_OVER = "unisono/over"  # the key in the job's store that says so
+_OVER = "unisono/over"  # the key in the job's store that marks its end
 
 
 class Launcher(Protocol):
-    """What an entry point of the group ``unisono.launchers`` names.
+    """Callable that an entry point of the group ``unisono.launchers`` refers to.
 
-    Options of its own are further keywords with defaults: users give them as ``launcher_options``.
+    Its own options are further keywords with defaults: users pass them as ``launcher_options``.
     """
 
     def __call__(
@@ -50,49 +50,49 @@ class Launcher(Protocol):
         *,
         environ: Mapping[str, str] | None = None,
     ) -> list[Any]:
-        """Call `entry` once in each of as many processes as planned.
+        """Call `entry` once in each of the planned number of processes.
 
         Args:
-            entry: called with who the process is; what it raises is the rank's failure.
-            plan: how many ranks, and where they meet.
+            entry: called with the process's rank; its exception is the rank's failure.
+            plan: the number of ranks, and their rendezvous.
             environ: variables that ranks have unless they are set there already; None for none.
 
         Returns:
-            What `entry` returned, by rank.
+            The results of `entry`, by rank.
 
         Raises:
             PayloadError: `entry` can't be pickled; nothing was started.
-            LaunchError: ranks can't be made.
+            LaunchError: ranks can't be started.
             WorkerFailedError: a rank failed, with its rank, exit code or signal, and traceback; its
-                own exception is the ``__cause__``. All others have been ended.
-            CollectiveTimeoutError: the deadline of the block is over; all ranks have been ended.
+                own exception is the ``__cause__``. All other ranks have been ended.
+            CollectiveTimeoutError: the deadline of the block has passed; all ranks have been ended.
         """
 
 
 class Future(Protocol):
-    """A task that was handed over, as ``concurrent.futures`` and cluster libraries have it."""
+    """Handle of a submitted task, as in ``concurrent.futures`` and cluster libraries."""
 
     def done(self) -> bool:
         """Return whether it has ended."""
 
     def result(self) -> Any:
-        """Return what the task returned, or raise why it has nothing."""
+        """Return the task's result, or raise its error."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankTask:
-    """One rank of a job, to be called in any process of the host that it is for.
+    """One rank of a job, callable in any process of its host.
 
-    Plain pickle carries it. It runs the rank in a process of its own, which ends with the process
-    that called it, and with the job.
+    It can be pickled with plain pickle. It runs the rank in a process of its own, which ends with
+    the process that called it, and with the job.
 
     Args:
-        info: who the rank is.
-        entry: what it runs, pickled for a worker.
-        environ: variables that it has unless they are set there already.
+        info: the rank.
+        entry: the rank's function, pickled for a worker.
+        environ: variables that it has unless they are already set there.
         path: ``sys.path`` of the process that hosts the job.
-        folder: its working directory, which the rank has where that is there, too.
-        token: what the host of the job says in its store once the job is over.
+        folder: its working directory, also the rank's if it exists there.
+        token: value that marks the end of the job in its store.
     """
 
     info: RankInfo
@@ -103,12 +103,12 @@ class RankTask:
     token: str = field(repr=False)
 
     def __call__(self) -> bytes:
-        """Be the rank, and say how it ended, for `RankJob.results`.
+        """Run the rank, and return its outcome for `RankJob.results`.
 
-        Collective over all ranks of the job. Nothing that the rank raises is raised here.
+        Collective over all ranks of the job. The rank's exceptions aren't raised here.
 
         Raises:
-            LaunchError: no process can be made here, or the host of the job can't be reached.
+            LaunchError: no process can be started here, or the host of the job can't be reached.
         """
         store = self.reach(_REACH_S)
         with ExitStack() as held:
@@ -135,7 +135,7 @@ class RankTask:
         """Connect to the store of the process that hosts the job.
 
         Raises:
-            LaunchError: nobody answers there within `limit_s` seconds.
+            LaunchError: the host doesn't answer within `limit_s` seconds.
         """
         info = self.info
         assert info.master_addr is not None
@@ -153,7 +153,7 @@ class RankTask:
 
 
 def _is_over(store: TCPStore, token: str) -> bool:
-    """Return whether the job is over, or the process that hosts it is gone."""
+    """Return whether the job is over, or its host process has exited."""
     try:
         return store.check([_OVER]) and store.get(_OVER) == token.encode()
     except RuntimeError:
@@ -177,27 +177,27 @@ def host_job(
     environ: Mapping[str, str] | None = None,
     address: str | None = None,
 ) -> Iterator[RankJob]:
-    """Host a job whose ranks other processes run: those of a cluster, or an executor's.
+    """Host a job whose ranks run in other processes: those of a cluster, or an executor's.
 
-    A whole launcher is to hand each of the job's tasks to a process of its own and to wait::
+    A whole launcher passes each of the job's tasks to a process of its own and waits::
 
         def launch(entry, plan, *, environ=None):
             with host_job(entry, plan, environ=environ) as job, executor(plan.world_size) as pool:
                 return job.results([pool.submit(task) for task in job.tasks])
 
     Args:
-        entry: as a launcher gets it.
-        plan: as a launcher gets it.
-        environ: as a launcher gets it.
-        address: name or address of this host under which the ranks' hosts reach it; None where all
-            ranks are on this host.
+        entry: as a launcher receives it.
+        plan: as a launcher receives it.
+        environ: as a launcher receives it.
+        address: name or address of this host for the ranks' hosts; None if all ranks are on this
+            host.
 
     Yields:
-        The job. Its ranks end with the block, and with this process, however that ends.
+        The job. Its ranks end with the block, and with this process in any case.
 
     Raises:
         PayloadError: `entry` can't be pickled.
-        LaunchError: nobody can listen here.
+        LaunchError: this process can't listen.
     """
     pickled = pickle_for_worker(entry)
     token, path, where = secrets.token_hex(16), tuple(search_path()), os.getcwd()
@@ -215,10 +215,10 @@ def host_job(
 
 
 class RankJob:
-    """A job whose ranks are tasks in processes of somebody else's.
+    """A job whose ranks are tasks in other processes.
 
     Args:
-        tasks: the ranks, in their order; each is to be called once, all at the same time.
+        tasks: the ranks, in order; call each once, all at the same time.
     """
 
     def __init__(self, tasks: Sequence[RankTask]) -> None:
@@ -232,15 +232,15 @@ class RankJob:
         them.
 
         Args:
-            futures: of the tasks, in their order; those of ``concurrent.futures``, dask and others.
+            futures: of the tasks, in order; those of ``concurrent.futures``, dask and others.
 
         Returns:
-            What `entry` returned, by rank.
+            The results of `entry`, by rank.
 
         Raises:
             WorkerFailedError: a rank failed, or its task was lost.
-            LaunchError: a rank can't be made.
-            CollectiveTimeoutError: the deadline of the block is over.
+            LaunchError: a rank can't be started.
+            CollectiveTimeoutError: the deadline of the block has passed.
         """
         if len(futures) != len(self.tasks):
             raise LaunchError(f"{len(futures)} futures for {len(self.tasks)} ranks")
@@ -248,18 +248,18 @@ class RankJob:
         return job.join()
 
     def end(self) -> None:
-        """End the job on all ranks; harmless the second time.
+        """End the job on all ranks; a second call does nothing.
 
         Each has ended within seconds.
         """
         if not self._is_over:
             self._is_over = True
-            with contextlib.suppress(LaunchError, RuntimeError):  # a store that is gone says so
+            with contextlib.suppress(LaunchError, RuntimeError):  # the store is gone with its job
                 self.tasks[0].reach(_END_S).set(_OVER, self.tasks[0].token)
 
 
 class _Tasks(Ranks):
-    """Ranks that are tasks of somebody else's, seen by their futures."""
+    """Ranks that are tasks of another library, known by their futures."""
 
     def __init__(self, futures: Sequence[Future], tell: Callable[[], None]) -> None:
         self._futures = futures
@@ -267,13 +267,13 @@ class _Tasks(Ranks):
         self._tell = tell
 
     def poll(self, job: Job[Any], until: float) -> None:
-        """Take in what has ended."""
+        """Record the tasks that have ended."""
         for rank in [rank for rank, future in self._waiting.items() if future.done()]:
             self._take(job, rank, self._waiting.pop(rank))
         time.sleep(max(0.0, min(_POLL_S, until - time.monotonic())))
 
     def end(self, job: Job[Any]) -> None:
-        """Say that the job is over, and wait for the tasks' ends."""
+        """Mark the job as over, and wait for its tasks to end."""
         del job
         self._tell()
         limit = time.monotonic() + _END_S
@@ -283,5 +283,5 @@ class _Tasks(Ranks):
     def _take(self, job: Job[Any], rank: int, future: Future) -> None:
         try:
             job.take(rank, pickle.loads(future.result()))
-        except Exception as error:  # whatever its library raises where a process is gone
+        except Exception as error:  # its library may raise anything if a process is gone
             job.lose(rank, f"its task ended with {type(error).__name__}: {error}", error)

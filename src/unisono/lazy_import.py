@@ -1,4 +1,4 @@
-"""Names of packages that are imported at first use, so that nothing waits for them."""
+"""Lazy import of a package's names at first use."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 
 
 def attach(package: str, *variables: str, hidden: tuple[str, ...] = ()) -> None:
-    """Import what a package has under ``if TYPE_CHECKING`` when it is first used."""
-    # Each name is written once, in an import that type checkers read. The table is made of the
-    # module's code, which is there without its source, too, and contains imports that don't run.
+    """Import the names that a package has under ``if TYPE_CHECKING`` at first use."""
+    # Each name is written once, in an import that type checkers read. The table is derived from the
+    # module's code, which exists without its source, too, and contains imports that don't run.
     module, origins = sys.modules[package], cache(partial(_imported, sys._getframe(1).f_code))
 
     def public() -> tuple[str, ...]:
@@ -66,7 +66,7 @@ def _registered_models() -> Any:
     return importlib.import_module("unisono.registry").registered_models()
 
 
-# Facts that are variables, as in idist, although the answer may change while a program runs.
+# Facts that are variables, as in idist, although they may change while a program runs.
 VARIABLES: dict[str, Callable[[], Any]] = {
     "has_native_dist_support": partial(_is_installed, "torch.distributed"),
     "has_hvd_support": partial(_is_installed, "horovod"),

@@ -1,4 +1,4 @@
-"""The life of a context: initialize, finalize, sync, spawn, and what a spawned rank runs."""
+"""Lifecycle of a context: initialize, finalize, sync, spawn, and the code of a spawned rank."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class Replica:
     def __call__(self, info: RankInfo) -> Any:
         """Run in a process of its own. Collective over all ranks of `info`."""
         # After an exception nothing is finalised: the connections stay open, so that the parent
-        # sees this error before any that it causes elsewhere. Threads that the function leaves
-        # behind have the context until they end, as an asynchronous checkpoint needs it.
+        # receives this error before any that it causes elsewhere. Threads that outlive the function
+        # keep the context until they end, as an asynchronous checkpoint needs it.
         cls = find_model(self.backend)
         if cls.replicas_are_threads:
             return self.run(cls.initialize(self.backend, info, **self.options))
@@ -86,7 +86,7 @@ class Replica:
         return result
 
     def run(self, model: ComputationModel) -> Any:
-        """Run in a thread of its own, or in the one replica that there is."""
+        """Run in a separate thread, or in the only replica."""
         # Collective over all ranks of `model`.
         is_process = threading.current_thread() is threading.main_thread()
         if self.prefix_output and is_process and model.topology.world_size > 1:
@@ -116,12 +116,12 @@ _LAUNCH_OPTIONS = _PLAN_OPTIONS | {
     *("join", "daemon", "timeout", "launcher", "launcher_options", "prefix_output", "grace")
 }
 _DEFAULT_LAUNCHER = "processes"
-# What every launcher is given, and what those are that take it.
+# Arguments of every launcher, and those of the launchers that accept them.
 _OURS = ("entry", "plan", "environ", "join", "stop_limit_s")
 
 
 def best_backend() -> str:
-    """Name the backend that ``unisono run --backend`` asks for, else the machine's best."""
+    """Return the backend of ``unisono run --backend``, else the machine's best."""
     asked = os.environ.get("UNISONO_BACKEND")
     if asked:
         return asked
@@ -130,32 +130,32 @@ def best_backend() -> str:
 
 
 def initialize(backend: str | None = None, **options: Unpack[InitializeOptions]) -> None:
-    """Make a context and let it be this process's.
+    """Create a context and make it this process's.
 
     Collective over all ranks of the job.
 
     Args:
         backend: such as ``"gloo"``, ``"nccl"``, ``"cpu:gloo,cuda:nccl"``, ``"serial"`` or a
             plug-in's; None for the best one for this machine.
-        options: ``rank`` and ``world_size`` (together; else the environment says them, else this
+        options: ``rank`` and ``world_size`` (together; by default from the environment, else this
             process is alone), ``timeout`` (seconds or a timedelta, for set-up, else 60 s on torch's
-            backends and MPI, and for each operation), and what the model takes: on native
+            backends and MPI, and for each operation), and options of the model: on native
             ``init_method``, ``store``, ``device`` (a device, its name or its index),
             ``device_id``, ``pg_options``, ``group_name``.
 
     Raises:
-        UnknownBackendError: nobody claims the backend.
+        UnknownBackendError: no model has the backend.
         BackendUnavailableError: it is known, but can't be used here.
-        ArgumentError: an option that nobody takes, or a bad value.
-        AlreadyInitializedError: a context is live, no matter who made it.
-        EnvironmentDetectionError: the environment's variables are partial or contradictory, or one
+        ArgumentError: an unknown option, or a bad value.
+        AlreadyInitializedError: a context is live, also if it was created outside unisono.
+        EnvironmentDetectionError: the environment's variables are partial or inconsistent, or one
             of ours has a bad value.
         ContextError: the ranks couldn't meet; or a rank has started this program, which has
             inherited its variables.
 
     Warns:
-        UserWarning: this process is alone, but on a platform that says that it is a node of
-            several, whose ranks nobody has started.
+        UserWarning: this process is alone, but its platform reports several nodes, whose ranks
+            haven't been started.
 
     Example:
         >>> import unisono as idist
@@ -188,7 +188,7 @@ def initialize(backend: str | None = None, **options: Unpack[InitializeOptions])
 
 
 def _who_am_i(options: dict[str, Any]) -> RankInfo:
-    """Take rank and world size out of the options, else out of the environment."""
+    """Return rank and world size from the options, else from the environment."""
     rank, world_size = options.pop("rank", None), options.pop("world_size", None)
     if (rank is None) != (world_size is None):
         raise ArgumentError(f"rank={rank!r} and world_size={world_size!r} are given together")
@@ -215,8 +215,8 @@ def _who_am_i(options: dict[str, Any]) -> RankInfo:
 
 
 def _refuse_child(info: RankInfo) -> None:
-    """Refuse to be the rank that has started this program, whose variables it has inherited."""
-    # Ranks that wait for it, and it for them, would do so until their time is over.
+    """Raise if a rank has started this program, which has inherited its variables."""
+    # Both would wait for each other until their time is over.
     if info.world_size == 1 or not (info.job_id or info.master_port):
         return
     same = [page for page in pages() if page.facts.get("variables") == str(info)]
@@ -243,7 +243,7 @@ def _warn_on_a_node(launcher: str) -> None:
     how = f"start them by the launcher {launcher!r}"
     if launcher == _DEFAULT_LAUNCHER:
         how = "start the script with unisono run, or call Parallel(), which starts them"
-    elif row is not None:  # which has no name that users could say
+    elif row is not None:  # the row has no name for users
         by = f"by {row.command}, or " if row.command else ""
         how = f"start them {by}by spawn() or Parallel() with nproc_per_node"
     text = (
@@ -255,14 +255,14 @@ def _warn_on_a_node(launcher: str) -> None:
 
 
 def finalize() -> None:
-    """End the context: destroy it if `initialize` made it, else let go of it.
+    """End the context: destroy it if `initialize` created it, else release it.
 
-    Collective over all ranks of the job, where its library's own end is. Harmless where nothing is
-    distributed, and after an earlier `finalize`.
+    Collective over all ranks of the job, if the library's own shutdown is. Does nothing if no
+    context is active, as after an earlier `finalize`.
 
     Raises:
-        CollectiveError: the library's own end failed.
-        ContextError: this process is a fork of the one that made the context.
+        CollectiveError: the library's own shutdown failed.
+        ContextError: this process is a fork of the one that created the context.
 
     Example:
         >>> import unisono as idist
@@ -277,16 +277,16 @@ def finalize() -> None:
 
 
 def sync(temporary: bool = False) -> None:
-    """Find the live context again, and which ranks share a node.
+    """Find the live context again, and the ranks that share a node.
 
-    Collective over all ranks, at the first such call, in a context that somebody else made; else
-    local. Every call looks for the context by itself, so this is needed for the nodes alone.
+    Collective over all ranks at the first such call in a context created outside unisono, else
+    local. Every call looks for the context itself, so this is only needed for the nodes.
 
     Args:
-        temporary: accepted for idist's sake; what is found is never kept longer than it lives.
+        temporary: accepted for compatibility with idist; a context is never kept after its end.
 
     Raises:
-        CollectiveError: a peer failed or didn't come in time.
+        CollectiveError: a peer failed or timed out.
 
     Example:
         >>> import unisono as idist
@@ -294,7 +294,7 @@ def sync(temporary: bool = False) -> None:
     """
     active = context.current()
     if not context.is_ours(active):
-        active.settle_all()  # what runs in the background may introduce the ranks
+        active.settle_all()  # background calls may exchange the ranks' hosts
         context.forget()
     if context.current().must_introduce:
         introduce(context.communicator(), "sync")
@@ -388,12 +388,12 @@ def spawn(
     nproc_per_node: int = 1,
     **options: Any,
 ) -> Any:
-    """Run a function in replicas that are made for it, and give what each returned.
+    """Run a function in replicas started for it, and return their results.
 
     In the replicas ``fn(local_rank, *args, **kwargs_dict)`` runs within a live context. The
-    script isn't run there, so `fn` sets up what its top does, such as logging, where they are
-    processes. While the main thread waits for processes, they get the SIGTERM or SIGHUP that this
-    one gets and has no handler for: if all return within ``grace``, it goes on; else it dies of it.
+    script isn't run there, so in processes `fn` must repeat its set-up, such as logging. While the
+    main thread waits for processes, a SIGTERM or SIGHUP without a handler here is forwarded to
+    them: if all return within ``grace``, this process continues; else the signal kills it.
 
     Args:
         backend: as in `initialize`.
@@ -408,30 +408,30 @@ def spawn(
             this process); ``join=False`` for a handle with ``join()`` and ``terminate()``;
             ``timeout`` (seconds or a timedelta, for each operation); ``grace`` (seconds or a
             timedelta for processes to save after a SIGTERM to this one, 30 by default, 0 for none:
-            see below); ``daemon``, accepted for idist's sake: no replica outlives this process;
-            ``prefix_output`` (whether each line that one of several processes prints begins with
-            its rank, the default); ``launcher`` (``"torchrun"``, ``"mpi"``, ``"slurm"``, ``"ray"``
-            or a plug-in's, for replicas that it makes) with ``launcher_options``, a dict of
-            keywords of its own; and what `initialize` takes.
+            see above); ``daemon``, accepted for compatibility with idist: no replica outlives this
+            process; ``prefix_output`` (whether each line that one of several processes prints
+            begins with its rank, the default); ``launcher`` (``"torchrun"``, ``"mpi"``,
+            ``"slurm"``, ``"ray"`` or a plug-in's, which starts the replicas) with
+            ``launcher_options``, a dict of its own keywords; and options of `initialize`.
 
     Returns:
-        A list of what `fn` returned, by rank of this node.
+        A list of the results of `fn`, by rank of this node.
 
     Raises:
-        UnknownBackendError: nobody claims the backend.
+        UnknownBackendError: no model has the backend.
         BackendUnavailableError: it is known, but can't be used here.
-        ArgumentError: a bad value or an option that nobody takes; nothing was started.
+        ArgumentError: a bad value or an unknown option; nothing was started.
         EnvironmentDetectionError: a variable of ours has a bad value; nothing was started.
         PayloadError: `fn` or its arguments can't be pickled.
         LaunchError: the replicas couldn't be started.
-        WorkerFailedError: a replica failed; it carries the first failure's own traceback, and all
-            others have been ended.
-        CollectiveTimeoutError: the deadline of a block around the call is over; names the ranks
-            that weren't done, which have been told to end.
+        WorkerFailedError: a replica failed; it contains the first failure's own traceback, and all
+            other replicas have been ended.
+        CollectiveTimeoutError: the deadline of a block around the call has passed; names the late
+            ranks, which have been told to end.
 
     Warns:
-        UserWarning: this process is rank 0 of several already, each of which would start replicas
-            of its own; not where ``nnodes`` or ``launcher`` say that this is meant.
+        UserWarning: this process is already rank 0 of several, each of which would start replicas
+            of its own; not if ``nnodes`` or ``launcher`` is given.
 
     Example:
         >>> import unisono as idist
@@ -445,7 +445,7 @@ def spawn(
 
 
 def warn_in_a_rank(call: str, nproc_per_node: Any, options: Mapping[str, Any]) -> None:
-    """Warn on rank 0 of several that each of them would start replicas of its own."""
+    """Warn on rank 0 of several that each rank would start replicas of its own."""
     if options.get("launcher") is not None or options.get("nnodes") not in (None, 1, "1"):
         return
     try:
@@ -474,7 +474,7 @@ def start(
     nproc_per_node: int = 1,
     **options: Any,
 ) -> Any:
-    """Do what `spawn` does, and warn of nothing."""
+    """Implement `spawn` without its warning about nested ranks."""
     name, cls, plan = check_job("spawn", backend, nproc_per_node, options)
     _check_call(fn, args, kwargs_dict)
     given = {key: value for key, value in options.items() if key not in _LAUNCH_OPTIONS}
@@ -499,7 +499,7 @@ def start(
 
 
 def interrupted(call: str) -> str:
-    """Say that Ctrl-C ended a call of the user's, in place of a traceback."""
+    """Return the text for a user's call that Ctrl-C ended, in place of a traceback."""
     return (
         f"{call} at {line_of_call()} was interrupted, and its replicas have been told to end\n"
         "KeyboardInterrupt (UNISONO_TRACEBACK=full shows where)"
@@ -509,13 +509,13 @@ def interrupted(call: str) -> str:
 def _launch(
     cls: type[ComputationModel], replica: Replica, plan: LaunchPlan, options: Mapping[str, Any]
 ) -> Any:
-    """Let the model, or a launcher, make the replicas."""
+    """Start the replicas through the model or a launcher."""
     plan, hooks = replace(plan, backend=replica.backend), launch_hooks_of(cls)
     if options.get("launcher") is None and "launch" in cls.capabilities:
         _check_own_launch(cls.name, options)
         try:
             return hooks.launch(replica.run, plan, **replica.options)
-        finally:  # not in the replica that fails, whose error would come later than its victim's
+        finally:  # not in the failed replica, whose error would arrive after its victim's
             close_pages(replica.job)
     own = by_name(OF_MODELS).get(cls.launcher)
     if options.get("launcher") is None and own is not None:
@@ -534,7 +534,7 @@ def _takes(launch: Callable[..., Any], name: str) -> bool:
 
 
 def _split(replica: Replica, launch: Callable[..., Any]) -> tuple[Replica, dict[str, Any]]:
-    """Take out of a replica's options those that are for the launcher of its model."""
+    """Remove the options for its model's launcher from a replica, and return both."""
     known = inspect.signature(launch).parameters
     extra = {key: value for key, value in replica.options.items() if key in known}
     own = {key: value for key, value in replica.options.items() if key not in known}
@@ -542,7 +542,7 @@ def _split(replica: Replica, launch: Callable[..., Any]) -> tuple[Replica, dict[
 
 
 def _is_of_the_block(error: WorkerFailedError, limit: Limit | None) -> bool:
-    """Return whether a replica failed because the block's deadline is over, which it saw first."""
+    """Return whether a replica failed because the block's deadline passed there first."""
     is_late = limit is not None and time.monotonic() >= limit.until
     return is_late and isinstance(error.__cause__, CollectiveTimeoutError)
 
@@ -550,7 +550,7 @@ def _is_of_the_block(error: WorkerFailedError, limit: Limit | None) -> bool:
 def check_job(
     call: str, backend: str | None, nproc_per_node: Any, options: Mapping[str, Any]
 ) -> tuple[str, type[ComputationModel], LaunchPlan]:
-    """Refuse what can't be started, before anything is."""
+    """Check a job's options; return backend, model and plan."""
     check_variables()
     name = best_backend() if backend is None else backend
     cls = find_model(name)
@@ -565,7 +565,7 @@ def check_job(
 def _launcher(
     backend: str, cls: type[ComputationModel], options: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Find what makes the replicas, and the keywords that are for it alone."""
+    """Return the launcher of the replicas, and the keywords for it alone."""
     name = options.get("launcher") or cls.launcher
     launch = find_launcher(name)
     extra = dict(options.get("launcher_options") or {})
@@ -610,7 +610,7 @@ def _plan(nproc_per_node: Any, options: Mapping[str, Any]) -> LaunchPlan:
     if plan.node_rank >= plan.nnodes:
         raise ArgumentError(f"node_rank={plan.node_rank} should be below nnodes={plan.nnodes}")
     address = [name for name in ("master_addr", "master_port") if name in given]
-    if plan.init_method == "env://":  # the launcher's own rendezvous is what it stands for
+    if plan.init_method == "env://":  # it stands for the launcher's own rendezvous
         plan = replace(plan, init_method=None)
     elif plan.init_method is not None and address:
         raise ArgumentError(

@@ -1,4 +1,4 @@
-"""This node: what its variables, its name and its files say, and how many ranks it has room for."""
+"""This node: facts from its variables, its name and its files, and its number of ranks."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from unisono.topology import NodeInfo, usable_cores
 
 
 def _name() -> str:
-    """Return this host's name with its domain, where its own files or DNS know one."""
+    """Return this host's name with its domain, if its own files or DNS have one."""
     name = socket.gethostname()
     full = name if "." in name else socket.getfqdn(name)
     return full if full.partition(".")[0] == name.partition(".")[0] else name
 
 
 MACHINE = Machine(_name, own_address, lambda path: Path(path).read_text(encoding="utf-8"))
-"""This machine, as platforms ask for it."""
+"""This machine, as an argument of platforms."""
 
 
 def read_node(
     environ: Mapping[str, str] | None = None, *, is_asked: bool = False
 ) -> NodeInfo | None:
-    """Read which node of which job this is."""
-    # A file that a variable names is read; nothing is sent but to look up this host's name.
+    """Return this process's node, from its variables."""
+    # A file named by a variable is read; only the lookup of this host's name is sent.
     variables = os.environ if environ is None else environ
     return detect_node(variables, MACHINE, environments.load_plugins(), is_asked=is_asked)
 
@@ -39,7 +39,7 @@ def read_node(
 def find_node(
     warn: Callable[[str], object], *, is_asked: bool, may_be_several: bool
 ) -> NodeInfo | None:
-    """Return which node of which job this is; what a job of one node may lack is a warning."""
+    """Return this process's node; faults that a job of one node may have are only a warning."""
     try:
         node = read_node(is_asked=is_asked)
     except EnvironmentDetectionError as error:
@@ -55,8 +55,8 @@ def find_node(
 
 
 def refuse_rank(what: str) -> None:
-    """Refuse to start a job of this process's own where it is one of several ranks."""
-    # For where `find_node` finds no node, though the user asks for what the platform says.
+    """Raise if this process, which would start a job of its own, is one of several ranks."""
+    # Used if `find_node` finds no node, although the user requests the platform's.
     error = not_a_node(what, os.environ, environments.load_plugins())
     if error is not None:
         raise error
@@ -68,7 +68,7 @@ def devices_here() -> int:
 
 
 def count_ranks(name: str, text: str) -> int:
-    """Count the ranks that a node is to have."""
+    """Return the number of ranks for a node, from its text."""
     if text.isascii() and text.isdigit() and 0 < int(text) < 2**31:
         return int(text)
     has_devices = devices_here() > 0

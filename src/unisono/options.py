@@ -1,6 +1,6 @@
-"""The options of `initialize`, `spawn` and others, for type checkers.
+"""Types of the options of `initialize`, `spawn` and others.
 
-A plug-in's own options aren't among them: pass a ``dict[str, Any]`` of them, ``**options``.
+A plug-in's own options aren't included: pass them as a ``dict[str, Any]``, ``**options``.
 """
 
 from __future__ import annotations

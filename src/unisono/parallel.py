@@ -1,4 +1,4 @@
-"""`Parallel`: run a function in replicas, however the script was started."""
+"""`Parallel`: a function in replicas, for any way to start the script."""
 
 from __future__ import annotations
 
@@ -40,40 +40,40 @@ T = TypeVar("T")
 
 _OURS = (None, "processes", "torchrun")
 _PLACE = ("node_rank", "init_method", "rank", "world_size")
-"""Options that say who this is."""
+"""Options that identify this rank or node."""
 _log = logging.getLogger(__name__)
 
 
 class Parallel:
     """Run a function in replicas that it spawns, or that a launcher has started.
 
-    Collective at creation where a launcher has started the replicas, else local. With
+    Collective at creation if a launcher has started the replicas, else local. With
     ``nproc_per_node`` each `run` spawns; without it the context is initialised from the
     environment on entry and finalised on exit. ``backend=None`` means the machine's best backend
-    if the environment describes a job, and no context at all if not; under
-    ``unisono run --backend`` it means the backend named there.
+    if the environment describes a job, else no context at all; under
+    ``unisono run --backend`` it means that backend.
 
     On a platform that starts one program on each node (Kubeflow, SkyPilot, AWS Batch, SageMaker and
-    others) its variables say which node this is, and `run` spawns this node's ranks, which meet
-    those of the other nodes. ``nproc_per_node`` is then what the platform says, else the number of
+    others) its variables identify the node, and `run` spawns this node's ranks, which connect to
+    those of the other nodes. ``nproc_per_node`` is then the platform's, else the number of
     accelerators, else of cores; every node needs the same. A job of one node has several ranks only
-    where the platform says so. Where the node is told a RANK and a WORLD_SIZE, and not how many
-    ranks it has (older PyTorchJobs, Volcano's plug-in pytorch, PAI, Azure), it has one, unless
-    ``nnodes="auto"`` is given. ``nnodes=1`` keeps a job on this node; a RANK of which nothing says
-    that it counts nodes stays a rank. Under PBS and Grid Engine, which start a script on the first
-    host alone, ``nnodes="auto"`` on each host is needed.
+    if the platform says so. If the node has variables RANK and WORLD_SIZE, but none for its number
+    of ranks (older PyTorchJobs, Volcano's plug-in pytorch, PAI, Azure), it has one, unless
+    ``nnodes="auto"`` is given. ``nnodes=1`` keeps a job on this node; a RANK that isn't known to
+    count nodes stays a rank. Under PBS and Grid Engine, which start a script only on the first
+    host, ``nnodes="auto"`` on each host is needed.
 
     Args:
         backend: as in ``initialize``.
         nproc_per_node: replicas to spawn on this node.
-        nnodes: nodes in the job; None for what the platform says, else 1; ``"auto"`` where that is
-            to count without doubt, as above.
-        node_rank: which of them this is.
+        nnodes: nodes in the job; None for the platform's number, else 1; ``"auto"`` to rely on
+            the platform's, as above.
+        node_rank: rank of this node.
         master_addr: host of node 0, for several nodes.
         master_port: port there, for several nodes.
         init_method: a rendezvous URL instead. Without `nproc_per_node`, rank and world size come
             from the environment.
-        launcher: what starts the replicas if `nproc_per_node` is given: ``"processes"`` (the
+        launcher: starts the replicas if `nproc_per_node` is given: ``"processes"`` (the
             default), ``"torchrun"``, ``"mpi"``, ``"slurm"``, ``"ray"`` or a plug-in's.
         spawn_kwargs: further options of ``spawn``; or of ``initialize`` without `nproc_per_node`.
 
@@ -81,7 +81,7 @@ class Parallel:
         UnknownBackendError: no model has the backend.
         ArgumentError: options about nodes, or a launcher, without `nproc_per_node`; an unknown
             launcher or option; a bad value.
-        BackendUnavailableError: what the backend or the launcher needs isn't installed.
+        BackendUnavailableError: a requirement of the backend or the launcher isn't installed.
 
     Example:
         >>> import unisono as idist
@@ -129,14 +129,14 @@ class Parallel:
         self._has_context = False
 
     def _check(self, cls: type[ComputationModel] | None, for_spawn: Iterable[str]) -> None:
-        """Refuse early what `spawn` or `initialize` would refuse."""
+        """Raise early if `spawn` or `initialize` would."""
         if self._nnodes == "auto":
             self._check_auto()
         if "launcher" in self._options:
             find_launcher(self._options["launcher"])
         if self._nproc_per_node is not None:
             check_job("Parallel", self._backend, self._nproc_per_node, self._options)
-        elif self._options:  # also alone, where nobody would look at a misspelt one
+        elif self._options:  # also alone, where a misspelt one would be ignored
             cls = cls or find_model(best_backend())
             own = ("rank", "world_size", "nproc_per_node", "grace", *for_spawn)
             check_names("Parallel", self._options, {*cls.options, *own})
@@ -157,7 +157,7 @@ class Parallel:
 
     @property
     def backend(self) -> str | None:
-        """The backend as it was given."""
+        """The backend argument."""
         return self._backend
 
     def __enter__(self) -> Self:
@@ -173,7 +173,7 @@ class Parallel:
         return self
 
     def _take_place(self) -> None:
-        """Find out whether this is a node of several whose ranks are still to be started."""
+        """Detect whether this is a node of several whose ranks have yet to be started."""
         self._count, self._place, self._gap = self._nproc_per_node, {}, None
         is_asked = self._may_be_node() and (self._backend is None or self._can_spawn_on_nodes())
         if not is_asked:
@@ -208,7 +208,7 @@ class Parallel:
         self._say(text, *where, node.master_addr, node.master_port)
 
     def _refuse_own_job(self, node: NodeInfo | None) -> None:
-        """Refuse replicas of a job of this process's own where others start theirs."""
+        """Raise if replicas would form a separate job although other nodes start ranks of one."""
         if node is None:
             refuse_rank("nnodes='auto'")
         elif node.is_ambiguous:
@@ -218,11 +218,11 @@ class Parallel:
         self._gap = text
 
     def _alone(self) -> dict[str, Any]:
-        """Return options of `initialize` for one replica, where that is known already."""
+        """Return options of `initialize` for one replica, if that is already known."""
         is_alone = self._nnodes == 1 or self._gap is not None
         if not is_alone or "rank" in self._options or not self._can_spawn_on_nodes():
             return {}
-        if self._nnodes != 1:  # a gap doesn't excuse a RANK that is wrong
+        if self._nnodes != 1:  # a gap doesn't excuse a wrong RANK
             is_rank = context.read_environment() is not None
         else:
             rank = context.detect_environment()
@@ -231,9 +231,9 @@ class Parallel:
         return {} if is_rank else {"rank": 0, "world_size": 1}
 
     def _is_numbered(self, rank: RankInfo) -> bool:
-        """Return whether a rank would be this node's number, by what its platform says."""
+        """Return whether a rank would be this node's number, according to its platform."""
         if self._options.get("init_method") is not None:
-            return False  # which has to know a rank
+            return False  # it needs a rank
         try:
             node = read_node()
         except EnvironmentDetectionError:
@@ -241,7 +241,7 @@ class Parallel:
         return node is not None and not node.is_ambiguous
 
     def _may_be_node(self) -> bool:
-        """Return whether nothing that was given, and no live context, says who this is."""
+        """Return whether no argument and no live context identifies this rank or node."""
         if any(self._options.get(name) is not None for name in ("nnodes", *_PLACE)):
             return False
         if self._nnodes == 1 or self._options.get("launcher") not in _OURS:
@@ -256,7 +256,7 @@ class Parallel:
             return False
 
     def _can_spawn_on_nodes(self) -> bool:
-        """Return whether the backend's replicas are processes of a launcher of ours."""
+        """Return whether the backend's replicas are processes of our own launcher."""
         cls = find_model(self._backend or best_backend())
         own = cls.replicas_are_threads or "launch" in cls.capabilities
         return cls.launcher == "processes" and not own
@@ -269,7 +269,7 @@ class Parallel:
     ) -> list[T]:
         """Run ``fn(local_rank, *args, **kwargs)`` in every replica.
 
-        Collective over all ranks where a launcher has started the replicas, else local.
+        Collective over all ranks if a launcher has started the replicas, else local.
 
         Args:
             fn: as in ``spawn``.
@@ -277,7 +277,7 @@ class Parallel:
             kwargs: its keyword arguments.
 
         Returns:
-            What `fn` returned: by rank of this node if replicas were spawned, else a list of this
+            The results of `fn`: by rank of this node if replicas were spawned, else a list of this
             rank's result.
 
         Raises:
@@ -313,7 +313,7 @@ class Parallel:
         self._has_context = False
         if error is None:
             finalize()
-        else:  # finalize() would wait for ranks that may never come
+        else:  # finalize() would wait for ranks that may never arrive
             context.current_model().abort()
             context.forget()
 
@@ -325,9 +325,9 @@ def _work(fn: Callable[..., Any], count: int) -> str:
 
 
 def _count(node: NodeInfo, world_size: int | None) -> int | None:
-    """Count the ranks to start on a node; None where this process is the only one."""
-    # Where RANK and WORLD_SIZE are those of a rank as well, it stays one, unless the platform says
-    # more: with one rank on each node both meanings are the same, with several only its is right.
+    """Return the number of ranks to start on a node; None if this process is the only one."""
+    # If RANK and WORLD_SIZE are also those of a rank, it stays one, unless the platform has
+    # more: with one rank on each node both meanings agree, with several only its is right.
     said, is_only = node.nproc_per_node, node.max_nnodes == 1
     if not is_only and world_size is None:
         return count_ranks("nproc_per_node", said or "auto")

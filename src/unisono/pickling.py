@@ -1,6 +1,6 @@
-"""cloudpickle, whose code keeps the file that it was written in.
+"""cloudpickle with code objects that keep their file names.
 
-Since 3.1.3 its ``_code_reduce`` sends ``<dynamic-code>`` in place of every file, so that no
+Since 3.1.3 its ``_code_reduce`` sends ``<dynamic-code>`` instead of every file, so that no
 traceback, timeout or mismatch would name a line.
 """
 
@@ -27,14 +27,14 @@ def _make_code(make: Any, args: tuple[Any, ...], file: str) -> CodeType:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles by value what other processes can't import, with its files and lines."""
+    """Pickles by value objects that other processes can't import, with files and lines."""
 
     dispatch_table: ClassVar[Any] = ChainMap(
         {CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table
     )
 
 
-Pickler: Any = _Pickler  # to type checkers cloudpickle has no types
+Pickler: Any = _Pickler  # cloudpickle is untyped
 
 
 def dumps(value: object) -> bytes:

@@ -1,4 +1,4 @@
-"""What can be loaded by name: built in, registered at run time, or a plug-in. Without torch."""
+"""Objects that are loaded by name: built in, registered at run time, or plug-ins. Without torch."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One thing that can be loaded by name."""
+    """One object that can be loaded by name."""
 
-    names: tuple[str, ...]  # that users call it: a model's backends, a launcher's name
+    names: tuple[str, ...]  # names for users: a model's backends, a launcher's name
     path: str  # ``module:attribute``, or ``module``
-    library: str = ""  # the module that it is over, which is looked for and not imported
+    library: str = ""  # its library's module, which is searched and not imported
     remedy: str = ""  # how to get the library
     check: str = (
         ""  # ``module:function`` that returns why it can't be used; see `why_not_installed`
     )
     distribution: str = ""  # empty for unisono
-    script: str = ""  # the function beside a launcher that runs scripts: run(script) -> Outcome
+    script: str = ""  # the launcher's function that runs scripts: run(script) -> Outcome
     seats_nodes: bool = False  # whether a launcher reaches all nodes from one
-    command: str = ""  # a shell's way to start a program's replicas, where the row has no name
+    command: str = ""  # shell command that starts a program's replicas, if the row has no name
 
     @property
     def module(self) -> str:
-        """The module that `path` is in."""
+        """The module of `path`."""
         return self.path.partition(":")[0]
 
 
@@ -111,7 +111,7 @@ LAUNCHERS = (
         seats_nodes=True,
     ),
 )
-# What makes the replicas of a model that names it, and of no other.
+# Launchers of a single model, which refers to them.
 OF_MODELS = (
     Row(("mpi",), "unisono.launchers.mpi:launch", command="unisono run --launcher mpi"),
     Row(("horovod",), "unisono.launchers.horovod:launch", command="horovodrun"),
@@ -120,37 +120,37 @@ OF_MODELS = (
 
 
 def by_name(rows: Iterable[Row]) -> dict[str, Row]:
-    """Index rows by each of their names."""
+    """Return the rows by each of their names."""
     return {name: row for row in rows for name in row.names}
 
 
 def seats_nodes(launcher: str | None) -> bool:
-    """Return whether a launcher reaches all nodes from one, and tells them where to meet."""
+    """Return whether a launcher reaches all nodes from one, and sets their rendezvous."""
     return any(row.seats_nodes and launcher in row.names for row in LAUNCHERS)
 
 
 @functools.cache
 def load(path: str) -> Any:
-    """Import what ``module:attribute`` names, or ``module``."""
+    """Import and return ``module:attribute``, or ``module``."""
     module, _, name = path.partition(":")
     loaded = importlib.import_module(module)
     return getattr(loaded, name) if name else loaded
 
 
 def read_environment(environ: Mapping[str, str]) -> RankInfo | None:
-    """Return which rank this process is by its variables; raise where they contradict."""
+    """Return this process's rank from its variables; raise if they are inconsistent."""
     info: RankInfo | None = load("unisono.environments.detection:read")(environ)
     return info
 
 
 def begin_trace() -> None:
-    """Begin to trace this process, once, where ``UNISONO_TRACE`` names a folder."""
+    """Start tracing this process, once, if ``UNISONO_TRACE`` is set to a folder."""
     if os.environ.get("UNISONO_TRACE"):
         load("unisono.observe.trace:begin_if_asked")()
 
 
 class PluginRegistry(Generic[T]):
-    """Things of one kind by name: registered at run time, built in, or of a plug-in, in order."""
+    """Objects of one kind by name: registered at run time, built in, or of a plug-in, in order."""
 
     def __init__(
         self,
@@ -173,17 +173,17 @@ class PluginRegistry(Generic[T]):
 
     @property
     def plugins(self) -> Mapping[str, list[Row]]:
-        """The rows of entry points by name in lower case; several where plug-ins claim one name."""
+        """Rows of entry points by name in lower case; several if plug-ins claim one name."""
         if self._scanned is None:
             self._scanned = _scan(self.group)
         return self._scanned
 
     def forget_plugins(self) -> None:
-        """Read the entry points again when they are next asked for."""
+        """Discard the entry points, which are read again at the next use."""
         self._scanned = self._loaded = None
 
     def known(self, name: Any) -> str:
-        """List all names, and the one that is near to a wrong one, for an error."""
+        """Return all names, and the nearest one to a wrong name, for an error."""
         names = sorted({*self.built_in, *self.registered, *self.plugins})
         return f"{suggestion(name, names)} Known: {', '.join(names)}"
 
@@ -210,13 +210,13 @@ class PluginRegistry(Generic[T]):
         return self.registered.get(name, thing) is not thing and not override
 
     def unregister(self, thing: T) -> None:
-        """Remove what `register` added; harmless if it wasn't called."""
+        """Remove the names that `register` added; does nothing if there are none."""
         with self._lock:
             for name in [name for name, other in self.registered.items() if other is thing]:
                 del self.registered[name]
 
     def entry(self, name: Any) -> Row | T | None:
-        """Return what has a name, as a row where it has to be loaded; None for an unknown one."""
+        """Return the object or the row of a name, None for an unknown one."""
         if not isinstance(name, str):
             return None
         for table in (self.registered, self.built_in):
@@ -234,7 +234,7 @@ class PluginRegistry(Generic[T]):
         return rows[0] if rows else None
 
     def find(self, name: Any) -> T | None:
-        """Return what has a name, loaded; None for an unknown one."""
+        """Return the loaded object of a name, None for an unknown one."""
         entry = self.entry(name)
         if not isinstance(entry, Row):
             return entry
@@ -251,11 +251,11 @@ class PluginRegistry(Generic[T]):
             ) from error
 
     def load(self, row: Row) -> T:
-        """Load and check what a row names. What its import raises is raised."""
+        """Load and check a row's object; raises any exception of its import."""
         return self._check(load(row.path))
 
     def load_plugins(self) -> tuple[T, ...]:
-        """Load what all entry points name, once; leave broken ones out with a warning."""
+        """Load the objects of all entry points, once; skip broken ones with a warning."""
         if self._loaded is None:
             loaded = []
             for name, rows in sorted(self.plugins.items()):
@@ -269,7 +269,7 @@ class PluginRegistry(Generic[T]):
         return self._loaded
 
     def availability(self) -> dict[str, str | None]:
-        """Return for every name why it can't be used here, None where it can."""
+        """Return for every name why it can't be used here, None if it can."""
         table: dict[str, str | None] = {}
         for name, entry in self.built_in.items():
             table[name] = why_not_installed(entry, name) if isinstance(entry, Row) else None
@@ -294,14 +294,14 @@ def _scan(group: str) -> dict[str, list[Row]]:
 
 
 def warn_left_out(what: str, error: Exception) -> None:
-    """Warn that a plug-in is broken, and that the program goes on without it."""
+    """Warn that a broken plug-in is skipped."""
     warnings.warn(
         f"{what} is left out: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=4
     )
 
 
 def check_callable(thing: Any) -> Any:
-    """Return what can be called, or raise."""
+    """Return a callable, or raise."""
     if not callable(thing):
         raise TypeError(f"{thing!r} can't be called")
     return thing
@@ -318,6 +318,6 @@ def why_not_installed(row: Row, name: str) -> str | None:
 
 
 def _is_package(name: str) -> bool:
-    """Return whether a library can be imported; a folder that happens to have its name is none."""
+    """Return whether a library can be imported; a mere folder of its name can't."""
     spec = importlib.util.find_spec(name)
     return spec is not None and spec.origin is not None

@@ -1,4 +1,4 @@
-"""What each rank calls: one record for each collective, for its status page and for hooks."""
+"""Records of each rank's collectives, for its status page and for hooks."""
 
 from __future__ import annotations
 
@@ -49,31 +49,31 @@ _IN_STEP = "_unisono_in_step"  # attribute of an exception
 
 
 class CollectiveRecord(NamedTuple):
-    """One call of a rank, as hooks get it.
+    """One call of a rank, as passed to hooks.
 
     Args:
         name: the call, as in ``"all_reduce"``; ``"initialize"``; a section such as
             ``"one_rank_first"``; ``"gradients"`` for one bucket of ``DistributedDataParallel``.
         rank: the rank that made it.
         world_size: number of ranks of the job.
-        job: tells the job from others; the same on all its ranks where its launcher or its
-            variables say it.
+        job: identifies the job; the same on all its ranks if its launcher or its variables
+            define it.
         group: the name of the group; ``"all ranks"`` for all.
         ranks: global ranks of the group, in its order.
-        number: how many calls of the group this rank has made, with this one: equal numbers are the
-            same call on all ranks; 0 after a call that a hook has refused, which isn't made.
-        size_bytes: of the tensor that was given; 0 for anything else.
+        number: count of this rank's calls over the group, including this one: equal numbers are the
+            same call on all ranks; 0 after a call that a hook has rejected, which isn't made.
+        size_bytes: of the tensor argument; 0 for anything else.
         dtype: its dtype, as in ``"float32"``; empty for anything else.
-        plane: what carried it: ``"control"``, ``"memory"`` (which the ranks of a host share) or
+        plane: its carrier: ``"control"``, ``"memory"`` (shared by the ranks of a host) or
             ``"data"`` (the model's library); empty before the call.
         file: of the line that made the call.
         line: its number.
         thread_id: native id of the thread that made it.
-        arrival_ns: when it was made, in nanoseconds of ``time.monotonic_ns()``.
+        arrival_ns: start of the call, in nanoseconds of ``time.monotonic_ns()``.
         duration_ns: nanoseconds until it was done; -1 before.
-        error: the exception that it raised, in one line; empty where there is none.
-        overlap_ns: nanoseconds of its duration in which the rank went on with other work, before it
-            waited for the call's handle; 0 for a call that blocks.
+        error: the exception that it raised, in one line; empty if there is none.
+        overlap_ns: nanoseconds of its duration in which the rank continued with other work, before
+            it waited for the call's handle; 0 for a call that blocks.
     """
 
     name: str
@@ -109,19 +109,19 @@ _MOST_SITES = 4096
 
 
 def add_hook(*, before: Hook | None = None, after: Hook | None = None) -> Callable[[], None]:
-    """Register functions that are called around every collective of this process.
+    """Register functions that are called before and after every collective of this process.
 
-    They run on this rank alone, in the thread that carries the call out, so they mustn't
-    call collectives; their exceptions are the call's. Where there is no hook, no record is made.
+    They run on this rank alone, in the thread that runs the call, so they must not call
+    collectives; their exceptions are the call's. Without a hook, no record is created.
 
     Args:
         before: called with the record when a call begins. If it raises, this rank doesn't make the
-            call, nor count it: its next one meets the call that the others wait in.
+            call, nor count it: its next one is matched with the call that the others wait in.
         after: called with the record when it is done, or has failed. If one raises, the others are
-            called all the same.
+            still called.
 
     Returns:
-        A function that takes the hooks back; harmless the second time.
+        A function that removes the hooks; a second call does nothing.
 
     Example:
         >>> import unisono as idist
@@ -135,7 +135,7 @@ def add_hook(*, before: Hook | None = None, after: Hook | None = None) -> Callab
     """
     global _hooks
     mine = (before, after)
-    with _lock:  # the tuple is replaced: calls under way go on with the old one
+    with _lock:  # the tuple is replaced: pending calls keep the old one
         _hooks = (*_hooks, mine)
 
     def remove() -> None:
@@ -147,7 +147,7 @@ def add_hook(*, before: Hook | None = None, after: Hook | None = None) -> Callab
 
 
 def _run_hooks(at: int, record: CollectiveRecord) -> None:
-    """Run each hook, whatever the others raise; raise the first error."""
+    """Run all hooks, even if some raise; raise the first error."""
     errors: list[Exception] = []
     for hooks in _hooks:
         hook = hooks[at]
@@ -161,17 +161,17 @@ def _run_hooks(at: int, record: CollectiveRecord) -> None:
         try:
             raise errors[0]
         finally:
-            errors.clear()  # else it holds this frame, which holds it
+            errors.clear()  # else it refers to this frame, which refers to it
 
 
 def plane_is(plane: str) -> None:
-    """Take note of what carries the tensor of the call that this thread is in."""
+    """Record the plane that carries the tensor of this thread's call."""
     if _hooks:
         _planes.plane = plane
 
 
 class _Here(threading.local):
-    """What a thread keeps for one log."""
+    """A thread's state for one log."""
 
     lane: Lane | None = None
     thread_id: int = 0
@@ -181,17 +181,17 @@ class _Here(threading.local):
 class Token:
     """A call that has begun; in a with statement, the body is the call."""
 
-    # A class without ``__init__`` and ``__slots__`` is the one that Python makes fastest.
+    # Python creates an object fastest of a class without ``__init__`` and ``__slots__``.
 
     lane: Lane | None = None
     stamp: int = 0
     record: CollectiveRecord | None = None
     plane: str = ""
     overlap_ns: int | None = 0
-    """None as long as nobody has waited for what was started."""
+    """None until a started call has been waited for."""
 
     def end(self, error: BaseException | None = None) -> None:
-        """Record that the call is over; harmless the second time."""
+        """Record the end of the call; a second call does nothing."""
         lane, record = self.lane, self.record
         if lane is not None:
             self.lane = None
@@ -204,7 +204,7 @@ class Token:
             overlap_ns = passed_ns if overlap_ns is None else min(overlap_ns, passed_ns)
             facts = (*record[:9], self.plane or _planes.plane, *record[10:14])  # up to its arrival
             done = (*facts, passed_ns, text, overlap_ns)
-            _run_hooks(1, tuple.__new__(CollectiveRecord, done))  # twice as fast as to call it
+            _run_hooks(1, tuple.__new__(CollectiveRecord, done))  # twice as fast as calling it
 
     def __enter__(self) -> None:
         pass
@@ -213,19 +213,19 @@ class Token:
         self.end(error)
 
     def carry_out(self, run: Callable[[], T]) -> T:
-        """Run what the call is, which is over then."""
+        """Run the call, and record its end."""
         _planes.plane = "control"
         with self:
             return run()
 
     def started(self, handle: Handle[T], is_started: bool = True) -> Handle[T]:
-        """Let the call be over once its handle has been waited for."""
+        """Record the end of the call when its handle has been waited for."""
         if not self.goes_on(_planes.plane if is_started else ""):
             return handle
         return Handle(partial(self.wait, handle.wait), handle.is_completed)
 
     def goes_on(self, plane: str) -> bool:
-        """End the call when `wait` returns; return whether anything depends on that."""
+        """Defer the end of the call to `wait`; return whether the call is recorded at all."""
         if self is _NOTHING:
             return False
         self.plane = plane
@@ -233,7 +233,7 @@ class Token:
         return True
 
     def wait(self, run: Callable[[], T]) -> T:
-        """Run what waits for the call, which is over then."""
+        """Run a function that waits for the call, and record its end."""
         lane, record = self.lane, self.record  # another thread may end it meanwhile
         if record is not None:
             self.overlap_ns = _now() - record.arrival_ns
@@ -247,7 +247,7 @@ _NOTHING = Token()
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """The user's line of a call, as the page and the signatures of calls have it."""
+    """The user's line of a call, for the page and the signatures of calls."""
 
     code: CodeType
     name: str
@@ -259,7 +259,7 @@ class _Site:
 
 
 class CallLog:
-    """The calls of one rank in one context."""
+    """Records of one rank's calls in one context."""
 
     def __init__(self, rank: int, world_size: int, job: str, page: StatusPage | None) -> None:
         self.rank: int = rank
@@ -269,12 +269,12 @@ class CallLog:
         self._numbers: dict[str, int] = {}
         self._members: dict[str, Sequence[int]] = {EVERYBODY: range(world_size)}
         self._here = _Here()
-        # Python looks for the line of a frame from the first line of its code on, at every call.
+        # Python computes a frame's line from the first line of its code, at every call.
         self._sites: dict[int, _Site] = {}
 
     @classmethod
     def of_rank(cls, rank: int, world_size: int, job: str, **facts: Any) -> CallLog:
-        """Make a log with a page of its own."""
+        """Create a log with a status page."""
         known = {
             "rank": rank,
             "world_size": world_size,
@@ -295,7 +295,7 @@ class CallLog:
         value: object = None,
         state: int = CALLED,
     ) -> Token:
-        """Record that a call begins."""
+        """Record the start of a call."""
         key = EVERYBODY if group is None else group.name
         number = self._numbers[key] = self._numbers.get(key, 0) + 1
         if group is not None and number == 1:
@@ -309,7 +309,7 @@ class CallLog:
             return _NOTHING
         try:
             frame = _frame(2)
-        except ValueError:  # there is none: C called what calls this, as autograd's threads do
+        except ValueError:  # there is none: C called the caller, as in autograd's threads
             frame = _frame(1)
         code = frame.f_code
         site = self._sites.get(id(code) + frame.f_lasti)
@@ -317,7 +317,7 @@ class CallLog:
             site = self._site_of(frame, name, key)
         try:
             size = value.nbytes if type(value) is Tensor else _size_of(value)
-        except RuntimeError:  # a sparse one has no memory of its own
+        except RuntimeError:  # a sparse tensor has no memory of its own
             size = 0
         token, now = Token(), _now()
         if lane is not None:
@@ -335,13 +335,13 @@ class CallLog:
         return token
 
     def _site_of(self, frame: FrameType, name: str, key: str) -> _Site:
-        """Find the user's line; keep it where the frame is the user's, not what leads to it."""
+        """Return the user's line; cache it if the frame itself is the user's."""
         own = signatures.user_frame(frame)
         if own is None:
             file, _, number = signatures.carried_line().rpartition(":")
             line = int(number) if number.isdecimal() else 0  # of the thread that started this one
             return _Site(frame.f_code, name, key, file, line, text_of(name, key, file, line), b"")
-        code, line = own.f_code, own.f_lineno or 0  # what a program has made may lack it
+        code, line = own.f_code, own.f_lineno or 0  # generated code may lack it
         file = code.co_filename
         text, known = text_of(name, key, file, line), signatures.named(file, line)
         site = _Site(code, name, key, file, line, text, known)
@@ -357,23 +357,23 @@ class CallLog:
             _run_hooks(0, record)
         except BaseException as error:  # Ctrl-C in a hook too: the call isn't made, nor counted
             if self._numbers[record.group] == record.number:
-                self._numbers[record.group] -= 1  # the next call is what the others call so
+                self._numbers[record.group] -= 1  # as on the other ranks
             if token.lane is not None:
                 token.lane.write(token.stamp, NUMBER, 0)
             token.record = record._replace(number=0)
-            with suppress(Exception):  # the first hook's error is the one that is raised
+            with suppress(Exception):  # the first hook's error is raised
                 token.end(error)
             raise
 
     def _meet(self, group: Group) -> None:
-        """Record the members of a group that was made."""
+        """Record the members of a new group."""
         self._members[group.name] = group.ranks
-        if self._page is not None and not members_of_pair(group.name):  # whose name says it
+        if self._page is not None and not members_of_pair(group.name):  # their names contain them
             ranks = {short_name(group.name): shortened(group.ranks)}
             self._page.update(groups={**self._page.facts["groups"], **ranks})
 
     def forget(self, group: str) -> None:
-        """Let go of a group that has ended."""
+        """Drop a group that has ended."""
         self._numbers.pop(group, None)
         self._members.pop(group, None)
         if self._page is not None:
@@ -382,7 +382,7 @@ class CallLog:
             self._page.update(groups=groups)
 
     def call(self, name: str, group: Group | None = None, value: object = None) -> Token:
-        """Record the body of a with statement as one call. The arguments are those of `begin`."""
+        """Record the body of a with statement as one call. Arguments are those of `begin`."""
         return self.begin(name, group, value)
 
     def message(self, name: str, src: int, dst: int, value: object = None) -> Token:
@@ -390,25 +390,25 @@ class CallLog:
         return self.begin(name, pair(src, dst), value)
 
     def update(self, **facts: Any) -> None:
-        """Change what others can read of this rank."""
+        """Update this rank's facts for other processes."""
         if self._page is not None:
             self._page.update(**facts)
 
     def close(self) -> None:
-        """Take the page away; harmless the second time."""
+        """Remove the page; a second call does nothing."""
         if self._page is not None:
             self._page.close()
             self.disown()
 
     def become(self, rank: int, world_size: int) -> None:
-        """Correct who this rank is, once its library knows."""
+        """Correct this rank and world size, once its library knows them."""
         if (rank, world_size) != (self.rank, self.world_size):
             self.rank, self.world_size = rank, world_size
             self._members[EVERYBODY] = range(world_size)
             self.update(rank=rank, world_size=world_size)
 
     def disown(self) -> None:
-        """Let go of the page: what goes on is a fork of the rank."""
+        """Release the page in a fork of the rank."""
         self._page = None
         self._here = _Here()
 
@@ -420,7 +420,7 @@ def _size_of(value: object) -> int:
     try:
         with torch._C.DisableTorchFunctionSubclass():
             return value.nbytes
-    except Exception:  # a parameter that has no shape yet, or whatever a class raises
+    except Exception:  # a parameter without a shape yet, or any error of a class
         return 0
 
 
@@ -429,18 +429,18 @@ def _dtype_of(value: object) -> str:
         return str(value.dtype)[6:]
     if not isinstance(value, Tensor):
         return ""
-    with torch._C.DisableTorchFunctionSubclass():  # whose own code may raise
+    with torch._C.DisableTorchFunctionSubclass():  # a subclass's own code may raise
         return str(value.dtype)[6:]
 
 
 def mark_in_step(error: Exception) -> None:
-    """Take note that this error, as one of a hook, leaves no collective half-way."""
+    """Mark an error, such as a hook's, that interrupts no collective."""
     with suppress(AttributeError):  # a class without room for it
         error.__dict__[_IN_STEP] = True
 
 
 def is_in_step(error: BaseException) -> bool:
-    """Return whether an error leaves no collective half-way, as far as that was noted."""
+    """Return whether an error was marked as one that interrupts no collective."""
     return _IN_STEP in getattr(error, "__dict__", {})
 
 
@@ -452,9 +452,9 @@ def _folder() -> str:
 
 
 def job_of(info: RankInfo | None, own: str = "") -> str:
-    """Name the job that a rank belongs to, alike on all of its ranks where that can be known."""
+    """Return the name of a rank's job, the same on all of its ranks if that is known."""
     if info is None:
-        with suppress(EnvironmentDetectionError):  # a partial set of variables is as good as none
+        with suppress(EnvironmentDetectionError):  # a partial set of variables counts as none
             info = plugins.read_environment(os.environ)
     host, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     ids = (own, "") if info is None else (info.job_id or own, info.private_store)
@@ -463,7 +463,7 @@ def job_of(info: RankInfo | None, own: str = "") -> str:
 
 
 def job_of_one_process() -> str:
-    """Name the job of a process that no other belongs to."""
+    """Return the job name of a single process."""
     return _program_of(os.getpid())[:_LONGEST_JOB]
 
 

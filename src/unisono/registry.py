@@ -1,4 +1,4 @@
-"""Which models and launchers there are: built in, registered by programs, and plug-ins."""
+"""Registry of models and launchers: built in, registered by programs, and plug-ins."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def check_is_model(cls: Any) -> type[ComputationModel]:
-    """Check that `cls` is a model with all that is required of one."""
+    """Check that `cls` is a model with all required members, and return it."""
     name = cls.__qualname__ if isinstance(cls, type) else repr(cls)
     missing = sorted(getattr(cls, "__abstractmethods__", ()))
     missing += [member for member in ("name", "backends", "dtypes") if not hasattr(cls, member)]
@@ -47,7 +47,7 @@ def check_is_model(cls: Any) -> type[ComputationModel]:
 
 
 def _guarded(launch: Callable[..., Any], name: str, row: Row) -> Callable[..., Any]:
-    """Hold a plug-in's launcher to the contract: a list of results, or an error of ours."""
+    """Wrap a plug-in's launcher: it must return a list of results, or raise an error of ours."""
     who = f"launcher {name!r} of distribution {row.distribution}"
 
     @functools.wraps(launch)
@@ -56,7 +56,7 @@ def _guarded(launch: Callable[..., Any], name: str, row: Row) -> Callable[..., A
             results = launch(*args, **kwargs)
         except UnisonoError:
             raise
-        except Exception as error:  # whatever the library under it raises
+        except Exception as error:  # its library may raise anything
             raise LaunchError(f"{who} failed: {type(error).__name__}: {error}") from error
         if not isinstance(results, list):
             raise LaunchError(
@@ -81,7 +81,7 @@ _NATIVE = Row((), "unisono.models.native.model:NativeModel")
 
 
 class _Models(PluginRegistry[type[ComputationModel]]):
-    """Models by backend. What no row names may be torch's backend, which only torch knows."""
+    """Models by backend. A name without a row may be torch's backend, which only torch knows."""
 
     watched: list[_Watched] | None = None
 
@@ -104,7 +104,7 @@ class _Models(PluginRegistry[type[ComputationModel]]):
         return super().entry(name)
 
     def watch(self) -> list[_Watched]:
-        """List what may have a live context: registered models, built-in ones, then plug-ins."""
+        """List the models that may have a live context: registered, built-in, then plug-ins."""
         with self._lock:
             rows = [row for row in MODELS if row.library]
             rows += [row for rows in self.plugins.values() for row in rows]
@@ -126,11 +126,11 @@ _launchers: PluginRegistry[Callable[..., Any]] = PluginRegistry(
 
 
 def register_model(cls: type[ComputationModel], override: bool = False) -> type[ComputationModel]:
-    """Make a model's backends known to this process; usable as a decorator.
+    """Register a model's backends with this process; usable as a decorator.
 
     Args:
         cls: the model.
-        override: whether it may take over names that are taken.
+        override: whether it may replace names that are taken.
 
     Returns:
         `cls`.
@@ -153,7 +153,7 @@ def register_model(cls: type[ComputationModel], override: bool = False) -> type[
 
 
 def unregister_model(cls: type[ComputationModel]) -> None:
-    """Remove what `register_model` added; harmless if it wasn't called.
+    """Remove the names that `register_model` added, if any.
 
     Args:
         cls: the model.
@@ -163,7 +163,7 @@ def unregister_model(cls: type[ComputationModel]) -> None:
 
 
 def find_model(backend: str) -> type[ComputationModel]:
-    """Find and load the one model that a backend belongs to."""
+    """Load and return the model of a backend."""
     if not isinstance(backend, str):
         raise UnknownBackendError(f"a backend is named by a str, not {type(backend).__name__}")
     cls = _models.find(backend.lower())
@@ -184,8 +184,8 @@ def _unknown(backend: str) -> str:
 
 
 def probe(hint: ContextHint) -> ComputationModel | None:
-    """Adopt the live context that somebody made in this process, if there is one."""
-    # A model whose library nobody has imported can have none, so it isn't imported either.
+    """Adopt the live context that was created outside unisono in this process, or return None."""
+    # A model whose library isn't imported can have none, so it isn't imported either.
     for watched in _models.watched or _models.watch():
         if watched.library in sys.modules:
             cls = watched.cls or _load_or_warn(watched)
@@ -206,7 +206,7 @@ def _load_or_warn(watched: _Watched) -> type[ComputationModel] | None:
 
 
 def find_launcher(name: str) -> Callable[..., Any]:
-    """Load a launcher by its name."""
+    """Load and return a launcher by its name."""
     launch = _launchers.find(name)
     if launch is None:
         raise ArgumentError(f"unknown launcher {name!r}.{_launchers.known(name)}")
@@ -217,7 +217,7 @@ def find_launcher(name: str) -> Callable[..., Any]:
 
 
 def find_script_runner(name: str) -> Callable[[Any], Any]:
-    """Find what runs a script by a launcher: its own way, or as a function where it has none."""
+    """Return a launcher's runner of scripts: its own, or one that runs them as a function."""
     launch = find_launcher(name)
     row = _launchers.built_in.get(name)
     if isinstance(row, Row) and row.script:
@@ -227,7 +227,7 @@ def find_script_runner(name: str) -> Callable[[Any], Any]:
 
 
 def find_environment(name: str) -> Environment:
-    """Load an environment by its name."""
+    """Load and return an environment by its name."""
     environments: PluginRegistry[Environment] = load("unisono.environments.detection:environments")
     environment = environments.find(name)
     if environment is None:
@@ -236,9 +236,9 @@ def find_environment(name: str) -> Environment:
 
 
 def availability() -> dict[str, str | None]:
-    """Tell for every known backend why it can't be used here, None where it can."""
-    # No library is imported to answer. A backend of torch for devices that this machine lacks
-    # can't be used here; `find_model` gives it all the same, as ranks may be on machines with some.
+    """Return for every known backend why it can't be used here, None if it can."""
+    # No library is imported. A backend of torch for devices that this machine lacks can't be used
+    # here; `find_model` still returns it, as ranks may run on machines with such devices.
     native = _models.native
     why_no_device = load("unisono.models.native.process_group:why_no_device")
     table = _models.availability()
@@ -250,18 +250,18 @@ def availability() -> dict[str, str | None]:
 
 
 def launcher_availability() -> dict[str, str | None]:
-    """Tell for every known launcher why it can't be used here, None where it can."""
-    # No library is imported to answer.
+    """Return for every known launcher why it can't be used here, None if it can."""
+    # No library is imported.
     return _launchers.availability()
 
 
 def available_backends() -> tuple[str, ...]:
-    """List the backends that can be used here.
+    """Return the backends that can be used here.
 
-    No library is imported to answer.
+    No library is imported.
 
     Returns:
-        Names that `initialize` and `spawn` take.
+        Names for `initialize` and `spawn`.
 
     Example:
         >>> import unisono as idist
@@ -272,7 +272,7 @@ def available_backends() -> tuple[str, ...]:
 
 
 def registered_models() -> tuple[type[ComputationModel], ...]:
-    """List the models whose library is loaded or that need none."""
+    """Return the models whose library is loaded or that need none."""
     rows = [row for row in MODELS if not row.library or row.library in sys.modules]
     built_in = [*(_models.load(row) for row in rows), _models.native]
     loaded = [watched.cls for watched in _models.watched or () if watched.cls is not None]

@@ -1,4 +1,4 @@
-"""The rendezvous of a job's ranks, for authors of launchers and of models."""
+"""Rendezvous of a job's ranks, for authors of launchers and of models."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ __all__ = ("JobStore", "host_store", "join_store")
 def host_store(plan: LaunchPlan, address: str | None = None) -> Iterator[LaunchPlan]:
     """Host the rendezvous store of a job while the block runs.
 
-    For launchers that have no rendezvous of their own. If all ranks are on this host, the
-    store listens on the loopback at a port that the kernel chooses, and ranks of unisono's models
-    use a file instead, which only their user can open.
+    For launchers without a rendezvous of their own. If all ranks are on this host, the store
+    listens on the loopback at a port chosen by the kernel, and ranks of unisono's models use
+    a file instead, which only their user can open.
 
     Args:
-        plan: how many ranks there are; on several nodes with the address of node 0.
+        plan: the number of ranks; on several nodes with the address of node 0.
         address: name or address of this host, for ranks on other hosts; None if all ranks of a
             plan of one node are on this host.
 
     Yields:
-        The plan with the rendezvous filled in: give ``plan.info(local_rank)`` to each rank.
+        The plan with the rendezvous filled in: pass ``plan.info(local_rank)`` to each rank.
 
     Raises:
         LaunchError: this process can't listen there.
@@ -69,19 +69,19 @@ class JobStore:
 def join_store(info: RankInfo, timeout: timedelta | None = None) -> JobStore:
     """Wait for all ranks in the job's store.
 
-    Collective over all ranks of `info`. For models that have no rendezvous of their own: each rank
+    Collective over all ranks of `info`. For models without a rendezvous of their own: each rank
     writes its address into the store, and reads those of the others.
 
     Args:
-        info: who this rank is, as `initialize` of a model gets it.
-        timeout: for all ranks to come; None for 60 s.
+        info: this rank, as passed to `initialize` of a model.
+        timeout: for all ranks to arrive; None for 60 s.
 
     Returns:
-        The store, and the job's secret where there is one. Keep it as long as the model: rank 0
+        The store, and the job's secret if there is one. Keep it as long as the model: rank 0
         may host the store, which ends with the last reference to it.
 
     Raises:
-        ContextError: there is no address, nobody listens there, or not all ranks came.
+        ContextError: there is no address, no listener, or not all ranks arrived.
 
     Example:
         >>> from unisono import RankInfo

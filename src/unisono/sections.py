@@ -41,7 +41,7 @@ def one_rank_only(
         A decorator. The decorated function returns the function's value on `rank`, None elsewhere.
 
     Raises:
-        ArgumentError: `rank` isn't there (on every rank, at the call).
+        ArgumentError: `rank` is not a rank of this job (on every rank, at the call).
         PeerFailedError: with a barrier, the function raised (on every rank; the original is the
             cause on `rank`).
 
@@ -78,14 +78,14 @@ def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
     Collective over all ranks, or over those of this node.
 
     Args:
-        rank: global rank that goes first; with `local`, a local rank.
-        local: whether one rank of each node goes first.
+        rank: global rank that runs it first; with `local`, a local rank.
+        local: whether one rank of each node runs it first.
 
     Yields:
         None.
 
     Raises:
-        ArgumentError: `rank` isn't there (on every rank).
+        ArgumentError: `rank` is not a rank of this job (on every rank).
         PeerFailedError: the block raised on the first rank (on every rank, before the others have
             run it; the original is the cause on that rank).
 
@@ -116,13 +116,13 @@ def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
 def _outcome_for_all(
     context: ContextState, group: Group | None, rank: int, name: str
 ) -> Iterator[None]:
-    """Run the body, and raise on every rank where it failed on `rank`."""
+    """Run the body, and raise on every rank if it failed on `rank`."""
     error: BaseException | None = None
     try:
         yield
     except GeneratorExit:
         raise
-    except BaseException as raised:  # whatever it is, the others must not wait forever
+    except BaseException as raised:  # of any kind: the others must not wait forever
         error = raised
     agreed(context, name, error, group=group, call=f"{name} of rank {rank}")
 
@@ -148,7 +148,7 @@ def master_only(fn: Callable[P, T]) -> Callable[P, T | None]:
 
 
 def run_on_rank(fn: Callable[[], T], rank: int = 0) -> T:
-    """Run a function on one rank and give its value to all.
+    """Run a function on one rank and return its value on all.
 
     Collective over all ranks.
 
@@ -160,7 +160,7 @@ def run_on_rank(fn: Callable[[], T], rank: int = 0) -> T:
         Its value, on every rank.
 
     Raises:
-        ArgumentError: `rank` isn't there (on every rank).
+        ArgumentError: `rank` is not a rank of this job (on every rank).
         PeerFailedError: the function raised (on every rank; the original is the cause on `rank`).
         PayloadError: its value can't be sent (on every rank).
 

@@ -1,4 +1,4 @@
-"""Frozen facts: a replica's ranks, what its environment says, the ranks of a group."""
+"""Frozen facts: a replica's ranks, its launcher's description, the ranks of a group."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ __all__ = (
 )
 
 EVERYBODY = "all ranks"
-"""The name of the group of all ranks that a context has from its beginning."""
+"""Name of the group of all ranks, which every context has."""
 PREFIXED = "UNISONO_PREFIXED"
-"""Variable of a process whose lines begin with its rank already, by its launcher."""
+"""Variable of a process whose lines are already prefixed with its rank by its launcher."""
 GRACE_S = 30.0
-"""Seconds that ranks have to save after a SIGTERM, as torchrun's have."""
+"""Seconds for ranks to save after a SIGTERM, as torchrun's have."""
 PRIVATE_STORE = "UNISONO_PRIVATE_STORE"
 """Variable with the path of the rendezvous file of one host, which only its user can open."""
 
@@ -45,7 +45,7 @@ def usable_cores() -> int:
 
 
 def boot_id() -> str:
-    """Return what processes have in common that one kernel runs, with one monotonic clock."""
+    """Return an id of the running kernel, whose processes share one monotonic clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -59,10 +59,10 @@ class Topology:
     Args:
         rank: global rank, 0 to ``world_size - 1``.
         world_size: number of replicas in the job.
-        local_rank: rank within the node; None where it can't be known without communicating.
-        local_world_size: number of replicas on this node; None where it can't be known.
-        node_rank: rank of this node; None where it can't be known.
-        nnodes: number of nodes; None where it can't be known.
+        local_rank: rank within the node; None if unknown without communication.
+        local_world_size: number of replicas on this node; None if unknown.
+        node_rank: rank of this node; None if unknown.
+        nnodes: number of nodes; None if unknown.
         is_guess: whether the facts about nodes were guessed.
     """
 
@@ -75,15 +75,15 @@ class Topology:
     is_guess: bool = False
 
     def size(self, group: Group | None) -> int:
-        """Count the ranks that take part, where None stands for all ranks."""
+        """Return the number of ranks that take part; None stands for all ranks."""
         return self.world_size if group is None else len(group.ranks)
 
     def members(self, group: Group | None) -> tuple[int, ...] | range:
-        """List the global ranks that take part."""
+        """Return the global ranks that take part."""
         return range(self.world_size) if group is None else group.ranks
 
     def position(self, group: Group | None, rank: int | None = None) -> int:
-        """Find a global rank, or this replica, among the ranks that take part."""
+        """Return the position of a global rank, or of this replica, in a group."""
         rank = self.rank if rank is None else rank
         return rank if group is None else group.ranks.index(rank)
 
@@ -117,7 +117,7 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """What a launcher or an environment says about one replica.
+    """Facts of a launcher or an environment about one replica.
 
     Args:
         rank: global rank.
@@ -128,12 +128,12 @@ class RankInfo:
         nnodes: number of nodes; None if unknown.
         master_addr: host of the rendezvous; None if unknown.
         master_port: TCP port of the rendezvous; None if unknown.
-        source: where it comes from: ``"arguments"``, ``"torchrun"``, ``"slurm"``, ``"spawn"``, ...
+        source: its origin: ``"arguments"``, ``"torchrun"``, ``"slurm"``, ``"spawn"``, ...
         store_is_hosted: a ``torch.distributed.TCPStore`` already listens at that address and port,
             so every rank, 0 too, joins it as a client.
         private_store: path of the rendezvous file of a job of one host, which only its user can
             open; None if there is none.
-        job_id: tells the job from others, also those that use the same server; the same on every
+        job_id: identifies the job, also among those that use the same server; the same on every
             rank. None if unknown.
     """
 
@@ -176,11 +176,11 @@ class RankInfo:
 
 @dataclass(frozen=True, slots=True)
 class ContextHint:
-    """What is known from outside about a context that somebody else made.
+    """External facts about a context created outside unisono.
 
     Args:
-        local_rank: what the user gave to ``set_local_rank``, else None.
-        environment: what the process's variables say, else None.
+        local_rank: the argument of ``set_local_rank``, else None.
+        environment: facts from the process's variables, else None.
     """
 
     local_rank: int | None = None
@@ -188,7 +188,7 @@ class ContextHint:
 
 
 class _Referable:
-    """What there may be weak references to."""  # `weakref_slot` of dataclass: from Python 3.11 on
+    """Base class for weak references."""  # `weakref_slot` of dataclass: from Python 3.11 on
 
     __slots__ = ("__weakref__",)
 
@@ -201,8 +201,8 @@ class Group(_Referable):
         ranks: global ranks of the members: ascending, unless torch's own group has another order.
         handle: the model's own object, such as a ``torch.distributed.ProcessGroup``; may be None
             on a rank that isn't a member.
-        name: tells it from every other group of its context, even of the same ranks; the same on
-            all of its ranks. If empty, it is made of the ranks.
+        name: distinguishes it from every other group of its context, even of the same ranks; the
+            same on all of its ranks. If empty, it is derived from the ranks.
         timeout_s: seconds that a collective over it may take; None for the job's.
         context_id: identity of the context that it belongs to, which the facade fills in.
     """
@@ -214,7 +214,7 @@ class Group(_Referable):
     context_id: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        """Name a group that got no name."""
+        """Set the name of a group without one."""
         if not self.name:
             object.__setattr__(self, "name", str(self.ranks))
 
@@ -224,7 +224,7 @@ class Group(_Referable):
         return len(self.ranks)
 
     def of_context(self, context_id: int) -> Group:
-        """Record which context the group belongs to, and return the group."""
+        """Record the context that the group belongs to, and return the group."""
         object.__setattr__(self, "context_id", context_id)
         return self
 
@@ -260,7 +260,7 @@ def name_of(group: Group | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """What a platform says about one node of a job; the ranks on it are still to be started."""
+    """Facts of a platform about one node of a job, whose ranks have yet to be started."""
 
     node_rank: int | None
     nnodes: int
@@ -278,34 +278,34 @@ _PAIR = re.compile(r"rank ([0-9]+) to rank ([0-9]+)")
 
 
 def pair(src: int, dst: int) -> Group:
-    """Return what stands for the group of a message."""
+    """Return a group that represents the two ranks of a message."""
     return Group((min(src, dst), max(src, dst)), name=f"rank {src} to rank {dst}")
 
 
 def members_of_pair(name: str) -> tuple[int, ...]:
-    """Return the ranks of a pair by its name; none where it isn't that of a pair."""
+    """Return the ranks of a pair by its name; none if it isn't that of a pair."""
     found = _PAIR.fullmatch(name)
     return tuple(sorted(map(int, found.groups()))) if found else ()
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """How many replicas a launcher makes, and where they rendezvous.
+    """The number of replicas that a launcher starts, and their rendezvous.
 
     Args:
         nproc_per_node: replicas on this node, at least 1.
         nnodes: nodes in the job; every node runs the same call.
-        node_rank: which of them this one is.
-        master_addr: host that node 0 listens on; needed where ``nnodes`` is over 1.
-        master_port: TCP port there; needed where ``nnodes`` is over 1.
+        node_rank: rank of this node.
+        master_addr: host that node 0 listens on; needed if ``nnodes`` is over 1.
+        master_port: TCP port there; needed if ``nnodes`` is over 1.
         init_method: a rendezvous URL for the model to use instead; None for the launcher's own.
         start_method: how processes are started; None for the launcher's best.
         backend: the backend, if the model itself launches; empty for launchers.
         store_is_hosted: a ``torch.distributed.TCPStore`` already listens at ``master_addr`` and
             ``master_port``: see `unisono.rendezvous.host_store`.
         private_store: path of the rendezvous file of a job of one host; None for none.
-        job_id: tells the job from others; None where nodes are started one by one.
-        grace_s: seconds that replicas have to save after a SIGTERM to the process that made them;
+        job_id: identifies the job; None if nodes are started one by one.
+        grace_s: seconds for replicas to save after a SIGTERM to the process that started them;
             0 for none.
     """
 

@@ -41,15 +41,15 @@ _CHAINED = re.compile(
 _IGNORED = re.compile(r"^Exception ignored .*\n\Z", re.MULTILINE)  # before a traceback
 _STACK = re.compile(rf"(?:{_FRAME.pattern})+", re.MULTILINE)
 _OF_A_MESSAGE = re.compile(r"\s|frame #|$")
-_LONGEST_MARK = 1000  # of what precedes a traceback and belongs to it
+_LONGEST_MARK = 1000  # of text before a traceback that belongs to it
 _LONGEST_ASSERT = 10  # lines
 _SHOWN = reprlib.Repr()
 _SHOWN.maxother = _SHOWN.maxstring = _SHOWN.maxlong = 60
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Tell whether an exception came out of nowhere: Ctrl-C, or what a signal's handler raised."""
-    # Handlers are given the frame that they interrupt.
+    """Return whether an exception is asynchronous: Ctrl-C, or raised by a signal's handler."""
+    # Handlers receive the frame that they interrupt.
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         frame, trace = trace.tb_frame, trace.tb_next
@@ -60,17 +60,17 @@ def is_interrupt(error: BaseException) -> bool:
 
 
 def is_full() -> bool:
-    """Whether the user wants every frame."""
+    """Return whether the user wants every frame."""
     return os.environ.get("UNISONO_TRACEBACK", "").lower() == "full"
 
 
 def hides(_: object = None) -> bool:
-    """Hide a module's frames in pytest, as its ``__tracebackhide__``."""
+    """Return whether pytest must hide a module's frames: its ``__tracebackhide__``."""
     return not is_full()
 
 
 def is_ours(file: str) -> bool:
-    """Whether a file belongs to this package."""
+    """Return whether a file belongs to this package."""
     return file.startswith(_PACKAGE)
 
 
@@ -89,7 +89,7 @@ def frame_of(thread_id: int) -> FrameType | None:
 
 
 def place_of(file: str, line: int) -> str:
-    """Write file and line, the file relative to the working directory if it is below."""
+    """Return file and line, the file relative to the working directory if it is below."""
     try:
         here = os.getcwd() + os.sep
     except OSError:
@@ -98,14 +98,14 @@ def place_of(file: str, line: int) -> str:
 
 
 def where(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
-    """Choose the innermost frame of the user's code, else of another library."""
+    """Return the innermost frame of the user's code, else of another library."""
     foreign = [frame for frame in frames if not is_ours(frame.filename)]
     own = [frame for frame in foreign if not is_of_a_library(frame.filename)]
     return next(reversed(own or foreign), None)
 
 
 def is_of_a_library(file: str) -> bool:
-    """Whether a file belongs to Python or is installed, here or in another environment."""
+    """Return whether a file belongs to Python or is installed, here or in another environment."""
     return bool(_INSTALLED.search(file)) or file.startswith(_libraries())
 
 
@@ -116,7 +116,7 @@ def _libraries() -> tuple[str, ...]:
 
 
 def fold(error: BaseException, frames: TracebackType | None) -> str:
-    """Write the traceback of an exception and of its causes, with our frames folded."""
+    """Return the traceback of an exception and of its causes, with our frames folded."""
     captured = traceback.TracebackException(type(error), error, frames)
     if not is_full():
         _fold_all(captured)
@@ -193,7 +193,7 @@ def _last_part(text: str) -> str:
 
 
 def _quotes(block: str) -> bool:
-    """Whether the exception's message goes on with another traceback."""
+    """Return whether the exception's message contains another traceback."""
     stack = _STACK.search(block)
     return (
         stack is not None
@@ -203,7 +203,7 @@ def _quotes(block: str) -> bool:
 
 
 def last_exception(text: str, most_after: int) -> tuple[str, str]:
-    """Read the last exception that Python has printed, and where; nothing if more lines follow."""
+    """Return the last exception that Python printed, and its line; nothing if more lines follow."""
     own = _last_part(text)
     stack = _STACK.search(own)
     if stack is None or _n_after(own[stack.end() :]) > most_after:
@@ -219,8 +219,8 @@ def last_exception(text: str, most_after: int) -> tuple[str, str]:
 
 
 def _n_after(rest: str) -> int:
-    """Count the lines after an exception that aren't of its message."""
-    # Only indented lines and frames of C++ are known to belong to it.
+    """Count the lines after an exception that aren't part of its message."""
+    # Only indented lines and C++ frames are known to belong to it.
     rest = re.split(r"^Exception ignored ", rest, flags=re.MULTILINE)[0]
     if rest.startswith("unisono.errors."):
         rest = _HEAD.split(rest)[0]
@@ -228,7 +228,7 @@ def _n_after(rest: str) -> int:
 
 
 def line_of(frame: traceback.FrameSummary) -> str:
-    """Write file, line and function of a frame."""
+    """Return file, line and function of a frame."""
     return f"{place_of(frame.filename, frame.lineno or 0)}, in {frame.name}"
 
 
@@ -238,8 +238,8 @@ def raised_here(error: E) -> E:
 
 
 def say_instead(error: BaseException, text: str) -> None:
-    """Let Python print a text instead of a traceback if nobody catches the exception."""
-    # A `sys.excepthook` that the program has set stays.
+    """Print a text instead of a traceback if an exception stays uncaught."""
+    # A `sys.excepthook` of the program is kept.
     if sys.excepthook in (sys.__excepthook__, _print) and not is_full():
         setattr(error, _TEXT, text)
         sys.excepthook = _print
@@ -254,7 +254,7 @@ def _print(kind: type[BaseException], error: BaseException, frames: TracebackTyp
 
 
 def summary(error: BaseException) -> str:
-    """Write an exception in one line: its type and text, and the source of a bare assert."""
+    """Return an exception in one line: its type and text, and the source of a bare assert."""
     kind = type(error)
     name = kind.__qualname__
     if kind.__module__ not in ("builtins", "__main__"):
