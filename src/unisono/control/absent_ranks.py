@@ -1,4 +1,4 @@
-"""Absent ranks: which are late or gone, and where each is."""
+"""Descriptions of ranks that are late or gone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def warn_after_s() -> float:
 
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """A rank that is gone, and how that was seen."""
+    """A rank that is gone, and the evidence."""
 
     rank: int
     how: str
@@ -39,7 +39,7 @@ class Absent:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A rank that did not come."""
+    """A rank that did not arrive."""
 
     rank: int
     behind: Sequence[int] = ()
@@ -48,7 +48,7 @@ class Missing:
     last: str = ""
 
     def text(self, call: str = "") -> str:
-        """Return what is known of the rank, the line that it is at first."""
+        """Return a description of the rank, its current line first."""
         head = f"rank {self.rank}"
         if self.behind:
             head += f", or one of {list(self.behind)} behind it,"
@@ -65,7 +65,7 @@ class Missing:
 
 
 def report(call: str, came: Mapping[int, str], missing: Sequence[Missing]) -> str:
-    """Return which ranks haven't come, where they are, and which have come with which call."""
+    """Return a description of the missing ranks, and of the calls that the others wait in."""
     lines = [late.text(call) for late in missing[:_MOST_NAMED]]
     if len(missing) > _MOST_NAMED:
         lines.append(f"nor did ranks {[late.rank for late in missing[_MOST_NAMED:]]}")
@@ -78,7 +78,7 @@ def report(call: str, came: Mapping[int, str], missing: Sequence[Missing]) -> st
 
 
 def named(ranks: Iterable[int]) -> str:
-    """Return a name for ranks, as in "rank 1" or "ranks 0-3, 7"."""
+    """Return ranks as text, as in "rank 1" or "ranks 0-3, 7"."""
     numbers = sorted(set(ranks))
     runs: list[list[int]] = []
     for number in numbers:
@@ -95,7 +95,7 @@ def named(ranks: Iterable[int]) -> str:
 
 
 def _state(pid: int) -> bytes:
-    with contextlib.suppress(OSError, IndexError):  # Linux alone has it
+    with contextlib.suppress(OSError, IndexError):  # Linux only
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
     return b""
 
@@ -106,14 +106,14 @@ def is_stopped(pid: int | None) -> bool:
 
 
 def stack_of(thread_id: int) -> str:
-    """Return where one thread of this process is, in frames that aren't ours."""
+    """Return a thread's position and stack, without unisono's own frames."""
     by_id = {thread.ident: thread for thread in threading.enumerate()}
     thread, main = by_id.get(thread_id), threading.main_thread()
     if thread is None or thread.name.startswith(_OWN_THREADS):  # the user's thread waits for it
         thread_id = main.ident or thread_id
     stack = traceback.extract_stack(frame_of(thread_id))
     if len(stack) > 1 and stack[0].filename == "<string>" and is_ours(stack[1].filename):
-        del stack[0]  # the command line of the process that makes ranks
+        del stack[0]  # the command line of the process that starts ranks
     innermost, frames = where(stack), [each for each in stack if not is_ours(each.filename)]
     if innermost is None:
         return ""

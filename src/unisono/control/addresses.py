@@ -1,4 +1,4 @@
-"""Addresses: where this process listens for the ranks of a job, and which process connected."""
+"""Listening addresses of this process, and the credentials of peers that connect."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _VARIABLES = ("UNISONO_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME
 
 
 def own_address(master_addr: str | None = None, *, has_others: bool = True) -> str:
-    """Choose the address at which other hosts reach this one."""
-    # The interface that a variable names comes first (``UNISONO_SOCKET_IFNAME``, gloo's, NCCL's);
-    # then the address from which ``MASTER_ADDR`` is reached. Where that is the loopback, as on the
-    # first host if its name is, comes that of the host's name, then that of the default route.
+    """Return the address at which other hosts reach this one."""
+    # First the interface that a variable names (``UNISONO_SOCKET_IFNAME``, gloo's, NCCL's), then
+    # the address from which ``MASTER_ADDR`` is reached. Where that is the loopback (on the first
+    # host, if its name is), the address of the host's name, then that of the default route.
     for variable in _VARIABLES:
         for name in os.environ.get(variable, "").split(","):
             if name and not name.startswith(("^", "=")):
@@ -73,7 +73,7 @@ def _address_of(interface: str) -> str:
 
 
 def listen_widely(stack: contextlib.ExitStack) -> tuple[socket.socket, tuple[str, int]]:
-    """Listen at a port for leaders of other hosts."""
+    """Open a TCP port for leaders of other hosts."""
     sock = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
     sock.bind((own_address(), 0))
     sock.listen(BACKLOG)
@@ -82,7 +82,7 @@ def listen_widely(stack: contextlib.ExitStack) -> tuple[socket.socket, tuple[str
 
 
 def listen_locally(stack: contextlib.ExitStack) -> tuple[socket.socket, str]:
-    """Listen at a Unix-domain socket for other processes of this user."""
+    """Open a Unix-domain socket for this user's processes."""
     # On Linux its name is abstract, so that no file is left; elsewhere it is in a directory
     # of mode 0700.
     if not hasattr(socket, "AF_UNIX"):
@@ -102,7 +102,7 @@ def listen_locally(stack: contextlib.ExitStack) -> tuple[socket.socket, str]:
 
 
 def local_address(text: str) -> str:
-    """Return what ``connect`` takes for the address of a Unix-domain socket."""
+    """Return a Unix-domain address in the form that ``connect`` accepts."""
     return text.replace("@", "\0", 1)
 
 
@@ -119,7 +119,7 @@ class Peer:
 
 
 def peer(sock: socket.socket) -> Peer:
-    """Ask the kernel who connected."""
+    """Return the peer's process and user."""
     if not hasattr(socket, "SO_PEERCRED"):
         return Peer(None, True)
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
@@ -128,15 +128,15 @@ def peer(sock: socket.socket) -> Peer:
 
 
 def is_loopback(addr: str) -> bool:
-    """Return whether an address is of the loopback."""
+    """Return whether an address is a loopback address."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(addr).is_loopback
     return addr == "localhost"
 
 
 def listen_for_ranks(addr: str, port: int, *, is_one_host: bool) -> tuple[socket.socket, str]:
-    """Listen where a job's ranks can connect; return the socket and its address on this host."""
-    # At every address where other hosts can't reach this one by what the name is here.
+    """Return a listener that a job's ranks can reach, and its address on this host."""
+    # At every address where `addr` is here one that other hosts can't reach.
     if is_one_host:
         return listen(addr, port), addr
     try:
@@ -152,7 +152,7 @@ def listen_for_ranks(addr: str, port: int, *, is_one_host: bool) -> tuple[socket
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """Set keep-alive on a connection over TCP that may be silent for hours."""
+    """Set keep-alive on a TCP connection that may be silent for hours."""
     # So firewalls don't forget it, and a host that is gone is noticed.
     if sock.family != getattr(socket, "AF_UNIX", None):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -161,7 +161,7 @@ def keep_alive(sock: socket.socket) -> None:
 
 
 def why_unreachable(addr: str, port: int, limit_s: float) -> OSError | None:
-    """Tell why nobody answers at an address, None if somebody does."""
+    """Return the error of connecting to an address; None if it succeeds."""
     try:
         socket.create_connection((addr, port), limit_s).close()
     except OSError as error:
@@ -170,7 +170,7 @@ def why_unreachable(addr: str, port: int, limit_s: float) -> OSError | None:
 
 
 def listen(addr: str, port: int) -> socket.socket:
-    """Listen at one address of this host, at all of them for an empty one."""
+    """Return a listener at one address of this host, at all for an empty one."""
     if not addr and socket.has_dualstack_ipv6():
         return socket.create_server(
             ("::", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True

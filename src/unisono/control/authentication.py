@@ -1,7 +1,7 @@
-"""Authentication: the ranks of a group prove over the data plane that they belong to the job.
+"""Mutual authentication of a group's ranks over the data plane.
 
-Gloo accepts any connection. Before the proof, the data plane carries nothing but tensors of fixed
-size, which nobody decodes: first a random number of each rank, then, from each rank to each other
+Gloo accepts any connection. Before the proof, the data plane carries only tensors of fixed size
+that are never decoded: first a random number of each rank, then, from each rank to each other
 directly, the HMAC of both their numbers under the secret of the job.
 """
 

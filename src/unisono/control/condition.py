@@ -1,9 +1,9 @@
-"""Condition: a lock, and a wait under it, that an asynchronous exception leaves usable.
+"""A condition variable that an asynchronous exception leaves usable.
 
 Ctrl-C, an alarm's handler or a test's timeout may raise between any two bytecodes.
-`threading.Condition`, and what is made of it (Event, Future, Queue), enters and leaves in Python,
-so an exception at the wrong moment leaves it locked for good. A lock of the interpreter's own in a
-``with`` statement has no such moment, and nothing here is held while a thread sleeps.
+`threading.Condition`, and with it Event, Future and Queue, enters and leaves in Python, so an
+exception at the wrong moment leaves it locked for good. A built-in lock in a ``with`` statement
+has no such moment, and nothing here is held while a thread sleeps.
 """
 
 from __future__ import annotations
@@ -16,21 +16,20 @@ _LONGEST_NAP_S = 0.2  # a thread that was interrupted may have woken only some o
 
 
 class Condition:
-    """A lock with `wait` and `notify_all`; ``with condition.lock:`` for what changes."""
+    """A lock with `wait` and `notify_all`; hold `lock` while changing state."""
 
     def __init__(self) -> None:
         self.lock: threading.Lock = threading.Lock()
         self._sleepers: list[threading.Lock] = []
 
     def notify_all(self) -> None:
-        """Wake all waiting threads to look again; the lock is held."""
+        """Notify all waiting threads; call it with the lock held."""
         sleepers, self._sleepers = self._sleepers, []
         for sleeper in sleepers:
             sleeper.release()
 
     def wait(self, is_ready: Callable[[], object], limit_s: float) -> bool:
-        """Wait until something holds."""
-        # Local; the lock is not held.
+        """Return whether `is_ready` holds within `limit_s`; call it without the lock."""
         until = time.monotonic() + limit_s
         while True:
             sleeper = threading.Lock()

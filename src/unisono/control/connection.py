@@ -1,7 +1,7 @@
 """Messages between two ranks over a stream socket, with a mailbox beside it on one host.
 
-`envelopes` has their format. A body over the connection's limit ends it, so a peer can't make this
-process allocate more than that.
+`envelopes` defines their format. A body over the connection's limit ends it, so a peer can't make
+this process allocate more than that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from unisono.host.mailbox import MAILBOX_BYTES, Mailbox
 GIVE, ALL, FAIL, NOTICE, ASK, ANSWER, LATE, LEAVE, WAKE = range(9)
 _CHUNK = 1 << 16
 LONGEST_WAIT_S = 3600.0
-"""The longest time for `poll`, which takes no infinity."""
+"""Longest timeout for `poll`, which accepts no infinity."""
 
 
 Frame = tuple[int, int, bytes]
@@ -27,24 +27,24 @@ Frame = tuple[int, int, bytes]
 
 
 class ConnectionClosed(Exception):
-    """The peer is gone, or sent what isn't a frame. Never leaves this package."""
+    """The peer is gone or sent an invalid frame. Never leaves this package."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailureReport:
-    """What a FAIL frame says."""
+    """The content of a FAIL frame."""
 
     kind: str
     text: str
     rank: int = -1
 
     def encode(self) -> bytes:
-        """Make the body of the frame."""
+        """Return the body of the frame."""
         return json.dumps(asdict(self)).encode()
 
 
 def read_failure(body: bytes) -> FailureReport:
-    """Read the body of a FAIL frame."""
+    """Parse the body of a FAIL frame."""
     try:
         fields = json.loads(body)
         return FailureReport(str(fields["kind"]), str(fields["text"]), int(fields.get("rank", -1)))
@@ -58,12 +58,12 @@ class Connection:
     def __init__(self, sock: socket.socket, mailbox: Mailbox | None, limit_bytes: int) -> None:
         sock.setblocking(False)
         self.mailbox: Mailbox | None = mailbox
-        """What rounds go through, as far as they fit; None where only the socket leads there."""
+        """Carries messages of rounds that fit into it; None where there is only the socket."""
         self._last_kind = LEAVE if mailbox is None else WAKE
         self._sock = sock
         self._limit = limit_bytes
         self._held = bytearray()
-        self._is_within = False  # a frame that was begun, and may not have been ended
+        self._is_within = False  # a frame was begun and maybe not finished
         self.fd: int = sock.fileno()
 
     def send(self, kind: int, seq: int, body: bytes, until: float) -> None:
@@ -73,7 +73,7 @@ class Connection:
             if mailbox.put(kind, seq, body):
                 with contextlib.suppress(
                     ConnectionClosed, TimeoutError
-                ):  # it took the frame and left
+                ):  # it has read the frame and exited
                     self._transmit(WAKE, 0, b"", until)
             return
         self._transmit(kind, seq, body, until)
@@ -105,8 +105,7 @@ class Connection:
             raise ConnectionClosed(str(error)) from None
 
     def take(self) -> Frame | None:
-        """Take what has come."""
-        # Local; never waits.
+        """Return the next frame that has arrived, or None; never waits."""
         while True:
             mailbox = self.mailbox
             frame = None if mailbox is None else mailbox.take()
@@ -118,7 +117,7 @@ class Connection:
                 return None
 
     def _fill(self) -> bool:
-        """Read what the socket has; tell whether there was something to be looked at."""
+        """Read from the socket; return whether there may be a new frame."""
         how = "it closed the connection"
         try:
             data = self._sock.recv(max(_CHUNK, self._missing()))
@@ -132,7 +131,7 @@ class Connection:
         return True
 
     def is_closed(self) -> bool:
-        """Return whether the peer is gone, reading ahead what it sent; never waits."""
+        """Return whether the peer is gone, after reading ahead; never waits."""
         try:
             while len(self._held) <= self._limit:
                 data = self._sock.recv(_CHUNK)
@@ -146,7 +145,7 @@ class Connection:
         return False
 
     def sleep(self, is_asleep: bool) -> None:
-        """Say whether the next frame must wake this rank."""
+        """Set whether the next frame must wake this rank."""
         mailbox = self.mailbox
         if mailbox is not None:
             mailbox.sleep(is_asleep)
@@ -173,4 +172,4 @@ class Connection:
     def close(self) -> None:
         """Close the connection."""
         self._sock.close()
-        self.mailbox = None  # the memory goes once nobody looks at it
+        self.mailbox = None  # unmapped with its last view

@@ -1,4 +1,4 @@
-"""The two envelopes around what a rank gives to a round, and their parsers.
+"""Wire formats of a round: messages, blobs, and their parsers.
 
     message    kind B   sequence number Q   length of the body Q   body
     body       of GIVE and ALL: the size of each blob Q..., then the blobs, both in the order of
@@ -6,10 +6,10 @@
     blob       magic 2s   length of the call H   length of the site H   call   site   value
 
 All integers are little-endian. In a mailbox of shared memory, kind and sequence number are the
-stamp, and the length is the word after it. A blob over the group's inline limit has its first bytes
-alone in the body, though its size says the whole: the ranks then move it on the data plane. Calls
-are compared between ranks; sites, the lines of the calls, are for people. The value is what
-`payload.codec` wrote.
+stamp, and the length is the word after it. Of a blob over the group's inline limit, the body holds
+only the first bytes, beside the whole size: the ranks then move it on the data plane. Calls are
+compared between ranks; sites, the lines of the calls, are for messages. `payload.codec` encodes
+the value.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 
 HEADER = struct.Struct("<BQQ")
 START_BYTES = 256
-"""How much of a long blob is in the body: enough to tell of which call it is."""
+"""Bytes of a long blob that are in the body: enough to identify its call."""
 COPIED_BYTES = 1 << 14
-"""What is longer is only viewed, where a part of it would do."""
+"""Longer parts are views instead of copies."""
 Blobs = tuple[Sequence[bytes], Sequence[int]]
-"""Blobs by place, and their sizes; a long one's start alone."""
+"""Blobs by place, and their sizes; of a long one only the start."""
 
 _SIZE_BYTES = 8
 _CALL = struct.Struct("<2sHH")
@@ -35,12 +35,12 @@ _LONGEST_CALL = 1000  # bytes; the rest of a longer one is compared by its hash
 
 
 def join_blobs(blobs: Sequence[bytes], sizes: Sequence[int]) -> bytes:
-    """Make the body of a round's message."""
+    """Return the body of a round's message."""
     return b"".join((struct.pack(f"<{len(sizes)}Q", *sizes), *blobs))
 
 
 def split_blobs(body: bytes, count: int, inline_bytes: int) -> Blobs:
-    """Take the body of a round's message apart."""
+    """Parse the body of a round's message."""
     at = count * _SIZE_BYTES
     if len(body) < at:
         raise ValueError(f"it sent {len(body)} bytes for the blobs of {count} ranks")
@@ -58,7 +58,7 @@ def split_blobs(body: bytes, count: int, inline_bytes: int) -> Blobs:
 
 @lru_cache(maxsize=256)
 def call_head(call: str, site: bytes) -> bytes:
-    """Make what precedes the value in the blob of a call."""
+    """Return the header before the value in a call's blob."""
     text = call.encode("utf-8", "backslashreplace")
     if len(text) > _LONGEST_CALL:
         text = text[:_LONGEST_CALL] + hashlib.sha256(text).hexdigest().encode()
@@ -66,7 +66,7 @@ def call_head(call: str, site: bytes) -> bytes:
 
 
 def read_call(blob: bytes) -> tuple[bytes, bytes, int] | None:
-    """Read the call and the site of a blob, and where its value begins; None for others."""
+    """Return a blob's call, site and offset of the value; None if it has no call."""
     if len(blob) < _CALL.size or blob[:2] != _MAGIC:
         return None
     _, width, site_width = _CALL.unpack_from(blob)

@@ -1,4 +1,4 @@
-"""One rank's part of a group's control plane: rounds, in which every rank gives and gets all.
+"""One rank's part of a group's control plane: rounds, each an all-gather of blobs.
 
 A round has three states. GIVE: a rank waits for the blobs of all ranks below it, and passes them up
 with its own. ALL: it waits for the blobs of all ranks from above, which the root has sent once it
@@ -36,7 +36,7 @@ __tracebackhide__ = hides
 
 _SPIN_S = 200e-6  # longer than a wake-up takes, or one slow round would make the next one slow
 _MOST_NAPS = 64
-# The leader knows more of who is missing, so it is given the time to say so first.
+# The leader knows more about missing ranks, so it has time to warn first.
 _WARN_LATER_S = 3.0
 _GRACE_S = 0.4
 _SUSPECT_S = 0.3  # until a rank that ended while others wait is asked about, and then each time
@@ -49,17 +49,17 @@ class Hub:
 
     def __init__(self, peers: Peers, arena: Arena | None, warn_after_s: float) -> None:
         self.all_share_memory = False
-        """Whether every round goes through memory; set once the ranks know what all of them can."""
+        """Whether every round goes through memory; set once all ranks have voted."""
         self.compares_calls = False
         """Whether comparing calls costs little beside the data plane; set likewise."""
         self.checks: bool | None = None
-        """Whether ranks compare calls before each collective, as their users want it."""
+        """Whether ranks compare calls before each collective; None for no setting."""
         self.arena: Arena | None = arena
         """Memory for tensors that the ranks of this host share, if they do."""
         self.hosts: list[list[int]] = []
         """Ranks by host, where those of every host share memory for tensors; set likewise."""
         self.inline_bytes = 0
-        """Longest blob that a round takes; set likewise."""
+        """Longest blob that a round carries; set likewise."""
         self.warn_after_s: float = warn_after_s
         self.peers: Peers = peers
         weakref.finalize(self, peers.close).atexit = False
@@ -72,7 +72,7 @@ class Hub:
         self._poll = select.poll()
         self._place_of = {connection.fd: other for other, connection in self._connections.items()}
         self._place_of |= {fd: other for other, fd in peers.pidfds.items()}
-        self._ended: list[int] = []  # places of this host that no connection leads to
+        self._ended: list[int] = []  # ended places of this host that aren't neighbours
         for fd in self._place_of:
             self._poll.register(fd, select.POLLIN)
         # Where spinning was in vain, the next waits sleep at once: twice as many each time.
@@ -85,10 +85,10 @@ class Hub:
         return all(connection.mailbox is not None for connection in self._connections.values())
 
     def exchange(self, blob: bytes, until: float) -> Blobs:
-        """Give every rank the blobs of all, in order of places. Collective over the group."""
+        """Return the blobs of all ranks in order of places. Collective over the group."""
         peers, size = self.peers, len(blob)
         given = blob if size <= self.inline_bytes else blob[:START_BYTES]
-        try:  # an interrupt may come just after the lock was taken: it knows whose it is
+        try:  # an interrupt may come just after the acquire: the lock knows its owner
             if not peers.lock.acquire(blocking=False):
                 peers.wait_for_turn(blob, until)
             peers.enter(given)
@@ -98,7 +98,7 @@ class Hub:
                 peers.leave()
         except CollectiveError:
             raise
-        except BaseException as error:  # Ctrl-C above all: half a round can't be taken back
+        except BaseException as error:  # Ctrl-C above all: half a round can't be undone
             peers.interrupt(f"{type(error).__name__} interrupted {describe(blob)}")
             raise
         finally:
@@ -132,7 +132,7 @@ class Hub:
         return gathered
 
     def _receive(self, kind: int, places: tuple[int, ...], until: float) -> dict[int, Blobs]:
-        """Wait for one message of `kind` from each of `places`; give what is in them."""
+        """Wait for one message of `kind` from each of `places`; return their blobs."""
         got: dict[int, Blobs] = {}
         self._kind, self.peers.waits = kind, (places, got)
         if self._naps:
@@ -150,7 +150,7 @@ class Hub:
         return got
 
     def _spin(self, place: int, until: float) -> None:
-        """Look for the message of one neighbour without sleeping."""
+        """Wait for the message of one neighbour without sleeping."""
         connection, (_, got) = self._connections[place], self.peers.waits
         mailbox = connection.mailbox  # where there is one, the socket is read only before sleeping
         take = connection.take if mailbox is None else mailbox.take
@@ -167,7 +167,7 @@ class Hub:
             raise self.peers.fail_gone(place, str(closed)) from None
 
     def _sleep(self, until: float, warn_at: float) -> None:
-        """Sleep until all have come, and say so to those that could go unnoticed."""
+        """Wait asleep until all messages have arrived; neighbours wake this rank."""
         kind, peers = self._kind, self.peers
         places, got = peers.waits
         wait_s = _FIRST_SLEEP_S
@@ -179,7 +179,7 @@ class Hub:
             now = time.monotonic()
             if now >= until:
                 states = peers.ask()
-                self._take_all()  # who answered may have been the first to give up
+                self._take_all()  # a rank that answered may have given up first
                 if len(got) == len(places):
                     break
                 is_there = bool(states) and all(s.seq >= peers.seq for s in states.values())
@@ -189,7 +189,7 @@ class Hub:
             if kind == ALL and self._ended and now >= suspect_at:
                 suspect_at = now + _SUSPECT_S
                 state = peers.ask().get(places[0])
-                if state is not None and state.seq < peers.seq:  # it can't have left with an answer
+                if state is not None and state.seq < peers.seq:  # so it left without an answer
                     raise peers.fail_gone(self._ended[0])
             if now >= warn_at:
                 warn_at = _NEVER
@@ -205,7 +205,7 @@ class Hub:
             self._connections[place].sleep(False)
 
     def _take_all(self) -> None:
-        """Take what came while this rank was elsewhere, or was falling asleep."""
+        """Process messages that arrived while this rank was busy or going to sleep."""
         places, got = self.peers.waits
         for place in places:
             if place not in got:
@@ -220,7 +220,7 @@ class Hub:
             self._ended.append(place)
 
     def _take(self, place: int, is_gone: bool = False) -> None:
-        """Take what a neighbour has sent; fail where it is gone, or sent what it shouldn't."""
+        """Process a neighbour's frames; raise if it is gone or sent an invalid one."""
         how = ""
         try:
             while (frame := self._connections[place].take()) is not None:
@@ -234,7 +234,7 @@ class Hub:
             raise self.peers.fail_gone(place, how)
 
     def _accept(self, frame: Frame, place: int) -> bool:
-        """Handle one frame of a neighbour; tell whether it is the one that is waited for."""
+        """Process one frame of a neighbour; return whether it is the awaited one."""
         kind, seq, body = frame
         if kind == NOTICE:
             downs = self.peers.links.downs

@@ -1,4 +1,4 @@
-"""Peers: the other ranks of a group, which of them are gone or late, and how every rank learns it.
+"""The peers of a group: detection of gone and late ranks, and its report to every rank.
 
 A rank has two connections to each neighbour in the tree. `hub` uses one of them for rounds. The
 other is the sideband: a thread serves it while the rank's own thread computes, or waits in a
@@ -53,7 +53,7 @@ _NOTHING: tuple[tuple[int, ...], dict[int, Blobs]] = (), {}
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Where a rank is."""
+    """A rank's position."""
 
     stack: str = ""
     last: str = ""
@@ -64,13 +64,13 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Farewell:
-    """How a rank has left in good order, and how many operations it had begun in each group."""
+    """A rank's orderly departure, and its count of operations begun in each group."""
 
     how: str
     steps: Mapping[str, int]
 
     def has_done(self, group: str, step: int) -> bool:
-        """Return whether it had done its part in an operation; 0 is one yet to come."""
+        """Return whether the rank had done its part in operation `step`; False for 0."""
         return 0 < step <= self.steps.get(group, 0)
 
 
@@ -79,17 +79,17 @@ class Peers:
 
     # The group, as this rank sees it; the first `failure` stays:
     #   idle --enter--> in a round --leave--> idle
-    #   idle or in a round --a peer is gone, FAIL comes--> failed
+    #   idle or in a round --a peer is gone, FAIL arrives--> failed
     #   in a round --the deadline, a peer that doesn't read, a second thread--> failed
     #   in a round --Ctrl-C--> failed, and out of step
-    # On the way to failed it tells the others: FAIL to its neighbours, on the connections of the
-    # rounds and on the sideband, which floods it. In failed every round raises the same again.
+    # On the way to failed it sends FAIL to its neighbours, on the connections of the rounds and
+    # on the sideband, which floods it. In failed every round raises the same again.
     #
     # A neighbour:
     #   connected --LEAVE--> left in good order
-    #   connected --its connection closes, its pidfd is readable--> gone without a word
+    #   connected --its connection closes, its pidfd is readable--> gone without a farewell
     # Another rank:
-    #   connected --LEAVE, forwarded--> left in good order, or gone without a word
+    #   connected --LEAVE, forwarded--> left in good order, or gone without a farewell
     #   connected --the neighbour towards it has left--> cut off: the backend notices its death
     # One that left, and had done its part in the step that this rank waits for, isn't missed.
     #
@@ -115,17 +115,17 @@ class Peers:
         self.sideband: Mapping[int, Connection] = connections[1]
         self.pids: Mapping[int, int] = pids
         self.pidfds: Mapping[int, int] = _open_pidfds(pids)
-        """For each place of this host, what becomes readable when its process ends."""
+        """By place of this host, a descriptor readable once its process has ended."""
         self.lock: Any = threading.RLock()
         """Held in a round, and while another thread uses the connections of the rounds."""
         self.failure: CollectiveError | None = None
-        """What every later round raises; itself it is never raised, as its traceback would keep
-        the frames of the user."""
+        """The error of every later round, which raises a copy: a traceback would keep the
+        user's frames."""
         self.seq: int = 0
         """Number of the round that this rank is in, or was in last."""
         self.is_in_round: bool = False
         self.waits: tuple[tuple[int, ...], dict[int, Blobs]] = _NOTHING
-        """The places that this rank waits for in its round, and what came."""
+        """The places that this rank waits for in its round, and their blobs."""
         self._blob, self._thread_id = b"", threading.get_ident()
         self._steps = steps
         self._absent: Absent | None = None
@@ -133,7 +133,7 @@ class Peers:
         self._concurrent_calls = ""
         self._unsent: tuple[bytes, int | None] | None = None  # where another thread may be sending
         self._next_hops = {far: down for down, fars in links.below.items() for far in fars}
-        self._departures: dict[int, Farewell | None] = {}  # None: gone without a word
+        self._departures: dict[int, Farewell | None] = {}  # None: gone without a farewell
         self._answers: dict[int, State] = {}
         self._flooded: bytes | None = None
         self._late: dict[str, tuple[int, str]] = {}
@@ -146,7 +146,7 @@ class Peers:
         return f"rank {self.ranks[self.place]} of {len(self.ranks)}"
 
     def close(self, farewell: str = "") -> None:
-        """Close all connections; harmless the second time."""
+        """Close all connections; a second call does nothing."""
         if farewell:
             self.say_farewell(farewell)
         if not self._is_open:
@@ -157,7 +157,7 @@ class Peers:
         self._close_rounds()
 
     def disown(self) -> None:
-        """Close what a forked child has inherited; its parent goes on with it."""
+        """Close the inherited connections in a forked child; the parent keeps its own."""
         if not self._is_open:
             return
         self._is_open = False
@@ -174,7 +174,7 @@ class Peers:
             os.close(fd)
 
     def say_farewell(self, how: str) -> None:
-        """Report to all other ranks that this rank leaves in good order."""
+        """Report this rank's orderly departure to all others."""
         if self.failure is not None or self.is_in_round or not self._is_open:
             return
         text = f"{how} after {self._call() or 'its last collective'}"
@@ -184,7 +184,7 @@ class Peers:
         self._flood(LEAVE, _encode_farewell(self.place, farewell))
 
     def enter(self, blob: bytes) -> None:
-        """Begin a round of this thread, in which it gives `blob`."""
+        """Start a round of this thread with its `blob`."""
         if self.failure is not None:
             self.raise_failure()
         if self.is_in_round:
@@ -208,7 +208,7 @@ class Peers:
             raise self.fail(FailureReport("threads", self._concurrent_calls))
 
     def wait_for_turn(self, blob: bytes, until: float) -> None:
-        """Acquire the lock, unless another thread is in a round."""
+        """Wait for the lock; raise if another thread is in a round."""
         self.raise_failure()
         call = signatures.describe(blob)
         if self.is_in_round:
@@ -226,14 +226,14 @@ class Peers:
             )
 
     def raise_failure(self) -> None:
-        """Raise what every round raises once one has failed."""
+        """Raise the group's failure, if there is one."""
         if self.failure is not None:
             raise type(self.failure)(*self.failure.args)
 
     def gone(
         self, ranks: Collection[int] | None = None, group: str = "", step: int = 0
     ) -> Absent | None:
-        """Return which rank is known to be gone, if any; waits 1.1 s at most for its last word."""
+        """Return a rank known to be gone, if any; waits 1.1 s at most for its report."""
         if self._absent is None:
             try:  # as in `Hub.exchange`
                 if self.lock.acquire(blocking=False) and self.failure is None:
@@ -277,27 +277,27 @@ class Peers:
         return bool(readable.poll(0))
 
     def _is_done(self, place: int, group: str, step: int) -> bool:
-        """Return whether a rank that is gone isn't needed, as far as it can be known."""
+        """Return whether a departed rank isn't needed any more, as far as is known."""
         farewell = self._farewell(place)
         if farewell is not None:
             return farewell.has_done(group, step)
-        # Nothing can be known of it: if it died, the backend tells its neighbours.
+        # Its fate is unknown here: if it died, the backend reports that to its neighbours.
         return step > 0 and place not in self._departures and self._is_cut_off(place)
 
     def _farewell(self, place: int) -> Farewell | None:
-        """Wait for the farewell of a rank that has left; None if it went without a word."""
+        """Wait for the farewell of a rank that has left; return None if it sent none."""
         self._condition.wait(
             lambda: place in self._departures or self._is_cut_off(place), _FAREWELL_S
         )
         return self._departures.get(place)
 
     def _is_cut_off(self, place: int) -> bool:
-        """Return whether a rank can't be reached, because the one between has left."""
+        """Return whether a rank can't be reached because the one between has left."""
         hop = self._next_hop(place)
         return hop != place and hop in self._departures
 
     def late(self, ranks: Collection[int] | None, group: str, step: int, is_over: bool) -> str:
-        """Return which ranks haven't begun an operation of the data plane; waits 1 s at most."""
+        """Return a report on ranks that haven't begun an operation; waits 1 s at most."""
         asked = [place for place in self._places(ranks) if place != self.place][:_MOST_ASKED]
         states = self._ask(asked, group)
         reported = self._reported(group, step)
@@ -315,13 +315,13 @@ class Peers:
         return text
 
     def _reported(self, group: str, step: int, wait_s: float = 0.0) -> str:
-        """Return what another rank has reported of an operation, empty for nothing."""
+        """Return another rank's report on an operation, empty for none."""
         self._condition.wait(lambda: self._late.get(group, (0, ""))[0] == step, wait_s)
         known_step, text = self._late.get(group, (0, ""))
         return text if known_step == step else ""
 
     def _note_late(self, group: str, step: int, text: str, source: int | None = None) -> None:
-        """Keep the first report of an operation, and send it to all other ranks."""
+        """Record the first report on an operation and send it to all other ranks."""
         with self._condition.lock:
             if self._late.get(group, (0, ""))[0] >= step:
                 return
@@ -330,13 +330,13 @@ class Peers:
         self._flood(LATE, json.dumps({"group": group, "step": step, "text": text}).encode(), source)
 
     def warn(self) -> None:
-        """Warn which ranks this round waits for, unless a neighbour did; once a round."""
+        """Warn once a round about the ranks it waits for, unless a neighbour did."""
         if not self._has_warned:
             text = f"{self} is still waiting: {self._report(self.ask())}"
             self.forward_warning(text.encode("utf-8", "backslashreplace"), self.waits[1])
 
     def forward_warning(self, body: bytes, places: Iterable[int]) -> None:
-        """Log a warning of a long wait, and send it to neighbours."""
+        """Log a warning about a long wait and send it to neighbours."""
         self._has_warned = True
         _log.warning("%s", body.decode("utf-8", "replace"))
         for place in places:
@@ -344,13 +344,13 @@ class Peers:
                 self.rounds[place].send(NOTICE, 0, body, time.monotonic() + _SEND_S)
 
     def ask(self) -> dict[int, State]:
-        """Return the states of the ranks that this round waits for; 0.4 s at most."""
+        """Return the states of the ranks that this round waits for, after 0.4 s at most."""
         return self._ask(self._awaited())
 
     def interrupt(self, how: str) -> None:
-        """Fail because this rank left a collective half-way."""
-        # How far the others got with it is unknown, so what this rank calls next is refused, and
-        # those that wait for it learn that it won't come.
+        """Record that this rank was interrupted in a collective."""
+        # How far the others got with it is unknown, so this rank's next calls raise, and ranks that
+        # wait for it learn of its absence.
         rank = self.ranks[self.place]
         error = CollectiveError(
             f"{self}: {how}, so the ranks are out of step: end the job, or finalize() "
@@ -359,13 +359,13 @@ class Peers:
         self._record(error, FailureReport("peer", f"rank {rank} was interrupted: {how}", rank))
 
     def give_up(self, text: str) -> None:
-        """Fail because an operation of the data plane is overdue."""
+        """Record that an operation of the data plane is overdue."""
         self._record(CollectiveTimeoutError(text), FailureReport("timeout", text))
 
     def _record(
         self, error: CollectiveError, failure: FailureReport, source: int | None = None
     ) -> None:
-        """Fail in any thread; the one that holds the lock reports it to the neighbours."""
+        """Record a failure in any thread; the lock's holder reports it to the neighbours."""
         body = failure.encode()
         if self.failure is None:
             self.failure, self._unsent = error, (body, source)
@@ -377,7 +377,7 @@ class Peers:
                 self.lock.release()
 
     def fail_gone(self, place: int, how: str = "") -> CollectiveError:
-        """Fail because of a rank that is gone."""
+        """Record that a rank is gone; return the error."""
         rank, pid = self.ranks[place], self.pids.get(place)
         who = f"rank {rank}" if pid is None else f"rank {rank} (pid {pid} on this host)"
         text = f"{who} has ended" if self._has_ended(place) else f"{who} is gone: {how}"
@@ -387,18 +387,18 @@ class Peers:
         return self.fail(FailureReport("peer", text, rank))
 
     def fail_late(self, states: dict[int, State]) -> CollectiveError:
-        """Fail because ranks that this round waits for didn't come, given what `ask` returned."""
+        """Record that ranks of this round are late, given states from `ask`; return the error."""
         return self.fail(FailureReport("timeout", self._report(states)))
 
     def fail_blocked(self, place: int) -> CollectiveError:
-        """Fail because a neighbour doesn't read what it is sent."""
+        """Record that a neighbour doesn't read its messages; return the error."""
         late = Missing(self.ranks[place], pid=self.pids.get(place))
         return self.fail(
             FailureReport("timeout", f"{late.text()}\n  it hasn't read what it was sent")
         )
 
     def fail(self, failure: FailureReport, source: int | None = None) -> CollectiveError:
-        """Fail, report it to all neighbours but the one that it came from; return the error."""
+        """Record a failure, report it to all neighbours but its source, and return the error."""
         where = f", in {signatures.describe(self._blob)}" if self.is_in_round else ""
         text = f"{self}{where}: {failure.text}"
         error = CollectiveError(text)
@@ -412,7 +412,7 @@ class Peers:
         return type(error)(*error.args)
 
     def _send_failure(self) -> None:
-        """Report on the connections of the rounds what `_record` has left there."""
+        """Send the failure kept by `_record` on the connections of the rounds."""
         if self._unsent is None:
             return
         (body, source), self._unsent = self._unsent, None
@@ -422,7 +422,7 @@ class Peers:
                     connection.send(FAIL, 0, body, time.monotonic() + _SEND_S)
 
     def _flood_failure(self, body: bytes, source: int | None = None) -> None:
-        """Report a failure to all ranks, also those whose own thread is in a collective."""
+        """Report a failure to all ranks, even while their own threads are in a collective."""
         with self._condition.lock:
             if self._flooded is not None:
                 return
@@ -431,12 +431,12 @@ class Peers:
         self._flood(FAIL, body, source)
 
     def _call(self) -> str:
-        """Return this rank's last call and its line, empty where it isn't the user's."""
+        """Return this rank's last call and its line, empty if it isn't the user's."""
         call = signatures.describe(self._blob) if self.seq else ""
         return "" if call == signatures.UNKNOWN else call
 
     def _state(self, group: str) -> State:
-        """Return where this rank is, and how far in the group of that name."""
+        """Return this rank's position, and its progress in the named group."""
         last, step = self._steps.last or self._call(), self._steps.counts.get(group, 0)
         return State(stack_of(self._thread_id), last, self.seq, self._awaited(), step)
 
@@ -445,7 +445,7 @@ class Peers:
         return [place for place in places if place not in got]
 
     def _ask(self, places: Iterable[int], group: str = "") -> dict[int, State]:
-        """Return the states of other ranks that answer in time; one that is stopped can't."""
+        """Return the states of other ranks that answer in time; a stopped one can't."""
         asked = [place for place in places if place != self.place]
         asked = [place for place in asked if not is_stopped(self.pids.get(place))]
         with self._condition.lock:
@@ -463,7 +463,7 @@ class Peers:
         return Missing(rank, [self.ranks[far] for far in behind], pid, state.stack, state.last)
 
     def _report(self, states: dict[int, State]) -> str:
-        """Return which ranks have come with which call, and where the others are."""
+        """Return a description of the calls that arrived, and of the missing ranks."""
         absent, got = self._awaited(), self.waits[1]
         came = {self.place: self._blob}
         for source, (blobs, _) in got.items():
@@ -475,7 +475,7 @@ class Peers:
             if state.seq < self.seq:
                 missing.append(self._missing(place, states))
                 continue
-            # It has come, and waits for others itself.
+            # It has arrived, and waits for others itself.
             by_rank[self.ranks[place]] = state.last or signatures.UNKNOWN
             further = [far for far in state.waits_for if 0 <= far < len(self.ranks)]
             states |= self._ask(further)
@@ -525,7 +525,7 @@ class Peers:
             self._note_departure(place, None, place)
 
     def _handle(self, kind: int, body: bytes, source: int) -> None:
-        """Handle one frame; raise ConnectionClosed for one that can't be read."""
+        """Process one frame; raise ConnectionClosed for one that can't be read."""
         if kind == FAIL:
             read_failure(body)
             self._flood_failure(body, source)
@@ -546,7 +546,7 @@ class Peers:
             raise ConnectionClosed("it sent what can't be read on its sideband") from None
 
     def _take(self, kind: int, message: Any) -> None:
-        """Handle a message to this rank."""
+        """Process a message to this rank."""
         if kind == ASK:
             asker, state = int(message["of"]), asdict(self._state(str(message["group"])))
             self._forward(ANSWER, {"to": asker, "of": self.place, "state": state}, asker)
@@ -556,7 +556,7 @@ class Peers:
                 self._condition.notify_all()
 
     def _note_departure(self, place: int, farewell: Farewell | None, source: int) -> None:
-        """Record that a rank is gone, and tell ranks of its host that aren't connected to it."""
+        """Record that a rank is gone; report it to ranks of its host not connected to it."""
         with self._condition.lock:
             if place in self._departures:
                 return
@@ -572,7 +572,7 @@ class Peers:
 def _open_pidfds(pids: Mapping[int, int]) -> dict[int, int]:
     """Open a descriptor for each process that becomes readable when the process ends."""
     opened: dict[int, int] = {}
-    if hasattr(os, "pidfd_open"):  # Linux alone has it
+    if hasattr(os, "pidfd_open"):  # Linux only
         for place, pid in pids.items():
             with contextlib.suppress(OSError):  # an old kernel, or it ended just now
                 opened[place] = os.pidfd_open(pid)

@@ -1,4 +1,4 @@
-"""How the ranks of one context reach each other beside their tensors: a model holds one of these.
+"""The control plane of a context: the ranks' traffic beside their tensors; a model holds one.
 
 A model without one gets the default, which adds nothing to the model's own `exchange`.
 """
@@ -40,36 +40,36 @@ if TYPE_CHECKING:
 __tracebackhide__ = hides
 
 INLINE_BYTES = 1 << 16
-"""Longest blob that travels through the hub; longer ones follow on the data plane.
+"""Longest blob sent through the hub; longer ones follow on the data plane.
 
-Where all ranks share memory it is what fits into their mailboxes.
+Where all ranks share memory, the size of their mailboxes decides.
 """
 _NOBODYS: tuple[Callable[[], Any], int] = (lambda: None), 0
 _TENSOR_PART = 4
-"""A CPU tensor travels in a round up to this part of the longest blob, measured on 2 and 4 ranks:
+"""A CPU tensor is sent in a round up to this part of the longest blob, measured on 2 and 4 ranks:
 16 KiB over sockets, 1 MiB over the number of ranks where they share memory."""
 
 
 class ControlPlane:
-    """What the facade asks of a context beside its collectives."""
+    """The services of a context beside its collectives."""
 
     is_thread_bound: bool = False
     """Whether `initialize`, or finding a context, binds it to one thread instead of the process.
 
-    This is so on XLA alone. The contract's `replicas_are_threads` is about ``spawn``: a context of
-    `threads` that is made by `initialize` belongs to the process.
+    This is so only on XLA. The contract's `replicas_are_threads` is about ``spawn``: a context of
+    `threads` created by `initialize` belongs to the process.
     """
     is_lazy: bool = False
-    """Whether the device computes only when asked to: `settle` comes before each collective."""
+    """Whether the device computes lazily: `settle` precedes each collective."""
 
     def __init__(self, model: ComputationModel) -> None:
         self._model = weakref.ref(model)  # a cycle would keep torch's group and its sockets
         self.steps: SequenceNumbers = SequenceNumbers()
-        """What this rank has begun on the data plane."""
+        """Operations that this rank has begun on the data plane."""
         self.setting: str = os.environ.get("UNISONO_DEBUG", "")
-        """Whether its user wants calls compared: 1, 0, or else where it costs little."""
+        """Whether to compare calls: 1, 0, or else where it costs little."""
         self.ended: deque[str] = deque()
-        """Names of groups that have ended, for who keeps something by them."""
+        """Names of groups that have ended, for caches keyed by them."""
         self._dropped: deque[tuple[str, tuple[int, ...]]] = deque()
 
     @property
@@ -95,71 +95,71 @@ class ControlPlane:
         return True
 
     def inline_bytes(self, group: Group | None, folds: bool = False) -> int:
-        """Return the size of the longest CPU tensor that travels in an exchange of `group`."""
+        """Return the size of the longest CPU tensor that an exchange of `group` carries."""
         # Local, and the same on every rank.
         return -1 if folds else fallback.INLINE_TENSOR_BYTES
 
     def memory(self, group: Group | None) -> MemoryCollectives | None:
-        """Return what sums CPU tensors of `group` through memory that the ranks of a host share."""
+        """Return collectives of CPU tensors in `group` through memory shared by ranks of a host."""
         # Local, or collective at creation of that memory.
         return None
 
     def host(self, group: Group | None) -> HostCollectives | None:
-        """Give it where all ranks of `group` are on one host; it has all collectives."""
+        """Return `memory` if all ranks of `group` are on one host; it has all collectives."""
         # Local, as `memory`.
         memory = self.memory(group)
         return memory if isinstance(memory, HostCollectives) else None
 
     def checks(self, group: Group | None) -> bool | None:
         """Return whether ranks compare calls before each collective of the data plane."""
-        # Local, or collective at creation of what they agree over.
+        # Local, or collective at creation of the connections to agree over.
         return checks_by([self.setting])
 
     def compares_calls(self, group: Group | None) -> bool:
         """Return whether comparing the ranks' calls costs little beside a collective of `group`."""
-        # Local, or collective at creation of what they are compared over. Where it is False, what
-        # one rank refuses or calls differently is an error on the others at the deadline alone.
+        # Local, or collective at creation of the connections to compare over. Where it is False, a
+        # call rejected or made differently by one rank is an error on the others at the deadline.
         model = self.model
         return model.transport_device.type == "cpu" and model.topology.size(group) > 1
 
     def watch_over(self, group: Group) -> None:
-        """Watch for this rank's last reference to a group; a later `begin_group` ends it."""
-        # A finalizer runs in any thread and in the middle of any call, so it only takes note.
+        """Register a group, which `begin_group` ends after this rank's last reference to it."""
+        # A finalizer runs in any thread and in the middle of any call, so it only records it.
         note = weakref.finalize(group, self._dropped.append, (group.name, group.ranks))
         note.atexit = False
 
     def begin_group(self, ranks: tuple[int, ...]) -> None:
-        """End groups that were dropped, before another one is made."""
-        # Local, or collective over all ranks, which then compare what they make.
+        """End groups that were dropped, before a new one is created."""
+        # Local, or collective over all ranks, which then compare the new group.
         while self._dropped:
             self.end(self._dropped.popleft()[0])
 
     def end(self, name: str) -> None:
-        """Drop what is kept by the name of a group."""
+        """Remove the records kept under a group's name."""
         self.steps.forget(name)
         self.ended.append(name)
 
     def bucket(self, size_bytes: int) -> int:
-        """Round a size up to one that the model likes to see. XLA compiles per size."""
+        """Return the buffer size to use for `size_bytes`: XLA compiles once per size."""
         return fallback.at_least_one(size_bytes)
 
     def settle(self) -> None:
-        """Let a lazy device compute what was asked of it."""
+        """Run the pending computations of a lazy device."""
 
     def interrupt(self, how: str) -> None:
-        """Tell the other ranks that this one left a collective half-way."""
+        """Report to the other ranks that this one was interrupted in a collective."""
 
     def say_farewell(self, how: str) -> None:
-        """Tell the other ranks that this one calls nothing more."""
+        """Report to the other ranks that this one makes no more calls."""
 
     def close(self, farewell: str = "left") -> None:
         """Close the connections."""
 
     def disown(self) -> None:
-        """Close what a forked child has inherited, without a word to the others."""
+        """Close the inherited connections in a forked child; its parent keeps its own."""
 
     def take_over(self, other: Self) -> None:
-        """Share what the ranks made together for another view of this context."""
+        """Share the records and groups of another view of this context."""
         self.steps, self.ended, self._dropped = other.steps, other.ended, other._dropped
 
 
@@ -170,7 +170,7 @@ def control_of(model: ComputationModel) -> ControlPlane:
 
 
 class SocketControlPlane(ControlPlane):
-    """The ranks meet at sockets, one hub for each group; the first call of a group connects it."""
+    """A control plane over sockets, with a hub for each group; its first call connects it."""
 
     def __init__(self, model: ComputationModel, timeout_s: float | None) -> None:
         super().__init__(model)
@@ -182,25 +182,25 @@ class SocketControlPlane(ControlPlane):
         self._parts: set[str] = set()
         """Names of groups whose operations are parts of those of all ranks."""
         self._connects: dict[str, threading.RLock] = {}
-        """Held while a group connects: what runs in the background may be first, too."""
+        """Held while a group connects: a background thread may be first, too."""
         self.secret: bytes | None = None
-        """What ranks prove to each other before their data plane is trusted; None where they share
-        nothing yet."""
+        """The secret that ranks prove to each other before they trust their data plane; None
+        before they share one."""
         self.proved: set[str] = set()
-        """Names of the groups whose ranks have proved it."""
+        """Names of the groups whose ranks have proved the secret."""
         self.has_levels: bool = False
-        """Whether the model's collectives may be taken for the way between hosts alone."""
+        """Whether the model's collectives may serve for the traffic between hosts only."""
         self.is_one_host: bool = False
-        """Whether a rank that isn't a process of this user on this host can't be of the job."""
+        """Whether all ranks of the job must be processes of this user on this host."""
         self.destroy: Callable[[Any], object] | None = None
-        """How the model's library ends a group, given its handle; None if it can't."""
+        """Ends a group of the model's library, given its handle; None if it can't."""
         self._handles: dict[str, tuple[Callable[[], Any], int]] = {}
-        """By name the library's own group, as long as it is there, and its references when made."""
+        """By name, a weak reference to the library's group, and its first reference count."""
         self._over: dict[str, tuple[int, ...]] = {}
         """The ranks of groups that this one has dropped, until all of them have."""
 
     def exchange(self, blob: bytes, group: Group | None = None) -> list[bytes]:
-        """Give every rank the bytes of every rank; the first call of a group connects it."""
+        """Return the bytes of every rank; the first call of a group connects it."""
         # Collective over `group`.
         if self._is_alone or (group is not None and len(group.ranks) == 1):
             return [blob]
@@ -222,14 +222,14 @@ class SocketControlPlane(ControlPlane):
         return name_of(group) in self.hubs or self.model.topology.size(group) == 1
 
     def inline_bytes(self, group: Group | None, folds: bool = False) -> int:
-        """Return what a connected group's rounds take."""
+        """Return a part of the rounds' longest blob."""
         hub = self.hubs.get(EVERYBODY if group is None else group.name)
         if hub is None:
             return -1 if folds else fallback.INLINE_TENSOR_BYTES
         return hub.inline_bytes // _TENSOR_PART
 
     def checks(self, group: Group | None) -> bool | None:
-        """Return what all ranks of `group` agreed on when they met. Collective at creation."""
+        """Return the setting that all ranks of `group` agreed on. Collective at creation."""
         key = EVERYBODY if group is None else group.name
         if key not in self.hubs and self.model.topology.size(group) > 1:
             self._hub(group)
@@ -237,7 +237,7 @@ class SocketControlPlane(ControlPlane):
         return super().checks(group) if hub is None else hub.checks
 
     def compares_calls(self, group: Group | None) -> bool:
-        """Tell whether all ranks share memory, and their tensors are there: it costs 20 us then."""
+        """Return whether all ranks share memory, with tensors on the CPU: it costs 20 us then."""
         # Collective at creation: the first call of a group connects it.
         hub = self.hubs.get(EVERYBODY if group is None else group.name)
         if hub is None:
@@ -248,7 +248,7 @@ class SocketControlPlane(ControlPlane):
         return hub is not None and hub.compares_calls
 
     def memory(self, group: Group | None) -> MemoryCollectives | None:
-        """Give what sums CPU tensors of `group`. Collective at creation, as in the class above."""
+        """Return the shared-memory collectives of `group`. Collective at creation."""
         key = EVERYBODY if group is None else group.name
         if key not in self.hubs:
             model = self.model
@@ -266,20 +266,20 @@ class SocketControlPlane(ControlPlane):
                     self._share_tensors(hub, key, group)
                     is_shared = type(self._memories.get(key)) is HostCollectives
                     hub.compares_calls = hub.all_share_memory or is_shared
-                self.hubs[key] = hub  # at last: other threads of the group look for it alone
+                self.hubs[key] = hub  # last: other threads take its presence for a connected group
         return self.hubs[key]
 
     def _share_tensors(self, hub: Hub, key: str, group: Group | None) -> None:
         hosts = hub.hosts
         if len(hosts) == 1 and hub.arena is not None:
-            # Without its handle, and not the group itself, which would never end.
+            # A copy without the handle: a reference to the group itself would keep it alive.
             whose = None if group is None else replace(group, handle=None)
             self._memories[key] = HostCollectives(hub.arena, hosts[0], self, whose)
         elif len(hosts) < self.model.topology.size(group) and len(hosts) > 1:
             self._memories[key] = TwoLevels(hub.arena, hosts, self.model.topology.rank, self)
 
     def watch_over(self, group: Group) -> None:
-        """Watch for the last reference to a group and its handle."""
+        """Register a group, with a weak reference to its handle."""
         super().watch_over(group)
         handle = group.handle
         self._handles[group.name] = weakref.ref(handle), sys.getrefcount(handle)
@@ -302,13 +302,13 @@ class SocketControlPlane(ControlPlane):
                 self.end(name)
 
     def _is_lent(self, name: str) -> bool:
-        """Return whether somebody has the handle of a group that was dropped, as DDP may."""
+        """Return whether a dropped group's handle is still in use, as by DDP."""
         reference, count = self._handles.get(name, _NOBODYS)
         handle = reference()
         return handle is not None and sys.getrefcount(handle) >= count  # one was the group's
 
     def adopt(self, group: Group) -> None:
-        """Take note of a group that somebody else made, and end those that they have destroyed."""
+        """Record a group created outside unisono, and end those destroyed there."""
         known = self._handles.get(group.name)
         if known is not None and known[0]() is group.handle:
             return
@@ -324,7 +324,7 @@ class SocketControlPlane(ControlPlane):
             return True
 
     def end(self, name: str) -> None:
-        """Close the connections of a group, too."""
+        """Close a group's connections, too."""
         self._let_go([name], lambda peers: peers.close("left"))
         for kept in (self._handles, self._connects):
             kept.pop(name, None)
@@ -341,7 +341,7 @@ class SocketControlPlane(ControlPlane):
                 leave(hub.peers)
 
     def make_part(self, ranks: tuple[int, ...]) -> Group:
-        """Make a group whose operations are parts of those of all ranks. Collective over all."""
+        """Create a group whose operations are parts of those of all ranks. Collective over all."""
         group = self.model.new_group(ranks)
         if self.model.topology.rank in ranks:
             self._parts.add(group.name)
@@ -349,7 +349,7 @@ class SocketControlPlane(ControlPlane):
 
     @property
     def shared_bytes(self) -> int:
-        """What this rank's groups share for tensors."""
+        """Bytes that this rank's groups share for tensors."""
         arenas = [hub.arena for hub in self._connected()]
         return sum(arena.layout.size_bytes for arena in arenas if arena is not None)
 
@@ -357,12 +357,12 @@ class SocketControlPlane(ControlPlane):
         return [hub for hub in list(self.hubs.values()) if hub is not None]  # threads add to them
 
     def interrupt(self, how: str) -> None:
-        """Tell the other ranks that this one left a collective half-way."""
+        """Report to the other ranks that this one was interrupted in a collective."""
         for hub in self._connected():
             hub.peers.interrupt(how)
 
     def say_farewell(self, how: str) -> None:
-        """Tell the other ranks that this one calls nothing more."""
+        """Report to the other ranks that this one makes no more calls."""
         for hub in self._connected():
             hub.peers.say_farewell(how)
 
@@ -371,11 +371,11 @@ class SocketControlPlane(ControlPlane):
         self._let_go(list(self.hubs), lambda peers: peers.close(farewell))
 
     def disown(self) -> None:
-        """Close what a forked child has inherited, without a word to the others."""
+        """Close the inherited connections in a forked child; its parent keeps its own."""
         self._let_go(list(self.hubs), Peers.disown)
 
     def take_over(self, other: Self) -> None:
-        """Share the connections of another view of this context, and what they proved."""
+        """Share the connections, memory and proofs of another view of this context."""
         super().take_over(other)
         self.hubs, self.secret, self._memories = other.hubs, other.secret, other._memories
         self.proved, self._parts, self.is_one_host = other.proved, other._parts, other.is_one_host
@@ -384,11 +384,11 @@ class SocketControlPlane(ControlPlane):
             memory.belong_to(self)
 
     def begin(self, group: Group | None, call: str) -> Check:
-        """Record an operation through memory that begins; return what is called while it waits."""
+        """Record the start of an operation through memory; return the check for its waits."""
         return Wait(self, group, call, self.steps.begin(name_of(group), call))
 
     def gone(self, group: Group | None, step: int = 0) -> Absent | None:
-        """Return which rank of a group is known to be gone, if any, waiting for its farewell."""
+        """Return a rank of a group known to be gone, if any, after waiting for its farewell."""
         group, step = self._whole(group, step)
         name = name_of(group)
         for key in dict.fromkeys((name, EVERYBODY)):
@@ -400,24 +400,24 @@ class SocketControlPlane(ControlPlane):
         return None
 
     def late(self, group: Group | None, step: int, is_over: bool = True) -> str:
-        """Return which ranks haven't begun an operation, if it is known; waits 1 s at most."""
+        """Return a report on ranks that haven't begun an operation, if known; waits 1 s at most."""
         group, step = self._whole(group, step)
         name, ranks = name_of(group), None if group is None else group.ranks
         hub = self.hubs.get(name) or self.hubs.get(EVERYBODY)
         return "" if hub is None else hub.peers.late(ranks, name, step, is_over)
 
     def _whole(self, group: Group | None, step: int) -> tuple[Group | None, int]:
-        """Return group and number of the operation that this one is a part of, if it is one."""
+        """Return group and number of the operation that this one is a part of, else its own."""
         if group is None or group.name not in self._parts:
             return group, step
         return None, self.steps.counts.get(EVERYBODY, 0)
 
     def where(self, call: str) -> str:
-        """Return the start of an error of a call."""
+        """Return the prefix of a call's error."""
         topology = self.model.topology
         return f"rank {topology.rank} of {topology.world_size}: {call}"
 
     def warn_after_s(self) -> float:
-        """Return the seconds after which a wait on the data plane names the missing ranks."""
+        """Return the seconds after which a wait on the data plane logs the missing ranks."""
         hub = next(iter(self._connected()), None)
         return math.inf if hub is None else hub.warn_after_s

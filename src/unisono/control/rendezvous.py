@@ -1,12 +1,12 @@
-"""Rendezvous: how the ranks of a group find each other for the control plane, over the data plane.
+"""Rendezvous of a group's ranks for the control plane, over the data plane.
 
 Each rank advertises where it can be reached, and a random key. All keys together make a secret,
 with which both ends of every connection prove that they belong to the group. The job's own secret
-goes into it where its ranks were given one. Where they weren't, and the kernel says that all are
-processes of one user on one host, they agree on one over those connections, and then prove
+goes into it where its ranks were given one. Where they weren't, and the kernel confirms that all
+are processes of one user on one host, they agree on one over those connections, and then prove
 themselves on the data plane too.
 Ranks of one host meet at an abstract Unix-domain socket (Linux; elsewhere in a directory of mode
-0700), leaders of hosts over TCP. Nothing listens any more once all are connected.
+0700), leaders of hosts over TCP. All listeners close once the ranks are connected.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Advertisement:
-    """What a rank tells all others of itself."""
+    """A rank's addresses and settings."""
 
     host: str
     pid: int
@@ -85,7 +85,7 @@ class _Advertisement:
 
 @dataclass(slots=True)
 class _Vote:
-    """How a rank has fared."""
+    """A rank's outcome."""
 
     reason: str = ""
     refused: str = ""
@@ -95,14 +95,14 @@ class _Vote:
 
 
 def host_of_this_process() -> str:
-    """Name what this process shares with those that it can reach by a Unix-domain socket."""
+    """Return an id common to processes that can reach each other by Unix-domain sockets."""
     with contextlib.suppress(OSError):
         return f"{boot_id()} {os.readlink('/proc/self/ns/net')} {os.getuid()}"
     return f"{socket.gethostname()} {os.getuid() if hasattr(os, 'getuid') else ''}"
 
 
 def _advertise(control: SocketControlPlane) -> _Advertisement:
-    """Describe this process and its user's settings; a wrong one, so that all ranks refuse it."""
+    """Return this rank's advertisement; with a wrong setting, so that all ranks raise."""
     own = _Advertisement(
         host=host_of_this_process(),
         pid=os.getpid(),
@@ -119,7 +119,7 @@ def _advertise(control: SocketControlPlane) -> _Advertisement:
 
 
 def _most_shared_bytes(control: SocketControlPlane) -> int:
-    """Give what one more group may share for tensors: the first all, others a part of the rest."""
+    """Return the bytes that a new group may share: all for the first, else a part of the rest."""
     model, held_bytes = control.model, control.shared_bytes
     if model.transport_device.type != "cpu":
         return 0
@@ -131,7 +131,7 @@ def _most_shared_bytes(control: SocketControlPlane) -> int:
 def _foreign_host_error(
     adverts: Sequence[_Advertisement], ranks: Sequence[int], place: int
 ) -> PeerRefusedError:
-    """Say which rank of a job of one host is on another one, or another user's."""
+    """Return the error for a rank on another host, or another user's, in a one-host job."""
     own = adverts[place]
     other = next(at for at, advert in enumerate(adverts) if advert.host != own.host)
     if adverts[other].user != own.user:
@@ -147,8 +147,8 @@ def _foreign_host_error(
 
 
 def _pid_namespace() -> str:
-    """Name what processes share that see each other by the same ids, empty if unknown."""
-    with contextlib.suppress(OSError):  # Linux alone has it
+    """Return the pid namespace of this process, empty if unknown."""
+    with contextlib.suppress(OSError):  # Linux only
         return os.readlink("/proc/self/ns/pid")
     return ""
 
@@ -164,12 +164,12 @@ def connect_group(
         control.proved.add(name)
     hub, is_one_host = _connect_all(control, group, inline_bytes)
     if hub is not None and is_one_host and control.secret is None:
-        # The kernel has said of each that it is this user's: what they agree on there is a secret.
+        # The kernel has confirmed that each is this user's, so their shares make a secret.
         shares, _ = hub.exchange(secrets.token_bytes(32), time.monotonic() + host_s(_SET_UP_S))
         secret = hashlib.sha256(b"".join(shares)).digest()
         try:
             authenticate(control.model, group, secret, name)
-        except BaseException:  # Ctrl-C too: nobody else has the hub yet
+        except BaseException:  # Ctrl-C too: nothing else refers to the hub yet
             hub.peers.close()
             raise
         control.proved.add(name)
@@ -218,7 +218,7 @@ def _connect_all(
 
 @dataclass(frozen=True, slots=True)
 class _Roster:
-    """The ranks of a group by their adverts, alike on each of them."""
+    """The ranks of a group by their adverts, the same on each of them."""
 
     hosts: list[str]
     places: dict[str, list[int]]
@@ -242,7 +242,7 @@ def _roster(adverts: list[_Advertisement]) -> _Roster:
 
 @dataclass(frozen=True, slots=True)
 class _Votes:
-    """The votes of all ranks, counted alike on each of them."""
+    """The votes of all ranks, counted the same on each of them."""
 
     reasons: dict[int, str]
     refusals: dict[int, _Vote]
@@ -260,21 +260,21 @@ def _count(votes: list[_Vote]) -> _Votes:
 
 
 def checks_by(settings: Sequence[str]) -> bool | None:
-    """Return whether ranks compare calls: where one wants it; not where no one does."""
+    """Return True if a rank's setting is 1, False if all are 0, else None."""
     if "1" in settings:
         return True
     return False if set(settings) == {"0"} else None
 
 
 def _inline_bytes(hub: Hub, size: int, inline_bytes: int) -> int:
-    """Return the longest blob of a round: every rank gets the blobs of all."""
+    """Return the longest blob of a round, which carries those of all ranks."""
     if hub.all_share_memory:
         return max(inline_bytes, MAILBOX_BYTES // size - _ENTRY_BYTES)
     return min(inline_bytes, MAILBOX_BYTES // size)
 
 
 class _RefusedError(OSError):
-    """What is there in place of a member isn't one."""
+    """A process outside the job answered for a rank."""
 
     def __init__(self, place: int, text: str) -> None:
         super().__init__(text)
@@ -282,18 +282,18 @@ class _RefusedError(OSError):
 
 
 def _vote(model: ComputationModel, vote: _Vote, group: Group | None, hub: Hub | None) -> _Votes:
-    """Tell every rank how this one has fared; if one was refused, every rank raises."""
+    """Return the votes of all ranks; raise on every rank if one refused a process."""
     try:
         votes = _count(_exchange(model, vote, group))
     except CollectiveError as error:
         if hub is not None:
             hub.peers.close()
-        if vote.refused:  # a stranger in the job need not vote
+        if vote.refused:  # a process outside the job need not vote
             raise PeerRefusedError(vote.refused, vote.instead) from error
         raise
     if votes.refusals:
         own = model.topology.position(group)
-        at = own if own in votes.refusals else min(votes.refusals)  # what this rank saw comes first
+        at = own if own in votes.refusals else min(votes.refusals)  # this rank's comes first
         if hub is not None:
             hub.peers.close()
         rank, refusal = model.topology.members(group)[at], votes.refusals[at]
@@ -304,8 +304,8 @@ def _vote(model: ComputationModel, vote: _Vote, group: Group | None, hub: Hub | 
 def _exchange_adverts(
     control: SocketControlPlane, group: Group | None, stack: contextlib.ExitStack
 ) -> tuple[list[_Advertisement], list[socket.socket]]:
-    """Tell every rank where every rank can be reached, or why it can't."""
-    # The leader of a host takes a port only where there is another host, and after that is known.
+    """Return the advertisements of all ranks, and this rank's listeners."""
+    # The leader of a host opens a port only once another host is known to exist.
     listeners: list[socket.socket] = []
     model, advert = control.model, _advertise(control)
     try:
@@ -327,7 +327,7 @@ def _exchange_adverts(
 
 
 def _exchange(model: ComputationModel, own: T, group: Group | None) -> list[T]:
-    """Give every rank the records of all."""
+    """Return the records of all ranks."""
     fields: Any = own
     blobs = fallback.exchange(model, json.dumps(asdict(fields)).encode(), group)
     try:
@@ -352,7 +352,7 @@ def _warn_once(reasons: str, remedy: str, unproved: str) -> None:
 
 
 class _Connector:
-    """The ranks of a group, and how this one connects to those beside it in the tree."""
+    """The set-up of this rank's connections to its neighbours in the group's tree."""
 
     # A connection between a rank and the one above it; a wrong or missing message ends it:
     #
@@ -363,7 +363,7 @@ class _Connector:
     #                                                memory for tensors; else ACCEPTED
     #                                                connected
     #
-    # A rank connects upwards first and then accepts: the tree is made from its root down.
+    # A rank connects upwards first and then accepts: the tree is built from its root down.
 
     def __init__(
         self,
@@ -386,7 +386,7 @@ class _Connector:
         self._arena_fd: int | None = None
 
     def hub(self, inline_bytes: int) -> tuple[Hub | None, _Vote]:
-        """Connect to the neighbours; return how that went, too."""
+        """Connect to the neighbours; return the hub and this rank's vote."""
         try:
             hub = self._hub(inline_bytes)
         except _RefusedError as error:
@@ -411,7 +411,7 @@ class _Connector:
         return Hub(peers, self._arena, self._adverts[self.place].warn_after_s)
 
     def _pids(self) -> dict[int, int]:
-        """Return the processes of the others on this host, if they share its pid namespace."""
+        """Return the pids of other ranks on this host that share its pid namespace."""
         namespace = self._adverts[self.place].pid_namespace
         others = [at for at in self._here if at != self.place and namespace]
         shared = [at for at in others if self._adverts[at].pid_namespace == namespace]
@@ -427,7 +427,7 @@ class _Connector:
             if up is not None:
                 for channel in (_ROUNDS, _SIDEBAND):
                     made[up, channel] = self._connect_to_parent(up, channel)
-                if self._is_here(up):  # the first rank of this host, which has made the memory
+                if self._is_here(up):  # the first rank of this host, which has created the memory
                     self._receive_arena(made[up, _ROUNDS][0])
             self._make_arena()
             for is_local in (True, False):
@@ -438,12 +438,12 @@ class _Connector:
                 sock.close()
             raise
         finally:
-            if self._arena_fd is not None:  # the memory lives as long as somebody maps it
+            if self._arena_fd is not None:  # the memory lives as long as it is mapped
                 os.close(self._arena_fd)
         return made
 
     def _connect_to_parent(self, up: int, channel: int) -> Endpoint:
-        """Connect to the rank above, and let each prove itself to the other."""
+        """Connect to the rank above, with mutual authentication."""
         address: Any = tuple(self._adverts[up].tcp)
         family, is_local = int(socket.AF_INET), self._is_here(up)
         if is_local:
@@ -465,7 +465,7 @@ class _Connector:
         return sock, None
 
     def _accept_children(self, is_local: bool) -> Iterator[tuple[tuple[int, int], Endpoint]]:
-        """Accept the connections of ranks below, of this host or of others; drop strangers."""
+        """Accept connections of ranks below, on this host or on others; reject other processes."""
         downs = [down for down in self._links.downs if self._is_here(down) is is_local]
         expected = {(down, channel) for down in downs for channel in (_ROUNDS, _SIDEBAND)}
         if not expected:
@@ -493,7 +493,7 @@ class _Connector:
     def _admit(
         self, expected: Collection[tuple[int, int]], strangers: set[str], sock: socket.socket
     ) -> tuple[tuple[int, int], Mailbox | None] | None:
-        """Return the place of a rank below that proves itself; send it what memory is shared."""
+        """Return the place of a rank below that proves itself; send it the shared memory."""
         is_local = sock.family == socket.AF_UNIX
         if not is_local:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -513,7 +513,7 @@ class _Connector:
         return (place, channel), box
 
     def _make_arena(self) -> None:
-        """Make the memory for tensors, where this rank is the first of several on its host."""
+        """Create the memory for tensors if this rank is the first of several on its host."""
         control = self._control
         is_used = len(self._roster.places) == 1 or (control.has_levels and self._group is None)
         if is_used and self._here[0] == self.place and len(self._here) > 1:
@@ -523,20 +523,20 @@ class _Connector:
                 self._arena_fd, self._arena = made
 
     def _receive_arena(self, sock: socket.socket) -> None:
-        """Receive the memory for tensors, or that there is none."""
+        """Receive the memory for tensors, if there is any."""
         try:
             shared = memory.receive(sock)
         except OSError as error:
             if error.errno != errno.ENOMEM:
                 raise
-            return  # it came, and there is no room to map it
+            return  # it arrived, but there is no room to map it
         if shared is not None:
             position = self._here.index(self.place)
             self._arena = arena.read(shared, len(self._here), position)
 
 
 def _connect_until(family: int, address: Any, until: float) -> socket.socket:
-    """Connect; the queue of a listener of this host may be full."""
+    """Connect; retry while the queue of a local listener is full."""
     while True:
         sock = socket.socket(family, socket.SOCK_STREAM)
         sock.settimeout(max(0.1, until - time.monotonic()))

@@ -1,8 +1,8 @@
-"""Signatures of calls: what each rank called, on which line and as its n-th call.
+"""Signatures of calls: name, line and sequence number of each rank's calls.
 
-Ranks may make the same call on different lines, so lines that differ say nothing. But where they
+Ranks may make the same call on different lines, so lines that differ prove nothing. But where they
 begin to differ in one round, and in the next one rank is on the line that all others were on
-before, while those are on a third, that rank has made a call more, or one less, than they.
+before, while those are on a third, that rank has made one call more or less than they have.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class CallHistory:
         self._swaps: set[frozenset[str]] = set()
 
     def compare(self, sites: list[str], call: str, ranks: Sequence[int]) -> None:
-        """Take note of a round whose lines differ."""
+        """Record a round whose lines differ; raise if one rank is a call ahead or behind."""
         before, self.sites = self.sites, sites if self.sites is None else []
         if not before:
             return
@@ -82,27 +82,27 @@ def _shifted(
 
 
 UNKNOWN = "a call of the library's own"
-"""What `describe` says of a frame that isn't one."""
+"""Result of `describe` for frames without a call."""
 _LONGEST_SITE = 60  # bytes: with its call a short value still fits into the fallback's frame
 OUR_FRAMES = (
     *(str(Path(__file__).parents[1]), contextlib.__file__),
     f"{Path(torch.__file__).parent}{os.sep}",
 )
-"""Starts of the files whose frames aren't the user's: ours, torch's, and of who enters and leaves
-our sections."""
+"""Prefixes of files whose frames aren't the user's: ours, torch's, and contextlib's around our
+sections."""
 _STARTED = "<string>"  # the file of the first frame of a process that we started
 
 
-# The line of the call that a background thread carries: its own frames say nothing of it.
+# The line of the call that a background thread carries: its own frames don't show it.
 _carried: ContextVar[bytes] = ContextVar("_carried", default=b"")
 _purpose: ContextVar[str] = ContextVar("_purpose", default="")
 
 
 class _Line(threading.local):
     known: bytes = b""
-    """Of the call that this thread is in, where somebody has looked already."""
+    """Of the call that this thread is in; empty until it is looked up."""
     compared: bytes = b""
-    """Of the call that was compared and comes next; empty where none was."""
+    """Of the next call, if it was compared already; else empty."""
 
 
 line: _Line = _Line()
@@ -110,7 +110,7 @@ line: _Line = _Line()
 
 @contextlib.contextmanager
 def called(purpose: str) -> Iterator[None]:
-    """Name the calls within, and what they start, by what they are for."""
+    """Set the purpose that names the calls within, and those that they start."""
     token = _purpose.set(purpose)
     try:
         yield
@@ -119,12 +119,12 @@ def called(purpose: str) -> Iterator[None]:
 
 
 def purpose_or(call: str) -> str:
-    """Return what the calls of here are for; `call` where nobody has said it."""
+    """Return the purpose that `called` has set; `call` without one."""
     return _purpose.get() or call
 
 
 def from_here() -> Context:
-    """Return the context to run a call in elsewhere: there, `site` gives the line of here."""
+    """Return a context for a call elsewhere, in which `site` returns the line of here."""
     context = copy_context()
     context.run(_carried.set, site())
     return context
@@ -148,7 +148,7 @@ def site() -> bytes:
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame of the user's; None where all are ours."""
+    """Return the user's innermost frame; None if all are ours."""
     while frame is not None:
         file = frame.f_code.co_filename
         if not (file.startswith(OUR_FRAMES) or file == _STARTED):
@@ -158,13 +158,13 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def line_of_call() -> str:
-    """Return file and line of the user's innermost frame, for a person."""
+    """Return file and line of the user's innermost frame, for messages."""
     frame = sys._getframe(level() - 1)
     return place_of(frame.f_code.co_filename, frame.f_lineno)
 
 
 def level() -> int:
-    """Return the ``stacklevel`` of a warning here that names the line `site` would give."""
+    """Return the ``stacklevel`` for a warning here at the line that `site` returns."""
     frame, depth = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(OUR_FRAMES):
         frame, depth = frame.f_back, depth + 1
@@ -173,7 +173,7 @@ def level() -> int:
 
 @lru_cache(maxsize=1024)
 def named(file: str, line: int) -> bytes:
-    """Write a line as `site` gives it."""
+    """Return a line in the form of `site`."""
     return f"{file}:{line}".encode("utf-8", "backslashreplace")[-_LONGEST_SITE:]
 
 
@@ -183,7 +183,7 @@ def unpack(
     ranks: Callable[[], Sequence[int]],
     history: CallHistory | None = None,
 ) -> list[bytes]:
-    """Take the values out of blobs, if all ranks made the same call."""
+    """Return the values of blobs; raise if the ranks' calls differ."""
     start = len(head)
     values, is_aligned = [], True
     for blob in blobs:
@@ -206,7 +206,7 @@ def unpack(
 
 
 def describe(frame: bytes) -> str:
-    """Say what a frame is of, and the line of it, for a person."""
+    """Return the call of a frame and its line, for messages."""
     if read_call(frame) is None:
         return UNKNOWN
     call, line = _split(frame)
@@ -214,7 +214,7 @@ def describe(frame: bytes) -> str:
 
 
 def _short(line: str) -> str:
-    """Write a line as people do; one that was cut is as long as `site` gave it."""
+    """Return a site for messages; one that `site` cut is matched with the folder."""
     file, _, number = line.rpartition(":")
     if not number.isdecimal():
         return line
@@ -230,12 +230,12 @@ def _short(line: str) -> str:
 
 
 def name(frame: bytes) -> str:
-    """Say what a frame is of; empty where it is of none of the user's calls."""
+    """Return the call of a frame; empty if it isn't one of the user's."""
     return _split(frame)[0]
 
 
 def _split(frame: bytes) -> tuple[str, str]:
-    """Return the call and the line of it; empty for what isn't a call's."""
+    """Return the call of a frame and its line; empty for other frames."""
     parts = read_call(frame)
     if parts is None:
         return "", ""
@@ -243,7 +243,7 @@ def _split(frame: bytes) -> tuple[str, str]:
 
 
 def _mismatch(frames: Sequence[bytes], ranks: Sequence[int]) -> CollectiveMismatchError:
-    """Say who called what; first the one that called something else than all others, if one did."""
+    """Return the error that lists each rank's call, the odd one out first."""
     calls = {rank: describe(frame) for rank, frame in zip(ranks, frames, strict=True)}
     kinds = dict(zip(ranks, map(name, frames), strict=True))
     called = [*kinds.values()]
@@ -260,30 +260,30 @@ def _mismatch(frames: Sequence[bytes], ranks: Sequence[int]) -> CollectiveMismat
 
 
 class SequenceNumbers:
-    """What was called in each group, by its name."""
+    """The calls of each group, by its name."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
         """Operations of the data plane that this rank began: equal counts are the same one."""
         self.last: str = ""
-        """The last of them and its line; empty once something else came after it."""
+        """The last of them and its line; empty once another call has followed."""
         self.histories: defaultdict[str, CallHistory] = defaultdict(CallHistory)
-        """The lines of rounds in which all ranks said what they call."""
+        """The lines of rounds in which the ranks compared calls."""
         self._models: dict[str, int] = {}
 
     def count_model(self, group: Group | None) -> int:
-        """Number the models that a group trains together, from 1, alike on all ranks."""
+        """Return the number of a group's next model, from 1, the same on all ranks."""
         key = EVERYBODY if group is None else group.name
         self._models[key] = number = self._models.get(key, 0) + 1
         return number
 
     def forget(self, group: str) -> None:
-        """Let go of a group that has ended."""
+        """Remove the records of a group."""
         for kept in (self.counts, self.histories, self._models):
             kept.pop(group, None)
 
     def begin(self, group: str, call: str) -> int:
-        """Take note of an operation that this rank begins; give its number."""
+        """Record an operation that this rank begins; return its number."""
         self.counts[group] = count = self.counts.get(group, 0) + 1
         where, line.compared = line.compared or site(), b""
         self.last = f"{call} at {where.decode('utf-8', 'replace')}"

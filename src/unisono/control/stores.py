@@ -1,4 +1,4 @@
-"""Torch's stores, where the ranks of a job meet."""
+"""Torch's stores for the rendezvous of a job's ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _ANSWER_S = 5.0
 
 
 def store_at(*args: Any, **options: Any) -> TCPStore:
-    """Make torch's store, of a listener that is there if one is given, with torch's arguments."""
-    # With libuv it takes none in torch 2.6; it is known to take one in torch 2.9.
+    """Create torch's store with torch's arguments, which may include an open listener."""
+    # With libuv it accepts no listener in torch 2.6; it is known to accept one in torch 2.9.
     return TCPStore(*args, **{**options, "use_libuv": torch.__version__ >= "2.9"})
 
 
 def host_store(addr: str, port: int, *, is_one_host: bool, **options: Any) -> TCPStore:
-    """Host torch's store where a job's ranks can reach it; raise OSError where that can't be."""
+    """Host torch's store where a job's ranks can reach it; raise OSError if that fails."""
     listener, own = listen_for_ranks(addr, port, is_one_host=is_one_host)
     port = listener.getsockname()[1]
     if is_one_host and (reason := why_unreachable(own, port, _ANSWER_S)) is not None:
@@ -32,10 +32,10 @@ def host_store(addr: str, port: int, *, is_one_host: bool, **options: Any) -> TC
     how = {"is_master": True, "wait_for_workers": False, **options}
     try:
         store = store_at(own, port, master_listen_fd=listener.fileno(), **how)
-    except Exception:  # the store has taken it, and has failed
+    except Exception:  # the store owns the descriptor, and has failed
         listener.detach()
         raise
-    except BaseException:  # Ctrl-C came before the store, or just after it, which has closed it
+    except BaseException:  # Ctrl-C before the store exists, or just after it has closed it
         with suppress(OSError):
             listener.close()
         raise

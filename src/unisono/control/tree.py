@@ -1,4 +1,4 @@
-"""The tree of a group: which ranks one rank is connected to.
+"""The tree of a group's connections.
 
 A place is a rank's position in its group, from 0 to ``n - 1``.
 """
@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 FAN_OUT = 8
-"""How many leaders of other hosts one leader serves."""
+"""Number of other hosts' leaders that one leader serves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Links:
 
 
 def links(hosts: Sequence[Hashable], place: int, fan_out: int = FAN_OUT) -> Links:
-    """Lay out the tree and give one rank's part of it."""
+    """Return one rank's links in the tree."""
     # Local: every rank computes the same tree.
     members = _members(hosts)
     leader = members[hosts[place]][0]

@@ -28,7 +28,7 @@ __tracebackhide__ = hides
 
 _log = logging.getLogger(__name__)
 LOOK_S = 0.3
-"""Seconds after which a rank that waits looks for absent ones, and again."""
+"""Seconds between two looks of a waiting rank for absent ones."""
 _AGAIN_S = 0.02
 
 
@@ -49,8 +49,8 @@ class Wait:
         self._has_absent = self._is_warned = False
 
     def __call__(self, position: int | None = None) -> None:
-        """Raise where a rank is gone, the group has failed or the time is over."""
-        # `position` is that of the rank that is waited for, where shared memory tells.
+        """Raise if a rank is gone, the group has failed or the deadline has passed."""
+        # `position` is that of the awaited rank, where shared memory shows it.
         control, now = self._control, time.monotonic()
         absent = control.gone(self._group, self._step)
         if absent is not None and self._has_absent:
@@ -76,7 +76,7 @@ class Wait:
             _log.warning("%s is still waiting: %s", control.where(self._call), late)
 
     def fail(self, table: Mapping[str, type[CollectiveError]], error: Exception) -> NoReturn:
-        """Raise our error for one of the library's."""
+        """Raise our error for one of the backend's."""
         if isinstance(error, UnisonoError):
             raise error
         where, text = self._control.where(self._call), str(error).strip()
@@ -108,7 +108,7 @@ class Wait:
         return f"rank {rank} came, and didn't go on"
 
     def _find_absent(self) -> Absent:
-        """Find out who is gone: those that know it may tell after their next look."""
+        """Return the absent rank; those that know it may report only after their next look."""
         until = time.monotonic() + 3 * LOOK_S if self._control.hubs else 0.0
         while True:
             absent = self._control.gone(self._group, self._step)
