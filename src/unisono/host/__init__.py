@@ -1,1 +1,1 @@
-"""What ranks of one host share."""
+"""Memory shared on one host."""

@@ -1,23 +1,23 @@
 """Memory for tensors that all ranks of one host map, and the barrier between its intervals.
 
 Time is cut into intervals by barriers. In interval `n` a rank writes only slots of parity ``n & 1``
-and reads only slots of parity ``(n - 1) & 1``, so no slot is overwritten while somebody reads it,
-and no barrier is needed at the end of a call.
+and reads only slots of parity ``(n - 1) & 1``, so no slot is overwritten while it is read, and no
+barrier is needed at the end of a call.
 
 The memory: a header with one line of 64 bytes for each rank and one for all, then for both parities
-one slot for each rank. A slot has two halves: what the rank gives, and what it has reduced for the
+one slot for each rank. A slot has two halves: the rank's input, and its reduced slice for the
 others. The words of a rank's line:
 
-    0  stamp   how many barriers the rank has entered; only grows, written last
+    0  stamp   number of barriers that the rank has entered; only grows, written last
     1  nap     a futex: 1 while the rank sleeps in a barrier
-    2  token   what the rank compares with the others'
+    2  token   a word that the ranks compare
 
 and of the last line: ranks, bytes of a block, longest tensor that isn't cut in slices, whether
 ranks share cores.
 
-What was written before a stamp is seen before it: x86 promises that stores become visible in
+Data written before a stamp is visible before it: x86 guarantees that stores become visible in
 program order, and that loads aren't reordered with loads (Intel's manual, volume 3, 9.2). It
-doesn't promise that a store comes before a later load of another word, so a nap may be missed: a
+doesn't guarantee that a store precedes a later load of another word, so a nap may be missed: a
 rank that falls asleep sleeps 200 us the first time, and looks again.
 """
 
@@ -46,13 +46,13 @@ _MIB = 1 << 20
 _SPIN_S = 300e-6  # a barrier of ranks that are all awake takes a tenth of that
 _LOOKS = 20
 _FIRST_NAP_NS = 200_000
-_NAP_NS = 20_000_000  # between two looks at who has died
+_NAP_NS = 20_000_000  # between two checks for dead ranks
 _MOST_VIEWS = 256
 _SYS_FUTEX = 202  # on x86-64
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1  # not the private ones: the memory is shared
 T = TypeVar("T")
 Check = Callable[[int], None]
-"""Called with the position of a rank that hasn't come; raises what is to end the wait."""
+"""Called with the position of a rank that hasn't arrived; an exception of it ends the wait."""
 
 
 class _Timespec(ctypes.Structure):
@@ -61,7 +61,7 @@ class _Timespec(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How much memory an arena has, and from which size on a tensor goes in slices."""
+    """The sizes of an arena, and of the longest tensor that isn't cut in slices."""
 
     size: int
     block_bytes: int
@@ -81,7 +81,7 @@ class Layout:
 
 
 def layout(size: int, cores: int, most_bytes: int | None = None) -> Layout | None:
-    """Choose the layout for `size` ranks on `cores` cores."""
+    """Return the layout for `size` ranks, None without room."""
     # Where each rank has a core the blocks stay in its cache; else every barrier is a turn of
     # the scheduler, so blocks are larger. Measured on 2 cores with 2 and 4 ranks.
     is_crowded = size > cores
@@ -94,7 +94,7 @@ def layout(size: int, cores: int, most_bytes: int | None = None) -> Layout | Non
 
 
 def make(size: int, cores: int, most_bytes: int) -> tuple[int, Arena] | None:
-    """Make an arena for `size` ranks, of which this is the first."""
+    """Create an arena for `size` ranks, of which this is the first."""
     plan = layout(size, cores, most_bytes)
     made = None if plan is None else memory.make(plan.size_bytes)
     if plan is None or made is None:
@@ -107,7 +107,7 @@ def make(size: int, cores: int, most_bytes: int) -> tuple[int, Arena] | None:
 
 
 def read(shared: mmap.mmap, size: int, position: int) -> Arena:
-    """Return this rank's end of an arena that another rank made."""
+    """Return this rank's end of an arena that another rank has created."""
     if len(shared) < _PAGE_BYTES * (1 + size // (_PAGE_BYTES // _LINE_BYTES)):
         raise OSError("memory for tensors was sent that is too small")
     words = memoryview(shared)[: (size + 1) * _LINE_BYTES].cast("Q")[size * _LINE_WORDS :]
@@ -137,8 +137,8 @@ class Arena:
         self.position: int = position
         self.size: int = plan.size
         self.interval: int = 0
-        """How many barriers this rank has passed; its last bit is the parity of the slots that may
-        be written now, those of the other parity may be read."""
+        """Number of barriers that this rank has passed; its last bit is the parity of the slots
+        that may be written now, those of the other parity may be read."""
         size = plan.size
         self.others: list[int] = [p for p in range(size) if p != position]
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(shared))
@@ -151,7 +151,7 @@ class Arena:
         self._futex = ctypes.CDLL(None).syscall
         self._nap_time = _Timespec(0, _NAP_NS)
 
-    # Tensors that are made in inference mode can't be written to outside of it.
+    # Tensors created in inference mode can't be written to outside of it.
     @torch.inference_mode(False)
     def _slot(self, shared: mmap.mmap, parity: int, position: int) -> Tensor:
         slot_bytes = 2 * self.layout.block_bytes
@@ -161,7 +161,7 @@ class Arena:
     # Barriers
 
     def barrier(self, check: Check) -> None:
-        """Enter the next interval when all ranks have come. Collective over the arena."""
+        """Wait for all ranks, and enter the next interval. Collective over the arena."""
         words = self._words
         self.interval = interval = self.interval + 1
         words[self._mine] = interval
@@ -174,8 +174,8 @@ class Arena:
                 self._wait(line, interval, check)
 
     def agree(self, token: int, check: Check) -> bool:
-        """Return whether all ranks have come with the same token, and it isn't 0."""
-        # Collective over the arena. At least one barrier comes before the next call of this.
+        """Return whether all ranks passed the same token, other than 0."""
+        # Collective over the arena. At least one barrier must separate two calls.
         words = self._words
         words[self._mine + _TOKEN] = token
         self.barrier(check)
@@ -211,24 +211,24 @@ class Arena:
         self._futex(_SYS_FUTEX, where, _FUTEX_WAKE, 1, None, None, 0)
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self._words.release()
         self._slots.clear()
         self._views.clear()
 
-    # Views of the slots, made once for each shape that is asked for
+    # Views of the slots, cached by shape
 
     def slots(self, parity: int) -> list[Tensor]:
         """Return the slot of each rank, as bytes."""
         return self._slots[parity]
 
     def given(self, dtype: torch.dtype, count: int) -> list[list[Tensor]]:
-        """Give `count` elements of what each rank gives, by parity and position."""
+        """Return `count` elements of each rank's input, by parity and position."""
         views: Any = self._views.get((dtype, count))
         return views or self._keep((dtype, count), partial(self._make_given, dtype, count))
 
     def slices(self, dtype: torch.dtype, count: int) -> list[Slices]:
-        """Return the views that reducing a block of `count` elements needs, by parity."""
+        """Return the views for reducing a block of `count` elements, by parity."""
         views: Any = self._views.get((dtype, count, "slices"))
         return views or self._keep(
             (dtype, count, "slices"),
@@ -236,7 +236,7 @@ class Arena:
         )
 
     def cells(self, dtype: torch.dtype, room: int) -> list[list[Sequence[Tensor]]]:
-        """Cut each slot into one cell of `room` elements for each position."""
+        """Split each slot into one cell of `room` elements for each position."""
         views: Any = self._views.get((dtype, room, "cells"))
         return views or self._keep((dtype, room, "cells"), partial(self._make_cells, dtype, room))
 
@@ -250,7 +250,7 @@ class Arena:
         ]
 
     def _halves(self, dtype: torch.dtype) -> list[list[tuple[Tensor, Tensor]]]:
-        """Give both halves of each slot, by parity and position, as [block] of `dtype`."""
+        """Return both halves of each slot, by parity and position, as [block] of `dtype`."""
         end = self.layout.block_bytes
         return [
             [(slot[:end].view(dtype), slot[end:].view(dtype)) for slot in slots]
@@ -259,7 +259,7 @@ class Arena:
 
     @torch.inference_mode(False)
     def _keep(self, key: object, make: Callable[[], T]) -> T:
-        """Make views and keep them for the next call, which may be in another mode."""
+        """Build views and cache them for the next call, which may be in another mode."""
         if len(self._views) > _MOST_VIEWS:
             self._views.clear()
         self._views[key] = views = make()

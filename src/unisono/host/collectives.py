@@ -34,20 +34,20 @@ Copy = Callable[[int, int], None]
 class HostCollectives(Turns):
     """The collectives of a model, for the ranks of one group that share a host."""
 
-    # They take contiguous CPU tensors without gradient, and overwrite only those that they return;
-    # what else they return is new. Those that only move take any dtype. All raise what `monitor`
-    # finds.
+    # They accept contiguous CPU tensors without gradient, and overwrite only those that they
+    # return; other results are new. Those that only move data accept any dtype. All raise the
+    # errors of `monitor`.
 
     dtypes: frozenset[torch.dtype] = DTYPES
     large_bytes: int = 1 << 16
-    """Tensors from that size on are better reduced by themselves than packed."""
+    """Tensors from this size on are reduced faster by themselves than packed."""
 
     def __init__(
         self, arena: Arena, ranks: Sequence[int], monitor: Monitor, group: Group | None = None
     ) -> None:
         super().__init__(monitor, group)
         self.shared: SharedTensors = SharedTensors(arena)
-        """The tensors that all ranks see."""
+        """The tensors in memory of all ranks."""
         self._arena = arena
         self._ranks = ranks
 
@@ -58,19 +58,19 @@ class HostCollectives(Turns):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes that `all_reduce_packed` takes at most."""
+        """Most bytes that `all_reduce_packed` accepts."""
         return self._arena.layout.block_bytes
 
     @property
     def position(self) -> int:
-        """This rank's, from 0."""
+        """This rank's position, from 0."""
         return self._arena.position
 
     def close(self) -> None:
-        """Let go of the memory; nothing can be called any more."""
+        """Release the memory; later calls raise."""
         super().close()
         self.shared.close()
-        if self._turn.is_free():  # else somebody is still in it
+        if self._turn.is_free():  # else a thread is still in it
             self._arena.close()
 
     def _on_shared(
@@ -81,7 +81,7 @@ class HostCollectives(Turns):
         *,
         writes: bool = False,
     ) -> bool:
-        """Run `here` on the tensors of all ranks, [n] each, if they are one shared tensor's."""
+        """Return whether all ranks pass one shared tensor; if so, run `here` on them, [n] each."""
         if tensor.numel() * tensor.itemsize < LEAST_BYTES:
             return False
         parts: list[Tensor] | None = None
@@ -93,7 +93,7 @@ class HostCollectives(Turns):
                 if parts is not None:
                     here(parts)
                     self.shared.leave(check)
-            finally:  # the others may have written to it even where this rank left half-way
+            finally:  # the others may have written to it even if this rank was interrupted
                 if writes and not tensor.is_inference():
                     increment_version(tensor)
 
@@ -112,7 +112,7 @@ class HostCollectives(Turns):
         """Reduce [*shape] of all ranks to one [*shape] on every rank. Collective over the group."""
         result = tensor if into is None else into
         flat, call, here = result.view(-1), f"all_reduce {op.name}", self.shared
-        # By where the result goes: a tensor that is only read takes the ordinary way.
+        # Decided by the result's memory: a tensor that is only read goes through slots.
         work = partial(here.all_reduce, op=op)
         if here.count and self._on_shared(call, flat, work, writes=True):
             return result
@@ -169,7 +169,7 @@ class HostCollectives(Turns):
                 target[where].copy_(result)
 
     def all_reduce_packed(self, tensors: Sequence[Tensor], op: ReduceOp) -> None:
-        """Reduce several short tensors in place, in one go. Collective over the group."""
+        """Reduce several short tensors in place, in one step. Collective over the group."""
         total = torch.cat(list(tensors))
         self._run(f"all_reduce {op.name}", partial(self._reduce_whole, total, op), total)
         parts = total.split_with_sizes([tensor.numel() for tensor in tensors])
@@ -211,7 +211,7 @@ class HostCollectives(Turns):
         self._move(call, len(results), give, take)
         return target
 
-    # A reduction in two halves, between which others may work on the slices
+    # A reduction in two halves, between which the slices may be reduced further
 
     def reduce_slice(self, flat: Tensor, op: ReduceOp) -> Tensor:
         """Reduce [n] of all ranks, n > 0; each gets one slice of the result, in place."""
@@ -228,7 +228,7 @@ class HostCollectives(Turns):
         def take(block: int, parity: int) -> None:
             own = slices[me][block * room : (block + 1) * room]
             parts = [cells[parity][p][me][: own.numel()] for p in range(arena.size)]
-            total, parts[me] = parts[me], own  # nobody else looks at that cell
+            total, parts[me] = parts[me], own  # no other rank reads that cell
             fold(op, parts, total)
             own.copy_(total)
 
@@ -260,7 +260,7 @@ class HostCollectives(Turns):
         return rows
 
     def exchange(self, blob: bytes, sizes: Sequence[int]) -> list[Any]:
-        """Give every rank the bytes of every rank. Collective over the group."""
+        """Return the bytes of every rank. Collective over the group."""
         me = self._arena.position
         blobs: list[Any] = [b"" if p == me else bytearray(size) for p, size in enumerate(sizes)]
         rows = [_over(buffer) for buffer in blobs]
@@ -270,7 +270,7 @@ class HostCollectives(Turns):
         return [memoryview(b) if len(b) > _COPIED_BYTES else bytes(b) for b in blobs]
 
     def _gather(self, call: str, source: Tensor, rows: Sequence[Tensor]) -> None:
-        """Fill the rows of the other ranks, whose lengths may differ, with what these give."""
+        """Fill the rows of the other ranks, whose lengths may differ, with their `source`."""
         arena, room = self._arena, 2 * self._arena.layout.block_bytes
 
         def give(block: int, parity: int) -> None:
@@ -308,7 +308,7 @@ class HostCollectives(Turns):
         return tensor
 
     def all_to_all(self, rows: Tensor, group: Group | None = None) -> Tensor:
-        """Send row i of [n, *shape] to the i-th rank; row i comes from there."""
+        """Send row i of [n, *shape] to the i-th rank; return the rows received."""
         # Collective over the group.
         arena, into = self._arena, memory.new(rows, rows.shape)
         me, room = arena.position, 2 * arena.layout.block_bytes // arena.size
@@ -332,7 +332,7 @@ class HostCollectives(Turns):
     def scatter(
         self, rows: Tensor | None, into: Tensor, src: int, group: Group | None = None
     ) -> Tensor:
-        """Give each rank its row of `rows`, [n, *shape], which only `src` has."""
+        """Send each rank its row of `rows`, [n, *shape], which only `src` has."""
         # Collective over the group.
         arena, root = self._arena, self._ranks.index(src)
         me, room = arena.position, 2 * arena.layout.block_bytes // arena.size
@@ -354,13 +354,13 @@ class HostCollectives(Turns):
         return into
 
     def _cut(self, rows: Tensor, room: int) -> list[Sequence[Tensor]]:
-        """See each of [n, *shape] as blocks of bytes."""
+        """Return each row of [n, *shape] as blocks of bytes."""
         return [_blocks(row, room) for row in _bytes_of(rows).view(self._arena.size, -1)]
 
     def _move(
         self, call: str, blocks: int, give: Copy, take: Copy, target: Tensor | None = None
     ) -> None:
-        """Give block after block, and take each one interval later."""
+        """Run `give` for each block, and `take` one interval later."""
         arena = self._arena
 
         def work(check: Check) -> None:
@@ -375,12 +375,12 @@ class HostCollectives(Turns):
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """See a contiguous tensor as [nbytes] of uint8."""
+    """View a contiguous tensor as [nbytes] of uint8."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def _blocks(flat: Tensor, room: int) -> Sequence[Tensor]:
-    """Cut [n] into blocks of at most `room`, at least one."""
+    """Split [n] into blocks of at most `room`, at least one."""
     return (flat,) if flat.numel() <= room else torch.split(flat, room)  # which is slow
 
 

@@ -1,4 +1,4 @@
-"""How several tensors become one: in the order given, so that the bits are the same everywhere."""
+"""Reductions of several tensors in a given order, with the same bits on every rank."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from unisono.model.reduction import TENSOR_STEPS, ReduceOp, mean_factors
 DTYPES: frozenset[torch.dtype] = COMMON_DTYPES | {
     *(torch.int16, torch.complex64, torch.complex128),
 }
-"""What is reduced as it is, by some operations at least."""
+"""Dtypes that at least some operations reduce without conversion."""
 
 
 def folds(dtype: torch.dtype, op: ReduceOp) -> bool:
-    """Return whether `fold` takes a dtype with an operation."""
+    """Return whether `fold` supports an operation on a dtype."""
     if dtype not in DTYPES:
         return False
     if op is ReduceOp.AVERAGE:
@@ -28,8 +28,7 @@ def folds(dtype: torch.dtype, op: ReduceOp) -> bool:
 
 
 def fold(op: ReduceOp, parts: Sequence[Tensor], out: Tensor) -> None:
-    """Reduce in the order of `parts`."""
-    # As `fold_tensors`, into memory that is there.
+    """Reduce in the order of `parts`, as `fold_tensors`, but into `out`."""
     if op is ReduceOp.AVERAGE:
         before, after = mean_factors(len(parts))
         torch.mul(parts[0], before, out=out)

@@ -1,6 +1,6 @@
 """Reductions of tensors between hosts that have several ranks, in two levels.
 
-Inside of each host tensors go through the memory that its ranks share, between hosts through the
+Inside each host tensors go through the memory that its ranks share, between hosts through the
 model's own all_reduce. A sum first adds the ranks of each host in their order, then the hosts: all
 ranks get the same bits. A short tensor goes through the first rank of each host. A long one is cut
 in slices, where all hosts have equally many ranks: each rank reduces one slice for its host, then
@@ -29,18 +29,18 @@ _BLOCK_BYTES = 16 * _MIB
 
 
 class Between(Monitor, Protocol):
-    """What is needed of the control plane."""
+    """The control plane's members used here."""
 
     @property
     def model(self) -> ComputationModel:
         """The model that carries tensors between hosts."""
 
     def make_part(self, ranks: tuple[int, ...]) -> Group:
-        """Make a group whose operations are parts of those of all ranks. Collective over all."""
+        """Create a group whose operations are parts of those of all ranks. Collective over all."""
 
 
 class _Inside:
-    """The monitor of one host's part, which looks after the operation of all ranks."""
+    """The monitor of one host's part, with the check of the operation of all ranks."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.check: Check = _nothing
@@ -53,7 +53,7 @@ class _Inside:
         self.check(self._ranks[position])
 
     def interrupt(self, how: str) -> None:
-        """Leave it to the operation of all ranks."""
+        """Ignore it: the operation of all ranks reports it."""
 
 
 def _nothing(rank: int) -> None:
@@ -63,7 +63,7 @@ def _nothing(rank: int) -> None:
 class TwoLevels(Turns):
     """The all_reduce of a model, for all ranks of a context on several hosts."""
 
-    # It takes what `HostCollectives` takes, of a dtype in `dtypes`.
+    # It accepts the tensors of `HostCollectives`, with a dtype in `dtypes`.
     _monitor: Between
 
     def __init__(
@@ -87,14 +87,14 @@ class TwoLevels(Turns):
         self._twins: list[Group] = []
 
     def close(self) -> None:
-        """Let go of the memory; nothing can be called any more."""
+        """Release the memory; later calls raise."""
         super().close()
         self._twins.clear()
         if self._host is not None:
             self._host.close()
 
     def _twins_at(self, position: int, count: int) -> Group:
-        """Return the twins at a position; the first `count` are made at their first use."""
+        """Return the twins at a position; the first `count` are created at their first use."""
         while len(self._twins) < count:
             at = len(self._twins)
             ranks = tuple(sorted(ranks[at] for ranks in self._hosts))
@@ -132,7 +132,7 @@ class TwoLevels(Turns):
             self._host.broadcast(flat, leader)
 
     def _reduce_slices(self, flat: Tensor, op: ReduceOp) -> None:
-        assert self._host is not None  # as hosts have equally many, and one has several
+        assert self._host is not None  # as hosts have equally many ranks, and one has several
         twins = self._twins_at(self._position, len(self._ranks))
         mine = self._host.reduce_slice(flat, op)
         if op is ReduceOp.AVERAGE:  # of the hosts' averages
@@ -152,4 +152,4 @@ class TwoLevels(Turns):
 
 
 MemoryCollectives = HostCollectives | TwoLevels
-"""What carries sums through memory, at least inside of each host."""
+"""Collectives through memory, at least inside each host."""

@@ -3,8 +3,8 @@
 Each direction holds one frame: a stamp (sequence number and kind in one word), the body's length,
 the body. The stamp is written last, and one word at a time is written and read as a whole. x86
 guarantees that earlier stores become visible first (TSO; Intel's manual, volume 3, 9.2); other CPUs
-use sockets. A frame is overwritten only by the next round's, and the other side takes this one
-before it can ask for that.
+use sockets. A frame is overwritten only by the next round's, which the other side can't ask for
+before it has taken this one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Mailbox:
     #   empty --put: body, length, then stamp--> full --take--> empty
     # Its reader:
     #   awake --sleep(True), then one more look--> asleep --sleep(False)--> awake
-    # `put` tells the writer whether the reader sleeps; if so, it sends WAKE over the socket.
+    # `put` returns whether the reader sleeps; if so, the writer sends WAKE over the socket.
 
     def __init__(self, shared: mmap.mmap, is_first: bool) -> None:
         mine, theirs = (0, _HALF_BYTES) if is_first else (_HALF_BYTES, 0)
@@ -43,8 +43,7 @@ class Mailbox:
         self._taken = 0
 
     def put(self, kind: int, seq: int, body: bytes) -> bool:
-        """Send the other end a frame; it has taken the one before."""
-        # Local; never waits.
+        """Write a frame for the other end, which has taken the last; return whether it sleeps."""
         start, words, at = self._out_body, self._words, self._out
         self._bytes[start : start + len(body)] = body
         words[at + _SIZE] = len(body)
@@ -52,11 +51,11 @@ class Mailbox:
         return words[at + _SLEEPS] != 0
 
     def has_come(self) -> bool:
-        """Return whether `take` has a frame."""
+        """Return whether a frame has arrived."""
         return self._words[self._in] != self._taken
 
     def take(self) -> tuple[int, int, bytes] | None:
-        """Receive the frame that has arrived, if one has, without waiting."""
+        """Return the frame that has arrived, or None; never waits."""
         words, at = self._words, self._in
         stamp = words[at]
         if stamp == self._taken:
@@ -72,7 +71,7 @@ class Mailbox:
 
 
 def send(sock: socket.socket) -> Mailbox | None:
-    """Send memory to share over a Unix-domain socket."""
+    """Send a new mailbox; return this end, if any."""
     made = memory.make(2 * _HALF_BYTES)
     if made is None:
         memory.send(sock, None)
@@ -86,6 +85,6 @@ def send(sock: socket.socket) -> Mailbox | None:
 
 
 def receive(sock: socket.socket) -> Mailbox | None:
-    """Receive what `send` sent."""
+    """Receive a mailbox's end, if any."""
     shared = memory.receive(sock, 2 * _HALF_BYTES)
     return None if shared is None else Mailbox(shared, False)

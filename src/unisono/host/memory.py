@@ -1,7 +1,7 @@
-"""Memory without a name that processes of one host share, sent over a connection between them.
+"""Anonymous memory that processes of one host share, sent over a connection between them.
 
-And memory for results that are written at once, which costs more than the writing where the kernel
-has to give it page by page.
+And memory for results that are written at once: its allocation costs more than the writing if the
+kernel does it page by page.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import struct
 
 from torch import Tensor
 
-_MAPPED_BYTES = 32 << 20  # malloc keeps what is shorter, and asks the kernel for what is longer
+_MAPPED_BYTES = 32 << 20  # malloc keeps shorter blocks, and maps longer ones
 _PAGE_BYTES = 4096
 _HUGE = getattr(mmap, "MADV_HUGEPAGE", None)
 _MEMORY, _NONE = b"+", b"-"  # sent with and without a descriptor
@@ -23,12 +23,12 @@ _ADDRESS = struct.Struct("<5Q")  # process, its descriptor; device, inode and si
 
 
 def is_supported() -> bool:
-    """Return whether this machine has such memory, and keeps the order of what is written."""
+    """Return whether this machine has such memory, and keeps the order of stores."""
     return why_not() is None
 
 
 def why_not() -> str | None:
-    """Say why ranks of this machine can't work in the same memory; None where they can."""
+    """Return why ranks of this machine can't share memory; None if they can."""
     if not hasattr(os, "memfd_create"):
         return f"{platform.system()} has no memory without a name (memfd_create)"
     if platform.machine() not in ("x86_64", "AMD64"):
@@ -37,7 +37,7 @@ def why_not() -> str | None:
 
 
 def make(size_bytes: int) -> tuple[int, mmap.mmap] | None:
-    """Make memory of zeros; what nobody has written to takes no room."""
+    """Create zeroed memory, None if that fails; pages take room only once written."""
     if not is_supported():
         return None
     fd = -1
@@ -52,7 +52,7 @@ def make(size_bytes: int) -> tuple[int, mmap.mmap] | None:
 
 
 def send(sock: socket.socket, fd: int | None) -> None:
-    """Send memory over a Unix-domain socket, or that there is none."""
+    """Send memory over a Unix-domain socket, or a note that there is none."""
     if fd is None:
         sock.sendall(_NONE)
     else:
@@ -60,7 +60,7 @@ def send(sock: socket.socket, fd: int | None) -> None:
 
 
 def receive(sock: socket.socket, size_bytes: int | None = None) -> mmap.mmap | None:
-    """Receive what `send` sent."""
+    """Receive memory, if any."""
     tag, fds, flags, _ = socket.recv_fds(sock, 1, 1)
     try:
         if tag == _NONE and not fds:
@@ -79,33 +79,33 @@ def receive(sock: socket.socket, size_bytes: int | None = None) -> mmap.mmap | N
 
 
 def new(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Make memory for a CPU tensor that is written at once, long ones in huge pages."""
+    """Return an empty CPU tensor that is written at once, a long one in huge pages."""
     made = like.new_empty(shape)
     if made.nbytes >= _MAPPED_BYTES and _HUGE is not None:
         begin = -(-made.data_ptr() // _PAGE_BYTES) * _PAGE_BYTES
         size_bytes = (made.data_ptr() + made.nbytes - begin) // _PAGE_BYTES * _PAGE_BYTES
-        advise = ctypes.CDLL(None).madvise  # a kernel without huge pages refuses, as it may
+        advise = ctypes.CDLL(None).madvise  # it may fail, on a kernel without huge pages
         advise(ctypes.c_void_p(begin), ctypes.c_size_t(size_bytes), _HUGE)
     return made
 
 
-# Between processes of one user whose connections are in use, memory goes another way: its owner
-# says where it is, over a channel that has proved itself, and the others open it there.
+# Processes of one user whose connections are in use share memory in another way: its owner sends
+# its address over an authenticated channel, and the others open it there.
 
 
 def address_of(fd: int) -> bytes:
-    """Say where another process can open this memory while `fd` is open."""
+    """Return the address for other processes to open this memory while `fd` is open."""
     status = os.fstat(fd)
     return _ADDRESS.pack(os.getpid(), fd, status.st_dev, status.st_ino, status.st_size)
 
 
 def path_of(fd: int) -> str:
-    """Return where this process can open memory of its own by a path."""
+    """Return the path at which this process can open its own memory."""
     return f"/proc/self/fd/{fd}"
 
 
 def open_at(address: bytes, *, writes: bool) -> int:
-    """Open memory of another process of this user, or of this one."""
+    """Open memory of a process of this user; return the descriptor."""
     try:
         pid, number, *identity = _ADDRESS.unpack(address)
     except struct.error:

@@ -1,12 +1,12 @@
 """Tensors that lie in memory of all ranks of a group, so that collectives on them copy nothing.
 
-Such a tensor is one of as many as there are ranks, one behind the other in one memory. Each rank
-has its own, and sees the others' in collectives alone.
+Such a tensor is one of n for n ranks, one behind the other in one memory. Each rank has its own,
+and uses the others' only in collectives.
 
-Once a group has made any, its ranks tell each other before each collective of a large tensor
-which one theirs is and where in it, in a word of the arena, and wait in a barrier: then all go the
-same way, and all are inside of the call. Another barrier ends the call: a rank leaves when no other
-rank uses its tensor any more, or by an error: then others may still write to it.
+Once a group has created any, its ranks compare, before each collective of a large tensor, which
+one they pass and where in it, by a word of the arena and a barrier: then all take the same path,
+and all are inside the call. Another barrier ends the call: a rank leaves when no other rank uses
+its tensor any more, or by an error: then others may still write to it.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class _Entry:
 
 
 class SharedTensors:
-    """Those of one group, and the collectives on them."""
+    """One group's shared tensors, and their collectives."""
 
     def __init__(self, arena: Arena) -> None:
         self.count: int = 0
-        """How many were made, the same on all ranks; from the first on they agree."""
+        """Number of tensors created, the same on all ranks; from the first on they compare."""
         self._arena = arena
         self._entries: dict[int, _Entry] = {}  # by the address of this rank's own
 
@@ -64,10 +64,10 @@ class SharedTensors:
             torch.frombuffer(shared, dtype=torch.uint8, count=size_bytes, offset=position * room)
             for position in range(self._arena.size)
         ]
-        own = memoryview(shared)[me * room : me * room + size_bytes]  # which the tensor keeps
+        own = memoryview(shared)[me * room : me * room + size_bytes]  # kept alive by the tensor
         tensor = torch.frombuffer(own, dtype=dtype).view(*shape)
         self.count += 1
-        if self.count >> _NUMBER_BITS or size_bytes >> _OFFSET_BITS:  # none can be told of it
+        if self.count >> _NUMBER_BITS or size_bytes >> _OFFSET_BITS:  # it doesn't fit into a token
             return tensor
         address, entries = tensor.data_ptr(), self._entries
         entry = entries[address] = _Entry(self.count, parts)
@@ -75,13 +75,13 @@ class SharedTensors:
         return tensor
 
     def close(self) -> None:
-        """Forget them: they stay, as ordinary tensors."""
+        """Forget the tensors, which stay as ordinary ones."""
         self._entries.clear()
 
     def agree(self, flat: Tensor, check: Check) -> list[Tensor] | None:
-        """Give every rank's tensor, if all call this with the same part of the same shared one."""
-        # Collective over the group, for a tensor of at least `LEAST_BYTES`; the ranks differ in
-        # none of its arguments but for the memory.
+        """Return all ranks' tensors if each passes the same part of a shared one, else None."""
+        # Collective over the group, for a tensor of at least `LEAST_BYTES`; the ranks' arguments
+        # differ only in the memory.
         entry = self._entries.get(flat.untyped_storage().data_ptr())
         token, offset = 0, 0
         if entry is not None:
@@ -126,6 +126,6 @@ class SharedTensors:
 
 
 def _blocks(rows: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-    """Cut [n] tensors alike."""
+    """Split [n] tensors alike."""
     room = _BLOCK_BYTES // rows[0].itemsize
     return zip(*(torch.split(row, room) for row in rows), strict=True)

@@ -1,13 +1,13 @@
-"""The stacks of a process, for others of the same user, without its help: by a signal.
+"""Stacks of a process for others of its user, written by a signal handler without its help.
 
-    the asker: tgkill(pid, thread, a real-time signal) ──▶ faulthandler's handler, in C, there
-    the asker: reads /proc/PID/fd/N                    ◀── appends that thread's stack to a memfd
+    observer:  tgkill(pid, thread, a real-time signal) ──▶ faulthandler's handler, in C, there
+    observer:  reads /proc/PID/fd/N                    ◀── appends that thread's stack to a memfd
 
 The handler needs no interpreter lock, so it answers in a busy loop, in a lock and in C code. A
 process that is stopped answers when it goes on. The kernel keeps the signal blocked while its
-handler runs: from that the asker knows that the text is whole. Forks share the memory.
+handler runs: an unblocked one shows that the text is whole. Forks share the memory.
 
-Each thread writes its own stack alone: the stacks of others change while it reads them without the
+Each thread writes only its own stack: the stacks of others change while it reads them without the
 interpreter lock, which ends the process now and then. Before Python 3.11, so does a thread that
 writes its own while others run: faulthandler takes references to frames and code there, and threads
 in the same functions share those counts. Such a process isn't asked.
@@ -30,7 +30,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
-_HIGHEST = 4  # below SIGRTMAX: the last ones are what other runtimes take first
+_HIGHEST = 4  # below SIGRTMAX: other runtimes take the last ones first
 _LOOK_S = 0.002
 _LOCKED_S = 1.0
 _QUIET = 20  # looks without an answer: the thread runs no Python
@@ -43,7 +43,7 @@ _lock = threading.Lock()  # ranks that are threads of one process install at onc
 
 
 def install() -> Mapping[str, int]:
-    """Register the handler of this process's stacks; return the way to ask, if there is one."""
+    """Register the handler of this process's stacks; return its signal and memory, if any."""
     if not _lock.acquire(timeout=_LOCKED_S):  # a fork may have left it locked
         return {}
     try:
@@ -79,7 +79,7 @@ def _bit(number: int) -> int:
 
 
 def _masks(status: Path) -> dict[str, int]:
-    """Read the sets of signals of a thread; empty where it has ended."""
+    """Return the signal masks of a thread; empty if it has ended."""
     try:
         return {name: int(bits, 16) for name, bits in _MASK.findall(status.read_text())}
     except OSError:
@@ -90,7 +90,7 @@ def ask(pid: int, facts: Mapping[str, int], thread_id: int, timeout_s: float) ->
     """Return the stack of a thread of a process of this user; None if it doesn't answer."""
     until = time.monotonic() + timeout_s
     with contextlib.suppress(OSError), _memory(pid, facts) as fd:
-        while not _is_alone(fd):  # each asker takes what is appended next for its own thread's
+        while not _is_alone(fd):  # each observer takes the next text for its own thread's
             if time.monotonic() > until:
                 return None
             time.sleep(_LOOK_S)
@@ -103,7 +103,7 @@ def ask(pid: int, facts: Mapping[str, int], thread_id: int, timeout_s: float) ->
 
 @contextlib.contextmanager
 def _memory(pid: int, facts: Mapping[str, int]) -> Iterator[int]:
-    """Open the memory that a process has named; raise OSError where it is something else's."""
+    """Open the memory of a process's stacks; raise OSError if the number is another file's."""
     fd = os.open(f"/proc/{pid}/fd/{facts.get('stacks_fd')}", os.O_RDWR | os.O_CLOEXEC)
     try:
         is_named = os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_MEMORY}")
@@ -125,8 +125,8 @@ def _is_alone(fd: int) -> bool:
 def texts(
     pid: int, facts: Mapping[str, int], thread_id: int, timeout_s: float, all_threads: bool
 ) -> dict[int, str] | None:
-    """Ask a process for the stacks of one thread, or of all, one after the other."""
-    # The arguments are those of `ask`, but that the process has `timeout_s` for all threads.
+    """Return the stacks of one thread of a process, or of all; None if it doesn't answer."""
+    # The arguments are those of `ask`, except that `timeout_s` is for all threads together.
     until = time.monotonic() + timeout_s
     own = ask(pid, facts, thread_id, timeout_s)
     if own is None:
@@ -150,7 +150,7 @@ def _answer(pid: int, thread_id: int, number: int, fd: int, until: float) -> str
     if os.fstat(fd).st_size > _MOST_BYTES:
         os.ftruncate(fd, 0)
     begin = os.fstat(fd).st_size
-    # If it is pending, somebody asked before: the thread is stopped, or about to write.
+    # A pending one is an earlier observer's: the thread is stopped, or about to write.
     if not masks["SigPnd"] & bit and not _send(pid, thread_id, number):
         return None
     quiet = 0
@@ -165,6 +165,6 @@ def _answer(pid: int, thread_id: int, number: int, fd: int, until: float) -> str
 
 
 def _send(pid: int, thread_id: int, number: int) -> bool:
-    """Send a signal to one thread, which Python does for the threads of its own process alone."""
+    """Send a signal to one thread, which Python does only within its own process."""
     call = _TGKILL.get(platform.machine())
     return call is not None and ctypes.CDLL(None).syscall(call, pid, thread_id, number) == 0

@@ -1,7 +1,7 @@
-"""Status pages: the calls of a rank, where others of its user can read them without its help.
+"""Status pages: the calls of a rank, readable by its user's processes without its help.
 
 A page is a file in memory, so that it can also be read while the rank is stopped, in C, or dead.
-Its owner writes, nobody locks, and a reader never takes half a state for a whole one.
+Only its owner writes, without locks, and a reader never takes half a state for a whole one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 #   record   stamp (32, 64, ...), begin, end, number, bytes, text, stamp | state
 #   text     UTF-8, to its size with zeros: name, group, line and file, with a zero between
 # A record is written from its first byte to its last: x86 and `pack_into` keep that order. A reader
-# goes from the last to the first: the same stamp in both says that nobody has written meanwhile.
+# goes from the last to the first: the same stamp in both shows that no write came between.
 _MAGIC = int.from_bytes(b"unisono2", "little")
 _WORD = 8
 _HEAD_BYTES = 64
@@ -65,7 +65,7 @@ _open: weakref.WeakSet[StatusPage] = weakref.WeakSet()
 
 
 def folder() -> Path | None:
-    """Return the folder of this user's pages; None where there are none."""
+    """Return the folder of this user's pages; None if there are none."""
     # ``UNISONO_STATUS=0`` means none; any other value but 1 is the folder itself.
     setting = os.environ.get("UNISONO_STATUS", "1")
     if setting == "0" or not sys.platform.startswith("linux"):
@@ -76,7 +76,7 @@ def folder() -> Path | None:
 
 
 def _private(path: Path, *, makes: bool) -> bool:
-    """Return whether a folder is this user's alone, so that nobody else has put pages there."""
+    """Return whether a folder is this user's alone, so that its pages can be trusted."""
     try:
         if makes:
             with contextlib.suppress(FileExistsError):
@@ -97,7 +97,7 @@ def _private(path: Path, *, makes: bool) -> bool:
 
 
 class StatusPage:
-    """The page of one rank, which it writes."""
+    """The page of one rank, for writing."""
 
     def __init__(self, path: Path, memory: mmap.mmap, facts: Mapping[str, Any]) -> None:
         self.path = path
@@ -113,7 +113,7 @@ class StatusPage:
 
     @classmethod
     def make(cls, facts: Mapping[str, Any]) -> StatusPage | None:
-        """Make a page; None where there can be none."""
+        """Create a page; return None if that fails."""
         place, pid, fd = folder(), os.getpid(), -1
         if place is None or not _private(place, makes=True):
             return None
@@ -134,7 +134,7 @@ class StatusPage:
         return cls(path, memory, {**facts, **own, "pids": pids})
 
     def update(self, **facts: Any) -> None:
-        """Change facts."""
+        """Update facts."""
         with self._lock:
             self.facts.update(facts)
             edition = self._words[_EDITION] + 1
@@ -147,7 +147,7 @@ class StatusPage:
             self._words[_EDITION] = edition
 
     def lane(self) -> Lane | None:
-        """Return a lane that no living thread has; None where there is none."""
+        """Return a lane without a live thread; None if there isn't one."""
         thread = threading.current_thread()
         with self._lock:
             for place, owner in enumerate(self._owners):
@@ -158,7 +158,7 @@ class StatusPage:
         return None
 
     def close(self) -> None:
-        """Remove the page, in the process that made it; harmless the second time."""
+        """Remove the page in the process that created it; a second call does nothing."""
         if os.getpid() == self._pid:
             _open.discard(self)
             with contextlib.suppress(OSError):
@@ -179,14 +179,14 @@ class Lane:
         self._words[head] = threading.get_native_id()
 
     def begin(self, text: bytes, number: int, size: int, begin_ns: int, state: int) -> int:
-        """Write that a call has begun; give what `write` takes."""
+        """Write a call's record; return its stamp for `write`."""
         self._last = stamp = self._last + _STEP
         at = (self._first + (stamp & _AROUND)) * _WORD
         _pack(self._memory, at, stamp, begin_ns, 0, number, size, text, stamp | state)
         return stamp
 
     def write(self, stamp: int, word: int, value: int) -> None:
-        """Change a word of a record, unless others have overwritten it; safe in any thread."""
+        """Set a word of a record unless it has been overwritten; safe in any thread."""
         at = self._first + (stamp & _AROUND)
         if self._words[at] == stamp:
             self._words[at + word] = value
@@ -194,7 +194,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class PageRecord:
-    """A call, as its rank's page has it."""
+    """A call, as recorded in its rank's page."""
 
     thread_id: int
     name: str
@@ -209,7 +209,7 @@ class PageRecord:
 
 
 class PageReader:
-    """The page of one rank, as another process sees it."""
+    """The page of one rank, for reading."""
 
     def __init__(self, path: Path) -> None:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # it may be a pipe
@@ -236,11 +236,11 @@ class PageReader:
                 return dict(json.loads(text))
 
     def is_alive(self) -> bool:
-        """Return whether the process that wrote it still runs."""
+        """Return whether the process that wrote the page still runs."""
         return is_running(self.facts["pid"], self.facts["start_ticks"])
 
     def records(self) -> list[PageRecord]:
-        """Read the last 128 calls of each thread, in the order in which they began."""
+        """Return the last 128 calls of each thread, in the order in which they began."""
         found = [
             record
             for lane in range(_LANES)
@@ -265,8 +265,8 @@ class PageReader:
 
 def pages() -> list[PageReader]:
     """Read all pages of this user on this host, those of dead processes too."""
-    # Containers and hosts may share the folder and number their processes alike: what another
-    # one has written is left out, as nothing can be known of its processes here.
+    # Containers and hosts may share the folder and number their processes alike: pages of another
+    # one are left out, as the state of its processes isn't known here.
     place = folder()
     if place is None or not _private(place, makes=False):
         return []
@@ -282,20 +282,20 @@ def pages() -> list[PageReader]:
 
 
 def _pids() -> int:
-    """Name the space that process ids belong to: hosts and containers have one each."""
+    """Return an id of the pid namespace: hosts and containers have one each."""
     # The inode alone is the same on all hosts, outside of containers.
     return zlib.crc32(f"{boot_id()} {os.readlink('/proc/self/ns/pid')}".encode())
 
 
 def text_of(name: str, group: str, file: str, line: int) -> bytes:
-    """Write the place and the name of a call, as records have them: a long path loses its start."""
+    """Encode the place and the name of a call for a record; a long path loses its start."""
     head = name.encode("utf-8", "replace")[:_BEGINNING]
     head += f"\0{short_name(group)}\0{line}\0".encode("utf-8", "replace")
     return head + file.encode("utf-8", "replace")[len(head) - _TEXT_BYTES :]
 
 
 def short_name(group: str) -> str:
-    """Return the name of a group as pages have it: of a long one its beginning, and a digest."""
+    """Return a group's name for pages: a long one's beginning, with a digest."""
     # Some names hold all ranks of their group.
     name = group.encode("utf-8", "replace")
     if len(name) <= _LONGEST_NAME:
@@ -305,8 +305,8 @@ def short_name(group: str) -> str:
 
 
 def shortened(ranks: Sequence[int]) -> list[int] | dict[str, list[int]]:
-    """Write ranks into facts, where there is no room for those of many large groups."""
-    # `ranks_of` reads them.
+    """Encode ranks for the facts, which lack room for those of many large groups."""
+    # `ranks_of` decodes them.
     if len(ranks) > 2:
         evenly = range(ranks[0], ranks[-1] + 1, max(ranks[1] - ranks[0], 1))
         if tuple(evenly) == tuple(ranks):
@@ -315,12 +315,12 @@ def shortened(ranks: Sequence[int]) -> list[int] | dict[str, list[int]]:
 
 
 def ranks_of(written: list[int] | dict[str, list[int]]) -> tuple[int, ...]:
-    """Read what `shortened` has written."""
+    """Decode ranks from `shortened`."""
     return tuple(range(*written["range"]) if isinstance(written, dict) else written)
 
 
 def _sweep(place: Path) -> None:
-    """Remove the pages of dead processes once nothing lives of their job."""
+    """Remove the pages of dead processes once their whole job is dead."""
     with contextlib.suppress(OSError):
         pids = {path.name.partition("-")[0] for path in place.iterdir()}
         if all(_exists(int(pid)) for pid in pids if pid.isdecimal()):
@@ -340,14 +340,14 @@ def _exists(pid: int) -> bool:
     return True
 
 
-@cache  # of each process, which is another one after a fork
+@cache  # by process, which is another one after a fork
 def start_ticks(pid: int) -> int:
-    """Return a time at which this process was alive, in 10 ms since the host was started."""
+    """Return a time at which this process was alive, in 10 ms since the host's boot."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 10_000_000
 
 
 def is_running(pid: int, ticks: int) -> bool:
-    """Return whether the process still runs that had an id then; a zombie doesn't."""
+    """Return whether the process that had `pid` at `ticks` still runs; a zombie doesn't."""
     with contextlib.suppress(load("psutil:Error")):
         boot_s, process = load("psutil:boot_time")(), load("psutil:Process")(pid)
         since = round((process.create_time() - boot_s) * 100)
@@ -356,7 +356,7 @@ def is_running(pid: int, ticks: int) -> bool:
 
 
 def close_all(job: str | None = None) -> None:
-    """Take away the pages of this process; with `job`, those of that job alone."""
+    """Remove the pages of this process; with `job`, only those of that job."""
     for page in list(_open):
         if job is None or page.facts.get("job") == job:
             page.close()

@@ -1,4 +1,4 @@
-"""Operations that several threads ask for, one after the other, until one is left half-way."""
+"""Operations of several threads, one at a time, until one is interrupted."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ _AS_IT_IS = nullcontext()
 
 
 class Monitor(Protocol):
-    """Looks after operations, as the control plane does."""
+    """An observer of operations, such as the control plane."""
 
     def begin(self, group: Group | None, call: str) -> Check:
-        """Record an operation that begins; return what the arena calls while it waits."""
+        """Record an operation that begins; return the check for the arena's waits."""
 
     def interrupt(self, how: str) -> None:
-        """Tell the other ranks that this one left an operation half-way."""
+        """Report to the other ranks that this one was interrupted in an operation."""
 
 
 class Turn:
-    """A lock whose holder learns that it would wait for itself."""
+    """A lock that raises if its holder would wait for itself."""
 
     def __init__(self) -> None:
-        self._lock: Any = threading.RLock()  # which knows at any moment whose it is
+        self._lock: Any = threading.RLock()  # which knows its owner at any moment
         self.call: str = ""
-        """What its holder is doing."""
+        """The holder's call."""
 
     def of(self, call: str) -> Any:
-        """Return the lock, for a ``with`` block, which no interrupt comes between."""
+        """Return the lock for a ``with`` block; raise if this thread holds it."""
         if self._lock._is_owned():
             raise CollectiveError(
                 f"{call} was called within {self.call}, by a signal handler or a finalizer: let "
@@ -45,7 +45,7 @@ class Turn:
         return self._lock
 
     def is_free(self) -> bool:
-        """Return whether nobody has it, this thread included."""
+        """Return whether no thread holds it, this one included."""
         is_free = not self._lock._is_owned() and self._lock.acquire(blocking=False)
         if is_free:
             self._lock.release()
@@ -53,7 +53,7 @@ class Turn:
 
 
 class Turns:
-    """What runs the operations of one group."""
+    """The operations of one group, run in turn."""
 
     def __init__(self, monitor: Monitor, group: Group | None = None) -> None:
         self._monitor, self._group = monitor, group
@@ -61,17 +61,17 @@ class Turns:
         self._ended: UnisonoError | None = None
 
     def belong_to(self, monitor: Any) -> None:
-        """Take note that another view of the context has it now."""
+        """Set the monitor of the view of the context that has it now."""
         self._monitor = monitor
 
     def close(self) -> None:
-        """Let go of the memory; nothing can be called any more."""
+        """Release the memory; later calls raise."""
         self._ended = ContextError(
             "the context of this memory has ended, by finalize() or with its process group"
         )
 
     def _run(self, call: str, work: Callable[[Check], None], target: Tensor | None = None) -> None:
-        """Run an operation that overwrites `target`; one that is left half-way is the last."""
+        """Run an operation that overwrites `target`; after an interrupted one, all raise."""
         is_apart = target is not None and target.is_inference()
         with self._turn.of(call), torch.inference_mode() if is_apart else _AS_IT_IS:
             self._turn.call = call
