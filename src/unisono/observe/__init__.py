@@ -1,1 +1,1 @@
-"""Seeing inside: what ranks are in, what they wait for, what a job did."""
+"""Observability: the current calls of ranks, their waits, and traces of a job."""

@@ -1,4 +1,4 @@
-"""The jobs of this user on this host: status pages by job and rank, with what the kernel says."""
+"""The jobs of this user on this host, from status pages and the kernel's process states."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _CONDITIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A rank whose page has been read; with its stacks, or why there are none, on another host."""
+    """A rank whose page was read; on another host with its stacks, or the reason for none."""
 
     rank: Rank
     facts: Mapping[str, Any]
@@ -48,7 +48,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job, as far as pages of it were read, the first ones at `at_ns`."""
+    """A job, from the pages read of it, the first ones at `at_ns`."""
 
     name: str
     ranks: tuple[Seen, ...]
@@ -58,12 +58,12 @@ class Job:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What the first rank's page says."""
+        """The facts of the first rank's page."""
         return self.ranks[0].facts
 
 
 class Meter:
-    """How busy processes and threads are, between one look and the next."""
+    """The CPU use of processes and threads between two looks."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[int, int], tuple[int, float]] = {}
@@ -99,7 +99,7 @@ class _Page:
 
 
 def look(meter: Meter, elsewhere: Iterable[Job] = ()) -> list[Job]:
-    """Read all pages of this user, and join the jobs of other hosts; leave ended jobs out."""
+    """Return the running jobs of this user here, joined with those of other hosts."""
     found: list[list[Job]] = []
     for part in sorted((*read(meter), *elsewhere), key=lambda part: part.name):
         other = next((each for each in found if _is_one(part, each)), None)
@@ -112,7 +112,7 @@ def look(meter: Meter, elsewhere: Iterable[Job] = ()) -> list[Job]:
 
 
 def _is_one(part: Job, others: Sequence[Job]) -> bool:
-    """Return whether parts are of one job: of its name, and no rank lives on two hosts."""
+    """Return whether parts are of one job: the same name, and no rank alive on two hosts."""
     living = {
         (each.rank.rank, each.facts["pids"])
         for job in (part, *others)
@@ -133,7 +133,7 @@ def _joined(name: str, parts: Sequence[Job]) -> Job:
 
 
 def read(meter: Meter) -> list[Job]:
-    """Read all pages of this user, and group them by job, those that have ended too."""
+    """Return the jobs of all pages of this user, ended ones too."""
     at_ns = time.monotonic_ns()
     by_job: dict[str, list[_Page]] = {}
     for page in _copied(pages()):
@@ -142,11 +142,11 @@ def read(meter: Meter) -> list[Job]:
 
 
 def _copied(found: Iterable[PageReader]) -> list[_Page]:
-    """Copy pages, but for those of ranks that have ended in good order just now."""
+    """Copy pages, except of ranks that have just exited normally."""
     copies = []
     for page in found:
         vitals = _vitals(page) if page.is_alive() else None
-        # Who ends in good order takes the page away first.
+        # A rank that exits normally removes its page first.
         if vitals is not None or page.path.exists():
             copies.append(_Page(page.facts, page.records(), vitals))
     return copies
@@ -169,7 +169,7 @@ def _vitals(page: PageReader) -> _Vitals | None:
 
 
 def _status(path: str) -> list[bytes]:
-    """Read what follows the name: the state comes first."""
+    """Read the fields after the name, the state first."""
     return Path(path).read_bytes().rpartition(b")")[2].split()
 
 
@@ -178,8 +178,8 @@ def _used_s(words: list[bytes]) -> float:
 
 
 def job_of(name: str, found: Collection[Seen], at_ns: int) -> Job:
-    """Make a job of its ranks: as many as the newest one that lives says."""
-    # A job that was started again with fewer ranks has left pages of the dead that it has no more.
+    """Build a job from its ranks, with the world size of the newest live one."""
+    # A job restarted with fewer ranks has left pages of dead ranks that it no longer has.
     world_size = int(max(found, key=_newness).facts["world_size"])
     by_rank = {
         each.rank.rank: each
@@ -192,18 +192,18 @@ def job_of(name: str, found: Collection[Seen], at_ns: int) -> Job:
 
 
 def _newness(seen: Seen) -> tuple[bool, int]:
-    """Order what is known of one rank: one that lives, then the one that began last."""
+    """Return the sort key of a rank's processes: a live one, then the newest, is largest."""
     return seen.rank.condition != "dead", seen.rank.made_ns
 
 
 def _nearness(seen: Seen) -> tuple[bool, bool, int]:
-    """Order what is known of one rank: of one that lives, first what this host has read itself."""
+    """Return the sort key of a rank on several hosts: a live one, then this host's, is largest."""
     lives, made_ns = _newness(seen)
     return lives, lives and seen.told is None, made_ns
 
 
 def _seen_in(found: Iterable[_Page], meter: Meter) -> list[Seen]:
-    """Return what is known of the ranks of one job."""
+    """Return the ranks of one job, from its pages."""
     by_rank = _by_rank(found)
     sharing: dict[int, int] = {}
     for each in by_rank.values():
@@ -216,7 +216,7 @@ def _seen_in(found: Iterable[_Page], meter: Meter) -> list[Seen]:
 
 
 def _by_rank(found: Iterable[_Page]) -> dict[int, list[_Page]]:
-    """Take each rank's pages, the newest last: those of its newest process that lives."""
+    """Return each rank's pages, the newest last, of its newest live process."""
     by_process: dict[int, dict[tuple[int, int], list[_Page]]] = {}
     for page in sorted(found, key=lambda page: int(page.facts.get("made_ns", 0))):
         process = page.facts["pid"], page.facts["start_ticks"]
@@ -278,7 +278,7 @@ def _calls(page: _Page, context: str) -> Iterable[Call]:
 
 
 def send(job: Job, number: int) -> None:
-    """Send a signal to all processes of a job on this host; a stopped one goes on, to get it."""
+    """Send a signal to all processes of a job on this host, and continue stopped ones."""
     processes = [(each.facts["pid"], each.facts["start_ticks"]) for each in job.ranks]
     for pid, ticks in dict.fromkeys(processes):  # once, where it has several ranks
         if is_running(pid, ticks):
@@ -290,7 +290,7 @@ def send(job: Job, number: int) -> None:
 def stacks_of(
     ranks: Sequence[Seen], timeout_s: float, *, all_threads: bool = False
 ) -> dict[int, list[Stack] | str]:
-    """Ask ranks of this host that live for their stacks; those of others have come with theirs."""
+    """Return the stacks of ranks, or why there are none; only live ones of this host are asked."""
     known = {
         each.rank.rank: "is dead" if each.rank.condition == "dead" else each.told for each in ranks
     }

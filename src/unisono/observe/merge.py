@@ -1,4 +1,4 @@
-"""One file for Perfetto or Chrome out of the traces of all ranks, on one clock."""
+"""A merged trace of all ranks for Perfetto or Chrome, on one clock."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class JobTrace:
     clocks: dict[int, Clock]
 
     def waits(self) -> Waits:
-        """Work out which rank waited for which."""
+        """Compute which rank waited for which."""
         return waits(self.records, *common_clock(self.records, self.clocks))
 
 
 def jobs(traces: Iterable[RankTrace]) -> list[JobTrace]:
-    """Sort the traces of a folder by job."""
+    """Return the traces of a folder, by job."""
     named: dict[tuple[int, str], list[RankTrace]] = {}
     for each in traces:
         named.setdefault((each.world_size, each.job), []).append(each)
@@ -53,8 +53,8 @@ def _job(name: str, size: int, traces: Iterable[RankTrace]) -> JobTrace:
 
 def chrome_trace(found: Sequence[JobTrace]) -> dict[str, Any]:
     """Build the JSON of all ranks: a process for each, a slice for each call, arrows for waits."""
-    # The slice within a call's lasts until the last rank came; an arrow leads from it to the call
-    # of that rank. Readers sort by time, but need each slice after those that it is in.
+    # The slice within a call's lasts until the last rank arrived; an arrow leads from it to that
+    # rank's call. Viewers sort by time, but need each slice after those that it is in.
     offsets = [common_clock(job.records, job.clocks)[0] for job in found]
     begins = [
         record.arrival_ns + of_job[rank]
@@ -89,14 +89,14 @@ _FIRST_THREAD = 1_000_000  # no process has such a number
 
 @dataclass(slots=True)
 class _Lane:
-    """A line of slices, each within another or beside it: readers take nothing else."""
+    """A row of slices, nested or one after another: viewers accept nothing else."""
 
     tid: int
     open: list[tuple[int, Event | None]] = field(default_factory=list)
     """The end of each slice, and its waiting."""
 
     def takes(self, begin_ns: int, end_ns: int) -> bool:
-        """Return whether a slice fits that begins after all that are there."""
+        """Return whether a slice fits that begins after all others here."""
         while self.open and self.open[-1][0] <= begin_ns:
             self.open.pop()
         return not self.open or end_ns <= self.open[-1][0]
@@ -116,7 +116,7 @@ class _Row:
         self._lanes: dict[int, list[_Lane]] = {}
 
     def add(self, record: CollectiveRecord, begin_ns: int, meeting: Meeting | None) -> None:
-        """Add a call, in the order of their begins."""
+        """Add a call; they are added in the order of their starts."""
         end_ns = begin_ns + max(record.duration_ns, 0)
         lane = self._lane(record.thread_id, begin_ns, end_ns)
         args = {**args_of(record), "number": record.number}
@@ -156,7 +156,7 @@ class _Row:
 
 
 def _arrows(rows: dict[int, _Row]) -> Iterator[Event]:
-    """Lead from each wait to the call that ended it."""
+    """Build an arrow from each wait to the call that ended it."""
     for waiting, meeting in chain.from_iterable(row.waits for row in rows.values()):
         ends = {"s": waiting, "f": rows[meeting.last].calls[id(meeting)]} if waiting["dur"] else {}
         for ph, end in ends.items():

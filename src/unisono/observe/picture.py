@@ -1,4 +1,4 @@
-"""A picture of who was waited for and who waited: the one door to matplotlib."""
+"""A bar chart of waiting times by rank, the only use of matplotlib."""
 
 from __future__ import annotations
 

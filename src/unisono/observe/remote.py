@@ -1,4 +1,4 @@
-"""The jobs of other hosts: a command of the user's runs ``unisono top --packed`` there."""
+"""The jobs of other hosts, from ``unisono top --packed`` run there by a command of the user's."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError, 
 
 
 def packed(jobs: Sequence[Job], version: str) -> Iterator[str]:
-    """Write jobs of this host, with the stack of each rank, as short lines."""
+    """Encode jobs of this host, with the stack of each rank, as short lines."""
     found = [[job.name, job.at_ns, _ranks(job)] for job in jobs]
     about = {"version": version, "unix_ns": time.time_ns(), "monotonic_ns": time.monotonic_ns()}
     body = zlib.compress(json.dumps({**about, "jobs": found}).encode())
@@ -71,7 +71,7 @@ def _plain(told: list[Stack] | str) -> Any:
 
 
 def look_through(commands: Sequence[str], version: str) -> tuple[list[Job], list[str]]:
-    """Run all commands at once; return the jobs of their hosts, and what has failed."""
+    """Run all commands at once; return the jobs of their hosts, and the failures."""
     for command in commands:
         _words(command)
     with ThreadPoolExecutor(max(len(commands), 1)) as executor:
@@ -113,7 +113,7 @@ def _through(command: str, version: str) -> tuple[list[Job], str]:
 
 
 def _run(command: str, out: BinaryIO, err: BinaryIO) -> str:
-    """Run a command; return how it failed, empty if it didn't."""
+    """Run a command; return its failure, empty for none."""
     try:
         process = subprocess.Popen(
             _words(command), stdin=subprocess.DEVNULL, stdout=out, stderr=err
@@ -157,7 +157,7 @@ def _bodies(text: str) -> tuple[list[str], bool]:
 
 
 def _jobs(plain: dict[str, Any], begun_ns: int) -> list[Job]:
-    """Read what `packed` wrote, by the clock of this host."""
+    """Decode jobs from `packed`, in the clock of this host."""
     # Its host's time of day, as far as it lies within the run of the command.
     now_ns = time.time_ns()
     ago_ns = now_ns - min(max(plain["unix_ns"], begun_ns), now_ns)

@@ -1,4 +1,4 @@
-"""What ``unisono top`` and ``unisono where`` tell: jobs, verdicts and stacks, as plain data."""
+"""Reports of ``unisono top`` and ``unisono where``: jobs, verdicts and stacks as plain data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unisono.observe.verdict import Culprit, State, Verdict, judge
 _S = 1e9
 _MOST_ASKED = 8  # culprits whose stacks are asked for
 _ANSWER_S = 0.3
-_AGAIN_S = 5.0  # one that hasn't answered
+_AGAIN_S = 5.0  # until a rank that hasn't answered is asked again
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class Answer:
 
 
 class Asked:
-    """The ranks that have been asked, and what they have told."""
+    """The ranks that have been asked for stacks, and their answers."""
 
-    # To ask a rank interrupts what waits in C there, so a view that looks each second asks each one
+    # Asking a rank interrupts waits in C there, so a view that refreshes each second asks each rank
     # once in a place.
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ def _place_of(seen: Seen, verdict: Verdict) -> tuple[object, ...]:
 
 
 def _is_good(known: Answer | None, place: tuple[object, ...], now_s: float) -> bool:
-    """Return whether what is known of a rank still holds."""
+    """Return whether a known answer still holds."""
     if known is None or known.place != place:
         return False
     return not isinstance(known.stacks, str) or now_s - known.at_s < _AGAIN_S
@@ -66,13 +66,13 @@ def _is_good(known: Answer | None, place: tuple[object, ...], now_s: float) -> b
 
 def reports(jobs: Sequence[Job]) -> dict[str, Any]:
     """Return the state of each rank of each job, and the ranks that make others wait."""
-    # Nothing is asked of the ranks of this host but of those that make others wait.
+    # Of this host, it asks only ranks that make others wait, and the others of an extra call.
     asked = Asked()
     return {"host": socket.gethostname(), "jobs": [report_of(job, asked) for job in jobs]}
 
 
 def facts_of(job: Job) -> dict[str, Any]:
-    """Name a job, its program and its size, as its pages do."""
+    """Return a job's name, program, size and age, from its pages."""
     began_ns = min(each.rank.made_ns for each in job.ranks)
     known = {key: job.facts.get(key, "") for key in ("program", "cwd", "backend", "model")}
     up_s = max(job.at_ns - began_ns, 0) / _S
@@ -103,7 +103,7 @@ def report_of(job: Job, asked: Asked) -> dict[str, Any]:
 
 
 def calls_of(job: Job) -> dict[int, str]:
-    """Name the call that each rank is in, where it is in one."""
+    """Return the current call of each rank that is in one, as text."""
     states = judge([each.rank for each in job.ranks], job.at_ns).states
     return {
         rank: f"{state.call.name} of {state.call.group}, call {state.call.number}"
@@ -113,7 +113,7 @@ def calls_of(job: Job) -> dict[int, str]:
 
 
 def _is_early(job: Job, verdict: Verdict, asked: Asked) -> bool:
-    """Return whether others have yet to come to the line where a rank is alone, by their stacks."""
+    """Return whether a rank has yet to reach the line where one is alone, by their stacks."""
     alone = verdict.culprits[0].rank
     others = [each.rank.rank for each in job.ranks if each.rank.rank != alone][:_MOST_ASKED]
     answers = asked.stacks(job, verdict, [alone, *others])
@@ -122,13 +122,13 @@ def _is_early(job: Job, verdict: Verdict, asked: Asked) -> bool:
 
 
 def _own_stack(answer: Answer | None) -> tuple[Frame, ...]:
-    """Return the stack of a rank's own thread; none where it hasn't told it."""
+    """Return the stack of a rank's own thread; empty without an answer."""
     told = answer.stacks if answer is not None else ""
     return told[0].frames if isinstance(told, list) and told else ()
 
 
 def _place(culprit: Culprit, verdict: Verdict, answer: Answer | None) -> dict[str, Any]:
-    """Return where a culprit is: in its call's line, in its stack, or where it was last seen."""
+    """Return a culprit's position: the line of its call, of its stack, or of its last call."""
     state, frames = verdict.states[culprit.rank], _own_stack(answer)
     own, call = stacks.own_frame(frames), state.call
     is_of_calls = verdict.kind in ("mismatch", "deadlock", "extra call")

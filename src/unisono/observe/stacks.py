@@ -1,4 +1,4 @@
-"""The stacks of ranks, asked for by a signal, and the user's lines in them."""
+"""Stacks of ranks, requested by a signal, and the user's lines in them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Stack:
 
 
 def parse(text: str) -> tuple[Frame, ...]:
-    """Read the stack that faulthandler writes."""
+    """Parse a stack that faulthandler has written."""
     found = filter(None, map(_FRAME.match, text.splitlines()))
     return tuple(
         Frame(each[1], int(each[2]) if each[2].isdecimal() else 0, each[3]) for each in found
@@ -46,14 +46,14 @@ def parse(text: str) -> tuple[Frame, ...]:
 
 
 def own_frame(frames: Sequence[Frame]) -> Frame | None:
-    """Choose the user's line: the innermost outside of unisono and of installed libraries."""
+    """Return the user's frame: the innermost outside unisono and installed libraries."""
     foreign = [frame for frame in _begun(frames) if not _is_ours(frame.file)]
     own = (frame for frame in foreign if not is_of_a_library(frame.file))
     return next(own, foreign[0] if foreign else None)
 
 
 def folded(frames: Sequence[Frame]) -> tuple[Frame, ...]:
-    """Leave out unisono's own frames, and what these called: the ranks of one call differ there."""
+    """Remove unisono's own frames and their callees, in which the ranks of one call differ."""
     frames, own = _begun(frames), own_frame(frames)
     if own is None or is_of_a_library(own.file):
         return tuple(frames)
@@ -63,14 +63,14 @@ def folded(frames: Sequence[Frame]) -> tuple[Frame, ...]:
 
 
 def _begun(frames: Sequence[Frame]) -> Sequence[Frame]:
-    """Leave out the command line of a process that we started."""
+    """Remove the command line of a process that we started."""
     is_started = len(frames) > 1 and frames[-1].file == "<string>" and _is_ours(frames[-2].file)
     return frames[:-1] if is_started else frames
 
 
 @cache
 def _is_ours(file: str) -> bool:
-    """Return whether a file is unisono's, in whichever environment the rank has it."""
+    """Return whether a file is unisono's, in any environment."""
     _, package, inside = file.rpartition(f"/{_PACKAGE.name}/")
     return bool(package) and (_PACKAGE / inside).is_file()
 
@@ -81,7 +81,7 @@ def of_ranks(
     *,
     all_threads: bool = False,
 ) -> dict[int, list[Stack] | str]:
-    """Ask ranks for their stacks."""
+    """Return the stacks of ranks."""
     with ThreadPoolExecutor(_N_AT_ONCE) as executor:
         asked = {
             rank: executor.submit(_of_rank, *each, timeout_s, all_threads)
@@ -116,8 +116,8 @@ def silent(timeout_s: float, facts: Mapping[str, Any]) -> str:
 
 
 def is_before(one: Sequence[Frame], other: Sequence[Frame]) -> bool:
-    """Tell whether a rank has yet to come to where another is, in the function where they part."""
-    # False where they part in different functions. In a loop, lines say little.
+    """Return whether a rank is on an earlier line than another, in the function where they part."""
+    # False where they part in different functions. In a loop, lines prove little.
     for mine, theirs in zip(reversed(one), reversed(other), strict=False):
         if (mine.file, mine.function) != (theirs.file, theirs.function):
             return False

@@ -1,4 +1,4 @@
-"""A trace of what this process's ranks call, written while they run."""
+"""A trace of the calls of this process's ranks, written while they run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from unisono.recording import CollectiveRecord, add_hook
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
 _log = logging.getLogger(__name__)
-_EVERY_S = 0.25  # how long a call waits for being written
+_EVERY_S = 0.25  # until a call is written
 _MOST_WAITING = 1_000_000  # calls, where writing takes longer than calling; then the oldest go
 _LONGEST_END_S = 5.0  # for a disk that hangs
 _FOR_GOOD = "UNISONO_TRACE"
@@ -30,22 +30,22 @@ _FOR_GOOD = "UNISONO_TRACE"
 def trace(folder: PathLike) -> Iterator[Path]:
     """Trace the collectives that this rank calls within the block.
 
-    Each rank writes a file of its own into the folder, which all ranks may share;
-    ``python -m unisono trace FOLDER --out job.json`` makes one file of them for Perfetto, and
-    ``--summary`` says which rank waited for which. A rank that is killed loses a second at most.
-    Where the files can't be written any more, a warning says so once, and the program goes on.
-    While ``torch.profiler`` runs, the calls are in its profile, too.
+    Each rank writes its own file into the folder, which all ranks may share;
+    ``python -m unisono trace FOLDER --out job.json`` merges them into one file for Perfetto, and
+    ``--summary`` reports which rank waited for which. A rank that is killed loses a second at most.
+    If the files can't be written any more, this is logged once as a warning, and the program
+    continues. While ``torch.profiler`` runs, the calls are in its profile, too.
 
     The variable ``UNISONO_TRACE`` does the same for a whole job.
 
     Args:
-        folder: made where it isn't there.
+        folder: created if it doesn't exist.
 
     Yields:
         The folder.
 
     Raises:
-        ArgumentError: the folder can't be made (on ranks where that is so).
+        ArgumentError: the folder can't be created (only on ranks where that fails).
 
     Example:
         >>> import tempfile
@@ -71,7 +71,7 @@ def trace(folder: PathLike) -> Iterator[Path]:
 
 
 def begin_if_asked() -> None:
-    """Begin to trace this process, once, where ``UNISONO_TRACE`` names a folder."""
+    """Start tracing this process, once, if ``UNISONO_TRACE`` names a folder."""
     # It goes on until the process exits.
     global _is_asked
     folder = os.environ.get(_FOR_GOOD, "").strip()
@@ -81,7 +81,7 @@ def begin_if_asked() -> None:
 
 
 class _Tracer:
-    """Writes all calls of this process into one folder, whichever of its ranks makes them."""
+    """Writes the calls of all ranks of this process into one folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -90,7 +90,7 @@ class _Tracer:
         self._remove = add_hook(before=self._begin, after=self._end)
 
     def reset(self) -> None:
-        """Begin with nothing to write, as a fork does."""
+        """Reset to nothing to write, as after a fork."""
         self._waiting: deque[CollectiveRecord] = deque(maxlen=_MOST_WAITING)
         self._files: dict[tuple[int, int, str], TraceFile] = {}
         self._ranges: dict[tuple[int, int, str], Any] = {}
@@ -126,11 +126,11 @@ class _Tracer:
             self.flush()
 
     def flush(self) -> None:
-        """Write the calls that wait; an error ends the trace."""
+        """Write pending calls; an error ends the trace."""
         with self._writing:
             try:
                 self._write()
-            except Exception as error:  # the program that is traced has nothing to do with it
+            except Exception as error:  # it must not end the traced program
                 self._remove()
                 self._is_over.set()
                 self._waiting.clear()
@@ -151,7 +151,7 @@ class _Tracer:
             self._files[key].append(records)
 
     def stop(self) -> None:
-        """Write the rest and end."""
+        """Write pending calls and stop."""
         self._remove()
         self._is_over.set()
         if self._thread is not None:
@@ -169,7 +169,7 @@ _is_asked = False
 
 
 def _hold(folder: Path) -> _Tracer:
-    """Trace into a folder: replicas that are threads of this process share one tracer."""
+    """Return a folder's tracer, which replicas that are threads of this process share."""
     with _lock:
         tracer = _tracers.get(folder)
         if tracer is None:

@@ -70,7 +70,7 @@ class TraceFile:
                 name, _, _, _, group, ranks, number, size, dtype, plane, file, line, thread,
                 arrival, duration, error, overlap,
             ) = record  # fmt: skip
-            # The head keeps its ranks, so that none has the same id: they take long to compare.
+            # The head keeps its ranks, so that their id stays unique: comparing them is slow.
             key = (name, group, id(ranks), size, dtype, plane, file, line, thread, error)
             head, _ = heads.get(key) or self._new_head(key, record)
             more = f',"overlap_us":{overlap}e-3' if overlap else ""
@@ -110,7 +110,7 @@ def args_of(record: CollectiveRecord) -> Event:
 
 
 def read(folder: Path) -> list[RankTrace]:
-    """Read the files of one job or several; a last line that isn't whole is left out."""
+    """Read the files of one job or several, without an incomplete last line."""
     paths = sorted(folder.glob(f"*{_SUFFIX}")) if folder.is_dir() else []
     traces = [trace for trace in map(_read_file, paths) if trace is not None]
     if not traces:

@@ -1,4 +1,4 @@
-"""Which rank waits for which, and why: pure functions on what the pages say."""
+"""The verdict on a job: which rank waits for which, and why, by pure functions."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from unisono.control.absent_ranks import named
 
 PATIENCE_S = 0.5
-"""A rank is named for being late only where others have waited longer for it."""
+"""A rank counts as late only if others have waited longer for it."""
 
 _S = 1e9
-_IDLE_PERCENT = 20.0  # of a core: looking at deaths and deadlines takes some
+_IDLE_PERCENT = 20.0  # of a core: checking for deaths and deadlines takes some
 _KEY = tuple[str, str]
 
 
@@ -35,13 +35,13 @@ class Call:
 
     @property
     def key(self) -> _KEY:
-        """What numbers the call belongs to."""
+        """The numbering that the call belongs to."""
         return self.context, self.group
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """What is known of a rank."""
+    """A rank's process and calls."""
 
     rank: int
     pid: int
@@ -61,7 +61,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a rank does now."""
+    """The current state of a rank."""
 
     kind: str
     call: Call | None
@@ -86,7 +86,7 @@ class Culprit:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What holds a job up."""
+    """The cause of a job's delay."""
 
     kind: str
     text: str
@@ -101,7 +101,7 @@ def judge(
     *,
     is_early: bool = False,
 ) -> Verdict:
-    """Say what each rank does, and who makes the others wait."""
+    """Return each rank's state, and the ranks that make others wait."""
     job = _Job(ranks, now_ns, patience_s)
     states = {rank: job.state(rank) for rank in sorted(job.ranks)}
     for rule in (_gone, _mismatch, _extra, _late, _deadlock, _unseen):
@@ -128,7 +128,7 @@ class _Wait:
 
 
 class _Job:
-    """What the rules ask of a job."""
+    """The facts of a job for the rules."""
 
     def __init__(self, ranks: Sequence[Rank], now_ns: int, patience_s: float) -> None:
         self.ranks = {rank.rank: rank for rank in ranks}
@@ -141,11 +141,11 @@ class _Job:
         return self.ranks[rank].condition in ("dead", "stopped")
 
     def _is_gone_alone(self, rank: int, waiter: int) -> bool:
-        """Return whether a rank has gone, and not the process of a waiter with it."""
+        """Return whether a rank is gone, in another process than a waiter's."""
         return self.is_gone(rank) and self.ranks[rank].pid != self.ranks[waiter].pid
 
     def _wait(self, rank: int) -> _Wait | None:
-        """Tell what a rank waits for; the call that most are missing in, where it has several."""
+        """Return a rank's wait; of several, the one with most ranks missing."""
         if self.ranks[rank].condition == "dead":
             return None
         waits = [self._missing(rank, call) for call in self.open[rank] if call.number]
@@ -166,7 +166,7 @@ class _Job:
         return _Wait(call, tuple(missing), tuple(unseen))
 
     def waits_for_nobody(self, rank: int) -> bool:
-        """Return whether a rank waits for none, not even for one that can't be seen from here."""
+        """Return whether a rank waits for none, not even for one without a page here."""
         wait = self.waits.get(rank)
         if wait is None or not (wait.ranks or wait.unseen):
             return True
@@ -175,7 +175,7 @@ class _Job:
         )
 
     def _has(self, rank: int, call: Call, *, is_over: bool) -> bool:
-        """Return whether a rank is in a call, or has left it, which all had come to then."""
+        """Return whether a rank is in a call, or has left it after all had reached it."""
         return any(
             (each.key, each.number, bool(each.end_ns)) == (call.key, call.number, is_over)
             for each in self.ranks[rank].calls
@@ -193,7 +193,7 @@ class _Job:
         return tuple(sorted(found - {culprit}))
 
     def waited_s(self, ranks: Iterable[int]) -> float:
-        """Tell for how long the first of some ranks has waited."""
+        """Return the longest wait of some ranks."""
         begins = [self.waits[rank].call.begin_ns for rank in ranks if rank in self.waits]
         return max(self.now_ns - min(begins, default=self.now_ns), 0) / _S
 
@@ -201,7 +201,7 @@ class _Job:
         return self.waited_s(ranks) >= self.patience_s
 
     def state(self, rank: int) -> State:
-        """Say what a rank does."""
+        """Return a rank's state."""
         facts, opened = self.ranks[rank], self.open[rank]
         wait = self.waits.get(rank)
         call = wait.call if wait else (opened[-1] if opened else None)
@@ -220,7 +220,7 @@ class _Job:
         return State(kind, call, is_inside, since, missing if kind == "waits" else ())
 
     def weighed(self, culprits: Sequence[Culprit]) -> tuple[Culprit, ...]:
-        """Say what each one has cost."""
+        """Return culprits with their costs."""
         costs = _costs(self.ranks.values())
         found = []
         for culprit in culprits:
@@ -252,7 +252,7 @@ def innermost(calls: Sequence[Call]) -> list[Call]:
 
 
 def _newest(calls: Iterable[Call]) -> dict[_KEY, int]:
-    """Tell how many calls of each group a rank has come to."""
+    """Return the number of a rank's last call in each group."""
     numbers: dict[_KEY, int] = {}
     for call in calls:
         numbers[call.key] = max(call.number, numbers.get(call.key, 0))
@@ -274,7 +274,7 @@ def _gone(job: _Job) -> _Found:
 
 
 def _mismatch(job: _Job) -> _Found:
-    """Find ranks whose call of one number isn't that of the others; the fewest are named first."""
+    """Find ranks whose call of one number differs from others', the rarest call's first."""
     for rank, opened in job.open.items():
         for call in opened:
             by_name = _names(job, call)
@@ -295,7 +295,7 @@ def _mismatch(job: _Job) -> _Found:
 
 
 def _names(job: _Job, call: Call) -> dict[str, list[int]]:
-    """Tell which ranks know a call under which name; a page without room for it has none."""
+    """Return the ranks by their name of a call, which a page without room lacks."""
     found: dict[str, list[int]] = {}
     for rank in sorted(job.ranks):
         for each in job.ranks[rank].calls:
@@ -306,7 +306,7 @@ def _names(job: _Job, call: Call) -> dict[str, list[int]]:
 
 
 def _extra(job: _Job) -> _Found:
-    """Find a rank that waits alone, in a line new to all others, who are idle outside of calls."""
+    """Find a rank that waits alone, in a line new to all others, which are idle outside calls."""
     waiting = [rank for rank, wait in job.waits.items() if wait.ranks]
     if len(waiting) != 1 or len(job.ranks) < 3 or not job.is_worth_a_word(waiting):
         return None
@@ -326,13 +326,13 @@ def _extra(job: _Job) -> _Found:
 
 
 def _has_called(rank: Rank, call: Call) -> bool:
-    """Return whether a rank was in that line before, so that it may come again, as in a loop."""
+    """Return whether a rank was in that line before and may reach it again, as in a loop."""
     place = call.key, call.name, call.file, call.line
     return any((each.key, each.name, each.file, each.line) == place for each in rank.calls)
 
 
 def _late(job: _Job) -> _Found:
-    """Find the ranks that others wait for, and that wait for nobody."""
+    """Find the ranks that others wait for, and that wait for none."""
     sinks = [
         rank
         for rank in job.waited_for()
@@ -354,7 +354,7 @@ def _why_late(job: _Job, rank: int) -> str:
 
 
 def _deadlock(job: _Job) -> _Found:
-    """Find ranks that wait for each other; those of the rarest call are named first."""
+    """Find ranks that wait for each other, those of the rarest call first."""
     waiting = [rank for rank, wait in job.waits.items() if wait.ranks]
 
     def waited_for(by: set[int]) -> set[int]:
@@ -380,7 +380,7 @@ def _deadlock(job: _Job) -> _Found:
 
 
 def _reached(start: int, after: Callable[[set[int]], set[int]]) -> set[int]:
-    """Return the ranks after one, and those after these."""
+    """Return the ranks reachable from one by `after`."""
     found: set[int] = set()
     new = {start}
     while new:
@@ -390,7 +390,7 @@ def _reached(start: int, after: Callable[[set[int]], set[int]]) -> set[int]:
 
 
 def _unseen(job: _Job) -> _Found:
-    """Find ranks without a page here that must be what others wait for."""
+    """Find ranks without a page here that others must be waiting for."""
     waits = {rank: wait for rank, wait in job.waits.items() if wait.unseen}
     if not waits or not job.is_worth_a_word(waits):
         return None
@@ -404,7 +404,7 @@ def _unseen(job: _Job) -> _Found:
 
 @dataclass(frozen=True, slots=True)
 class _Costs:
-    """What the calls that are over tell: seconds that others waited, and latenesses, by rank."""
+    """The costs of completed calls: seconds that others waited, and latenesses, by rank."""
 
     lost_s: dict[int, float]
     lates: dict[int, list[float]]
@@ -439,7 +439,7 @@ def _costs(ranks: Iterable[Rank]) -> _Costs:
 
 
 def _leaves(calls: Sequence[Call]) -> Iterator[Call]:
-    """Leave out calls that made others of these, such as sections."""
+    """Iterate over the calls without inner ones, so not over sections."""
     for at, call in enumerate(calls):
         end = call.end_ns or float("inf")
         inner = (each for each in calls[at + 1 :] if each.lane == call.lane)

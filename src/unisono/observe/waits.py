@@ -12,13 +12,13 @@ from typing import NamedTuple
 from unisono.recording import CollectiveRecord
 
 FLOOR_NS = 1_000_000
-"""Who comes later by less than this costs nobody time: ranks are never quite equal."""
+"""Lateness below this doesn't count: ranks are never quite equal."""
 FLOOR_SHARE = 0.05
 """The same as a share of the time since that rank's last call."""
-_STEPS = 100  # whose last rank is counted
-_SET_UP = "initialize"  # to which processes come as they start: it names nobody
-# A rank is named that costs this share of the time, and so many times as much as any other, in
-# so many calls by so much, or in so many by less.
+_STEPS = 100  # at the end, whose late ranks are counted
+_SET_UP = "initialize"  # its arrivals are those of starting processes, and don't count
+# A rank is slow if it costs this share of the time and this many times as much as any other, in
+# this many calls by at least this much, or in this many by less.
 _LEAST_LOSS = 0.05
 _MORE_THAN_OTHERS = 4
 _LARGE_NS = 50_000_000
@@ -30,35 +30,35 @@ Records = Mapping[int, Sequence[CollectiveRecord]]
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """One call, as each rank of its group has made it."""
+    """One call, with the record of each rank of its group."""
 
     records: dict[int, CollectiveRecord]
     offsets: Mapping[int, int]
     last: int = field(init=False)
-    """The rank that came last."""
+    """The rank that arrived last."""
     last_ns: int = field(init=False)
-    """When it came, on the common clock."""
+    """Its arrival, on the common clock."""
 
     def __post_init__(self) -> None:
-        last = _last_of(self)  # once: each rank of the call asks for it
+        last = _last_of(self)  # once: each rank of the call needs it
         object.__setattr__(self, "last", last)
         object.__setattr__(self, "last_ns", self.arrival_ns(last))
 
     def arrival_ns(self, rank: int) -> int:
-        """Return when a rank came, on the common clock."""
+        """Return a rank's arrival, on the common clock."""
         return self.records[rank].arrival_ns + self.offsets.get(rank, 0)
 
     def end_ns(self, rank: int) -> int:
-        """Return when a rank was done, on the common clock."""
+        """Return a rank's end, on the common clock."""
         return self.arrival_ns(rank) + self.records[rank].duration_ns
 
     def wait_begin_ns(self, rank: int) -> int:
-        """Return when a rank came, or began to wait for the handle of a call that it started."""
+        """Return a rank's arrival, or the start of its wait for the handle of an async call."""
         return self.arrival_ns(rank) + self.records[rank].overlap_ns
 
     def waited_ns(self, rank: int) -> int:
-        """Return how long a rank waited for the last one."""
-        # A rank that was done before the last one came didn't wait for it, such as
+        """Return the time that a rank waited for the last one."""
+        # A rank that was done before the last one arrived didn't wait for it, such as
         # the root of a broadcast.
         end_ns = self.end_ns(rank)
         if end_ns + FLOOR_NS < self.last_ns:  # by more than clocks are off
@@ -94,7 +94,7 @@ def meetings(ranks: Records, offsets: Mapping[int, int] | None = None) -> list[M
 
 
 def _is_counted(record: CollectiveRecord) -> bool:
-    # Calls of a group of one rank are left out, but for a job of one.
+    # Calls of a group of one rank are left out, except in a job of one.
     is_met = len(record.ranks) >= min(record.world_size, 2)
     return bool(record.number) and record.duration_ns >= 0 and is_met
 
@@ -111,7 +111,7 @@ class _Contexts:
         self._seen: set[int] = set()
 
     def of(self, number: int) -> int:
-        """Return the context of a call; they come in the order of arrivals."""
+        """Return the context of a call, given in the order of arrivals."""
         if number < self._first or number in self._seen or not self._seen:
             self._context += 1
             self._first = number
@@ -130,23 +130,23 @@ class Clock(NamedTuple):
     boot: str
     """Ranks of one host share a clock."""
     to_wall_ns: int
-    """The time of day less the clock's."""
+    """The time of day minus the clock's."""
 
 
-# No rank leaves these before the last one has come.
+# No rank leaves these before the last one has arrived.
 _MEETS = frozenset(
     {
         *("all_gather", "all_reduce", "all_reduce_", "all_to_all", "barrier", "gradients"),
         *("all_gather_tensors_with_shapes", "reduce_scatter", "new_group"),
     }
 )
-_DAY_NS = 10_000_000  # how far apart hosts that ask the time of a server usually are
+_DAY_NS = 10_000_000  # usual difference between hosts that synchronize with a time server
 _NARROWEST = 9  # calls that bound the difference of two clocks best
 
 
 def common_clock(ranks: Records, clocks: Mapping[int, Clock]) -> tuple[dict[int, int], int]:
     """Return the offset of each rank's clock to the first one's time of day, and its error."""
-    # A rank leaves a call that all meet in after the last one has come to it. So each bounds the
+    # A rank leaves a call that all meet in after the last one's arrival. So each bounds the
     # difference of two hosts from both sides, and the shortest ones bound it best.
     hosts = {rank: clocks[rank].boot for rank in sorted(clocks)}
     walls = {clocks[rank].boot: clocks[rank].to_wall_ns for rank in sorted(clocks, reverse=True)}
@@ -168,7 +168,7 @@ def common_clock(ranks: Records, clocks: Mapping[int, Clock]) -> tuple[dict[int,
 
 
 def _spans(meeting: Meeting, hosts: Mapping[int, str]) -> dict[str, tuple[int, int]]:
-    """Return by host when its last rank came to a call, and when its first one left it."""
+    """Return by host the arrival of its last rank at a call, and the end of its first one."""
     if any(each.name not in _MEETS or each.error for each in meeting.records.values()):
         return {}
     ranks: dict[str, list[int]] = defaultdict(list)
@@ -178,7 +178,7 @@ def _spans(meeting: Meeting, hosts: Mapping[int, str]) -> dict[str, tuple[int, i
         host: (max(map(meeting.arrival_ns, here)), min(map(meeting.end_ns, here)))
         for host, here in ranks.items()
     }
-    # A host that left before it came has taken several calls for one.
+    # A host that left before its arrival has mixed up several calls.
     return {host: (arrival, end) for host, (arrival, end) in spans.items() if arrival <= end}
 
 
@@ -196,12 +196,12 @@ class LineCost:
 
     @property
     def moving_s(self) -> float:
-        """Seconds that all ranks together spent in it once the last one had come."""
+        """Seconds that all ranks together spent in it after the last one's arrival."""
         return self.total_s - self.waiting_s
 
     @property
     def slowest(self) -> int | None:
-        """The rank that the others waited longest for; None where nobody waited."""
+        """The rank that the others waited longest for; None if none waited."""
         worst = max(self.lost_s, default=0.0)
         return self.lost_s.index(worst) if worst else None
 
@@ -235,7 +235,7 @@ class _Timeline:
         self._total_ns = [0] * size
 
     def add(self, rank: int, begin_ns: int, end_ns: int) -> int:
-        """Add the part of an interval that is new; they come in order of their begin."""
+        """Add the new part of an interval, given in the order of starts; return its length."""
         new = int(max(end_ns - max(begin_ns, self._until[rank]), 0))
         self._until[rank] = max(self._until[rank], end_ns)
         self._total_ns[rank] += new
@@ -247,8 +247,8 @@ class _Timeline:
 
 
 def waits(ranks: Records, offsets: Mapping[int, int] | None = None, unsure_ns: int = 0) -> Waits:
-    """Work out which rank waited for which."""
-    # Arrivals count, not durations: a sum takes as long on every rank, that of the slowest.
+    """Compute which rank waited for which."""
+    # Arrivals count, not durations: a sum takes as long on every rank as on the slowest.
     met = meetings(ranks, offsets)
     size = max(ranks, default=-1) + 1
     count = _Count(size, unsure_ns)
@@ -311,7 +311,7 @@ class _Count:
 
 
 def _slowest(late: Iterable[tuple[int, int, int]], watched_ns: int) -> int | None:
-    """Return the rank that costs much of the time, far more than any other, and again and again."""
+    """Return the rank that repeatedly costs much of the time, far more than any other."""
     lost: Counter[int] = Counter()
     for rank, late_ns, _ in late:
         lost[rank] += late_ns

@@ -1,4 +1,4 @@
-"""Who makes the others wait: every rank's calls, compared at the end of a block."""
+"""Ranks that make others wait, from all ranks' calls compared at the end of a block."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _MOST_LINES = 5  # of a table
 
 
 class Watch:
-    """What `watching` has found out; empty until the block is over. The same on every rank."""
+    """The result of `watching`, empty until the block is over. The same on every rank."""
 
     def __init__(self) -> None:
         self._waits = Waits()
 
     @property
     def slowest(self) -> int | None:
-        """The rank that costs the others time; None where none stands out."""
+        """The rank that costs the others time; None if none stands out."""
         return self._waits.slowest
 
     @property
@@ -61,14 +61,14 @@ class Watch:
 
     @property
     def last(self) -> tuple[int, ...]:
-        """By rank, how often it came last, and late, in the last hundred calls."""
+        """By rank, how often it arrived last, and late, in the last hundred calls."""
         return self._waits.last
 
     def plot(self, path: PathLike) -> None:
-        """Draw who was waited for, and who waited.
+        """Draw by rank the seconds that others waited for it, and that it waited.
 
         Args:
-            path: of the picture; its suffix says which kind, as in ``"waits.png"``.
+            path: of the picture; its suffix sets the format, as in ``"waits.png"``.
 
         Raises:
             ArgumentError: matplotlib isn't installed, or the file can't be written.
@@ -84,19 +84,19 @@ class Watch:
 
 @contextmanager
 def watching() -> Iterator[Watch]:
-    """Find out which rank makes the others wait within the block.
+    """Find the rank that makes the others wait within the block.
 
-    Collective over all ranks, at the end of the block: every rank tells the others when it came to
-    each collective. What counts is who comes last, not how long a call takes, as that is the same
-    on all ranks. A block that raises on some rank tells nothing, and the others meet a missing
-    rank as in any collective. The last 100,000 calls of each rank are kept; of more than 10 ranks
-    a million of all, though at least 1,000 of each. They are sent in some 10 bytes a call.
+    Collective over all ranks, at the end of the block, where each rank sends the others its
+    arrivals at collectives. Late arrivals count, not durations, which are the same on all ranks.
+    A block that raises on a rank has no result, and the others report a missing rank as in any
+    collective. The last 100,000 calls of each rank are kept; with more than 10 ranks a million in
+    all, though at least 1,000 of each. They are sent in some 10 bytes per call.
 
     Yields:
-        A `Watch`, whose figures are there once the block is over.
+        A `Watch`, filled in once the block is over.
 
     Raises:
-        CollectiveError: a peer failed or didn't come in time.
+        CollectiveError: a peer failed or didn't arrive in time.
 
     Example:
         >>> import unisono as idist
