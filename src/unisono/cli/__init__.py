@@ -26,14 +26,14 @@ COMMANDS: dict[str, str] = {
 }
 _HELP = {"help_option_names": ["-h", "--help"]}
 _SETTINGS: dict[str, dict[str, Any]] = {
-    # What follows the script's name is the script's own.
+    # Arguments after the script's name are the script's.
     "run": {
         "allow_interspersed_args": False,
         # torchrun spells its options both ways
         "token_normalize_func": lambda token: token.replace("_", "-"),
     }
 }
-# Where shells put the words typed so far when they ask for completions.
+# Variables in which shells pass the words typed so far, for completion.
 _TYPED = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")
 _WRONG_USE = 2
 _INTERRUPTED = 130
@@ -61,7 +61,7 @@ def _unisono(
 
 
 def _command_line(name: str) -> Any:
-    """Build the parser; of the commands it loads one alone, as some need seconds."""
+    """Build the parser; of the commands it loads only one, as some need seconds."""
     app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
     app.callback(
         invoke_without_command=True,
@@ -95,7 +95,7 @@ def _unloaded() -> int:
 
 
 def _named_in(args: Sequence[str]) -> str:
-    """Give the command that the words name, or those that a shell wants completed."""
+    """Return the command in the arguments, or in the words that a shell completes."""
     typed = " ".join(os.environ.get(name, "") for name in _TYPED).split()[1:]
     return next((word for word in (*args, *typed) if not word.startswith("-")), "")
 

@@ -1,4 +1,4 @@
-"""Jobs in words, for ``unisono top`` and ``unisono where``."""
+"""Jobs as text, for ``unisono top`` and ``unisono where``."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _MINUTE_S, _HOUR_S = 60, 3600
 
 
 def chosen(jobs: Sequence[Job], wanted: str | None) -> Job:
-    """Choose a job by its name, a rank's process, its program, or how its name begins."""
+    """Return the job with a given name, rank's pid, program, or start of its name."""
     ways: Sequence[Callable[[Job], bool]] = (
         lambda job: wanted in (None, job.name),
         lambda job: wanted in {str(each.rank.pid) for each in job.ranks},
@@ -78,14 +78,14 @@ def chosen(jobs: Sequence[Job], wanted: str | None) -> Job:
 
 
 def _programs(job: Job) -> set[str]:
-    """Return what a user may call a job's program: its file's name or path, its command line."""
+    """Return the names of a job's program: its file's name or path, its command line."""
     program = str(job.facts.get("program", ""))
     file = program.partition(" ")[0]
     return {program, file, os.path.basename(file)} - {""}
 
 
 def headline(job: Mapping[str, Any]) -> str:
-    """Name a job in one line."""
+    """Return a job in one line."""
     program = textwrap.shorten(str(job["program"]), 60, placeholder=" ...") or "-"
     parts = [program, f"{job['world_size']} rank{'s' * (job['world_size'] != 1)}"]
     parts += [job["backend"] or job["model"], f"up {_duration(job['up_s'])}"]
@@ -93,7 +93,7 @@ def headline(job: Mapping[str, Any]) -> str:
 
 
 def verdict_lines(job: Mapping[str, Any]) -> list[str]:
-    """Say who makes the others wait, where, and what it costs."""
+    """Return lines on the culprits, their positions and costs."""
     lines = [job["verdict"]["text"]]
     hosts = {each["rank"]: f"on {each['host']} " for each in job["ranks"] if _has_hosts(job)}
     lines += [_culprit(each, job["cwd"], hosts.get(each["rank"], "")) for each in job["culprits"]]
@@ -109,7 +109,7 @@ def elsewhere(ranks: Sequence[int]) -> list[str]:
 
 
 def look_everywhere(meter: Meter, commands: Sequence[str] | None) -> tuple[list[Job], int]:
-    """Return the jobs of this host and of the hosts behind `--via`; print failed commands."""
+    """Return the jobs here and on the hosts of `--via`, and an exit code; print failures."""
     found, failed = look_through(commands or (), __version__)
     for line in failed:
         typer.echo(f"error: {line}", err=True)
@@ -117,7 +117,7 @@ def look_everywhere(meter: Meter, commands: Sequence[str] | None) -> tuple[list[
 
 
 def columns(job: Mapping[str, Any]) -> list[Column]:
-    """List what is told of each rank; its host, where there are several."""
+    """List the columns of a rank; with its host, if there are several."""
     first, *others = _COLUMNS
     return [first, *([_HOST] if _has_hosts(job) else []), *others]
 
@@ -148,14 +148,14 @@ def _culprit(culprit: Mapping[str, Any], cwd: str, host: str) -> str:
 
 
 def _source(culprit: Mapping[str, Any]) -> str:
-    """Say where a culprit's line comes from; one that stays where it is isn't asked again."""
+    """Return the source of a culprit's line, with the age of an old stack."""
     if culprit["from"] == "stack" and culprit["told_s"] > _NOW_S:
         return f"where its stack was {_duration(culprit['told_s'])} ago"
     return _SOURCES[culprit["from"]]
 
 
 def rows(job: Mapping[str, Any]) -> list[list[Text]]:
-    """Give a line for each rank, the culprits first."""
+    """Return a row for each rank, the culprits first."""
     culprits = {each["rank"]: each for each in job["culprits"]}
     order = sorted(job["ranks"], key=lambda each: (each["rank"] not in culprits, each["rank"]))
     found = [_row(each, culprits.get(each["rank"])) for each in order]
@@ -213,7 +213,7 @@ def _duration(seconds: float) -> str:
 def grouped(
     found: Mapping[int, list[Stack] | str], calls: Mapping[int, str], *, all_threads: bool
 ) -> list[str]:
-    """Give the stacks of ranks as lines, equal ones once, the innermost call last."""
+    """Return the stacks of ranks as lines, equal ones once, the innermost call last."""
     own = {
         rank: (*_call(calls.get(rank)), *folded(each[0].frames))
         for rank, each in found.items()
@@ -235,12 +235,12 @@ def grouped(
 
 
 def _call(call: str | None) -> list[Frame]:
-    """Put the call in the place of what it does inside."""
+    """Return a frame in place of the call's inner ones."""
     return [] if call is None else [Frame("", 0, call)]
 
 
 def one_stack(rank: int, found: list[Stack] | str) -> list[str]:
-    """Give all stacks of one rank as lines, its own thread's first."""
+    """Return all stacks of one rank as lines, its own thread's first."""
     if isinstance(found, str):
         return [f"rank {rank}: {found}"]
     lines = [f"rank {rank}:", *_frames(found[0].frames if found else ())]

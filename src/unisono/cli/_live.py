@@ -43,7 +43,7 @@ _LINES_AROUND = 2  # the title and the keys
 
 
 class LiveView:
-    """What is shown, and what keys change of it."""
+    """The state of the view, and its keys."""
 
     def __init__(self, wanted: str | None, every_s: float, console: Console | None = None) -> None:
         self.wanted, self.every_s = wanted, every_s
@@ -54,7 +54,7 @@ class LiveView:
         self.jobs: list[Job] = []
         self.report: Mapping[str, Any] | None = None
         self.at = 0
-        self.prompt = ""  # what is asked at the bottom, with what has been typed
+        self.prompt = ""  # the question at the bottom, followed by the text typed
         self.typed = ""
         self.answer: Callable[[str], None] | None = None
         self.page: list[str] | None = None  # stacks, in place of the table
@@ -63,7 +63,7 @@ class LiveView:
         self.is_over = False
 
     def run(self) -> int:
-        """Show it until somebody quits."""
+        """Run the view until the user quits."""
         with (
             _keys(sys.stdin.fileno()) as fd,
             Live(console=self.console, screen=True, auto_refresh=False) as live,
@@ -81,7 +81,7 @@ class LiveView:
         return min([until, *(kills_at for _, kills_at in self.ending)])
 
     def look(self) -> None:
-        """Read the jobs again."""
+        """Update the jobs."""
         name = self.jobs[self.at].name if self.jobs else None
         self.jobs = look(self.meter)
         if self.wanted is not None:
@@ -97,7 +97,7 @@ class LiveView:
         self.ending = [each for each in self.ending if each[1] > now]
 
     def press(self, key: str) -> None:
-        """Do what a key stands for."""
+        """Process a key."""
         if self.answer is not None:
             self._type(key)
         elif self.page is not None:
@@ -145,7 +145,7 @@ class LiveView:
         if job is None or job.name != name:
             self._show([f"job {name} has ended"])
             return
-        self.asked = Asked()  # who asks to see stacks takes what that interrupts
+        self.asked = Asked()  # a user who wants stacks accepts interrupted waits
         wanted = [each for each in job.ranks if each.rank.rank == rank]
         found = stacks_of(wanted, _ANSWER_S, all_threads=True)
         self._show([f"there isn't a rank {rank} here"])
@@ -170,7 +170,7 @@ class LiveView:
         self._ask(f"end the {len(job.ranks)} ranks of job {job.name} on this host? y/[n] ", answer)
 
     def shown(self) -> RenderableType:
-        """Draw it."""
+        """Return the screen."""
         if self.page is not None:
             room = max(self.console.height - _LINES_AROUND, 1)
             lines = self.page[self.scrolled : self.scrolled + room]
@@ -202,7 +202,7 @@ class LiveView:
 
 @contextmanager
 def _keys(fd: int) -> Iterator[int]:
-    """Have keys come at once and unseen."""
+    """Set keys to arrive at once, without echo."""
     before = termios.tcgetattr(fd)
     try:
         tty.setcbreak(fd)
@@ -212,7 +212,7 @@ def _keys(fd: int) -> Iterator[int]:
 
 
 def _pressed(fd: int, timeout_s: float) -> list[str]:
-    """Wait for keys; one that is sent as several characters, such as an arrow, stays whole."""
+    """Wait for keys and return them, an arrow or other sequence of characters as one."""
     ready, _, _ = select.select([fd], [], [], max(timeout_s, 0.0))
     if not ready:
         return []

@@ -20,7 +20,7 @@ _UNLIMITED = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column; those of the highest rank go first where the terminal is narrow, 0 never."""
+    """A column; on a narrow terminal, the highest ranks are dropped first, 0 never."""
 
     title: str
     is_number: bool = False
@@ -28,7 +28,7 @@ class Column:
 
 
 def folded(line: str, indent: int = 0) -> str:
-    """Indent a line; on a terminal, fold it between words to fit."""
+    """Return a line indented and, on a terminal, folded between words to fit."""
     indent += len(line) - len(line.lstrip())
     if not Console().is_terminal:
         return " " * indent + line.lstrip()

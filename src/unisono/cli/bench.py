@@ -31,7 +31,7 @@ _COLUMNS = (
     Column("algorithm GB/s", is_number=True, rank=4),
     Column("bus GB/s", is_number=True, rank=3),
 )
-# Of the bytes of a payload, what crosses the bus for each rank: github.com/NVIDIA/nccl-tests,
+# Share of a payload's bytes that crosses the bus for each rank: github.com/NVIDIA/nccl-tests,
 # doc/PERFORMANCE.md. A size is that of the whole result.
 _BUS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
@@ -57,8 +57,8 @@ def bench(
     """Measure every collective on tensors of several sizes, and values of the control plane.
 
     It starts replicas. Times are the median and the quartiles of the slowest rank.
-    Algorithm bandwidth is the payload over the median; bus bandwidth is what crosses the slowest
-    link for it, as nccl-tests defines it.
+    Algorithm bandwidth is the payload over the median; bus bandwidth is the traffic over the
+    slowest link for it, as nccl-tests defines it.
 
     Returns:
         The exit code, 0.
@@ -98,7 +98,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 def _measure(
     _local_rank: int, sizes: list[int], rounds: int, shows_progress: bool
 ) -> list[dict[str, Any]]:
-    """Time everything; return rows as ``--json`` prints them."""
+    """Measure everything; return rows as ``--json`` prints them."""
     n, rows = idist.get_world_size(), []
     works = [*_values(), *_tensors(sizes)]
     is_hidden = not (shows_progress and idist.is_main_process())

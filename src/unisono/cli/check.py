@@ -78,7 +78,7 @@ def check(
     """Check every law of the contract on one backend, launcher or environment.
 
     It starts replicas (1, 2 and 3, as the kit for pytest does, or as many as each -n says)
-    and says of each law whether it passed, passed by members that the contract derives from others,
+    and reports whether each law passed, passed by members that the contract derives from others,
     isn't supported (declared), or failed, and how. A law that hangs has failed, and the stacks of
     all replicas are shown.
 
@@ -168,7 +168,7 @@ def _facts(subject: _Subject, outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def _show(name: str, size: int, outcomes: Sequence[Outcome]) -> None:
-    """Print a line for each law, whose name is never cut or folded, so that it can be copied."""
+    """Print a line for each law, with its name never cut or folded, so that it can be copied."""
     replicas = ("", ", 1 replica")[size] if size < 2 else f", {size} replicas"
     console = Console(highlight=False)
     console.print(Text(f"{name}{replicas}", "italic"))

@@ -34,12 +34,12 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON, for programs.")] = False,
 ) -> int:
-    """Say what was found here: environment, backends, launchers, devices, network, versions.
+    """Report the environment, backends, launchers, devices, network and versions here.
 
-    Nothing is sent and no backend library is imported, but for what is asked for by name.
+    Nothing is sent and no backend library is imported, except for a backend or launcher named.
 
     Returns:
-        The exit code: 0, or 1 where what was asked for, or any job here, can't work.
+        The exit code: 0, or 1 if the backend or launcher named, or any job here, can't work.
     """
     from unisono import diagnosis
     from unisono.lifecycle import best_backend
@@ -111,7 +111,7 @@ def _node(node: Mapping[str, Any]) -> list[str]:
 def _findings(
     part: Mapping[str, Any], verdicts: Mapping[str, str], names: Sequence[str]
 ) -> list[str]:
-    """Write what each one found, what it says, and the variables behind it."""
+    """Return lines on each finding, its facts and its variables."""
     lines: list[str] = []
     for each in part["findings"]:
         lines.append(f"{each['source']}: {verdicts[each['verdict']]}")
@@ -126,7 +126,7 @@ def _findings(
 
 
 def _table(table: Mapping[str, str | None]) -> list[str]:
-    """List what is usable in one line, then what would need something, which is optional."""
+    """List the usable ones in one line, then the optional others by what they need."""
     usable = [name for name, why in table.items() if why is None]
     lines = [f"usable: {', '.join(usable)}"]
     if len(usable) < len(table):

@@ -1,4 +1,4 @@
-"""``unisono run``: one command that starts a script in any way that a cluster starts programs."""
+"""``unisono run``: a script in several ranks, started in any way that clusters start programs."""
 
 from __future__ import annotations
 
@@ -119,11 +119,11 @@ def run(
     """Run a script in several ranks: on this host, or by torchrun, MPI, Slurm or Ray.
 
     Each line that a rank prints begins with the rank. If one fails, the others are ended,
-    and its traceback comes last.
+    and its traceback is printed last.
 
     Returns:
-        The exit code of the rank that failed first, 128 and the signal's number if one ended it; 0
-        where all ranks left by themselves, also after a SIGTERM.
+        The exit code of the rank that failed first, 128 plus the signal's number if one ended it;
+        0 if all ranks exited by themselves, also after a SIGTERM.
     """
     from unisono import registry
     from unisono.node import count_ranks
@@ -198,7 +198,7 @@ def _default_launcher(backend: str | None) -> str:
 
 
 def _export(backend: str | None, trace: Path | None) -> None:
-    """Set the variables of all ranks; this process is the command's own."""
+    """Set the variables of all ranks in this process."""
     from unisono import registry
 
     if backend is not None and registry.find_model(backend).replicas_are_threads:
@@ -233,7 +233,7 @@ def _program(script: str, args: list[str], module: bool, no_python: bool) -> tup
 def _node(
     launcher: str | None, backend: str | None, nproc_per_node: str | None, *, is_asked: bool
 ) -> NodeInfo | None:
-    """Ask the platform which node this is, and print its answer."""
+    """Return the node that the platform reports; print it."""
     from unisono.environments.nodes import ambiguity
     from unisono.node import find_node, refuse_rank
 
@@ -259,7 +259,7 @@ def _node(
 
 
 def _text(node: NodeInfo) -> str:
-    """Return a platform's number of nodes as --nnodes has it."""
+    """Return a platform's number of nodes in the form of --nnodes."""
     least, most = node.nnodes, node.max_nnodes
     return str(least) if least == most else f"{least}:{most}"
 
@@ -316,7 +316,7 @@ def _print(name: str, job: Script) -> int:
 
 
 def _say(outcome: Outcome, job: Script) -> int:
-    """Print last how the first failing rank failed, and where the logs are."""
+    """Print the first failure and the folder of the logs; return the exit code."""
     lines = list(failure(outcome))
     if outcome.failed is not None and job.log_dir:
         lines.insert(0, f"logs of all ranks are in {job.log_dir}")

@@ -25,7 +25,7 @@ from unisono.observe.jobs import Meter, read
 from unisono.observe.remote import packed
 from unisono.observe.report import reports
 
-_SAMPLE_S = 0.2  # between the two looks that tell how busy a process is
+_SAMPLE_S = 0.2  # between the two looks that measure a process's CPU use
 
 
 def top(
@@ -45,13 +45,13 @@ def top(
     via: Via = None,
     is_packed: Annotated[bool, typer.Option("--packed", hidden=True)] = False,
 ) -> int:
-    """Show this user's jobs: what each rank does, and who makes the others wait.
+    """Show this user's jobs: the state of each rank, and the ranks that make others wait.
 
-    It shows the ranks that run on this host, and on those that --via leads to. With --via, and
-    without a terminal, it prints once.
+    It shows the ranks that run on this host, and on the hosts of --via. With --via, and without a
+    terminal, it prints once.
 
     Returns:
-        The exit code: 1 where a command of --via has failed.
+        The exit code: 1 if a command of --via has failed.
     """
     if is_packed:
         return _pack()
@@ -63,7 +63,7 @@ def top(
 
 
 def _measured() -> Meter:
-    """Start measuring how busy processes are, which takes two looks."""
+    """Start measuring the CPU use of processes, which takes two looks."""
     meter = Meter()
     if read(meter):
         time.sleep(_SAMPLE_S)

@@ -1,4 +1,4 @@
-"""``unisono trace``: one file out of the traces of all ranks, and which rank waited for which."""
+"""``unisono trace``: a merged file of the traces of all ranks, and a summary of their waits."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def trace(
     """Join the traces of all ranks: one file for Perfetto, or which rank waited for which.
 
     ``UNISONO_TRACE=DIR``, ``unisono run --trace DIR`` or ``idist.trace(DIR)`` in the program
-    make the traces. Open the file at https://ui.perfetto.dev or in chrome://tracing.
+    write the traces. Open the file at https://ui.perfetto.dev or in chrome://tracing.
 
     Returns:
         The exit code.

@@ -30,11 +30,11 @@ def where(
 ) -> int:
     """Print the stacks of all ranks of a job that runs on this host, equal ones once.
 
-    Ranks needn't be prepared, nor answer: they may be in a lock, in C or in a busy loop.
-    Those of the hosts that --via leads to tell the stacks of their own threads.
+    Ranks needn't be prepared or responsive: they may be in a lock, in C or in a busy loop.
+    For ranks on the hosts of --via, only the stacks of their own threads are printed.
 
     Returns:
-        The exit code: 1 where a command of --via has failed.
+        The exit code: 1 if a command of --via has failed.
 
     Raises:
         ArgumentError: there isn't such a job, or there are several.
