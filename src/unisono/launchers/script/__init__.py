@@ -1,1 +1,1 @@
-"""Ranks that run a script."""
+"""Launchers of scripts."""

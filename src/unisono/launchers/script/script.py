@@ -1,4 +1,4 @@
-"""What a user asked for: a program to be run by every rank of a job, and where."""
+"""A user's request: the program of every rank of a job, and the job's shape."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unisono.launchers.variables import OF_TORCH, node_variables, rank_variables
 from unisono.topology import GRACE_S, PRIVATE_STORE, LaunchPlan, RankInfo
 
 RANK = str(Path(__file__).with_name("rank"))
-"""The folder of what stands between a launcher and one rank of a script."""
+"""The folder of the wrapper between a launcher and one rank of a script."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,30 +43,30 @@ class Script:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the whole job, where all nodes come."""
+        """Ranks of the whole job, if all nodes join."""
         if self.hosts:
             return sum(count for _, count in self.hosts)
         return self.nproc_per_node * self.nnodes
 
     @property
     def may_restart(self) -> bool:
-        """Whether the launcher may start the job again: after a failure, or as nodes come or go."""
+        """Whether the launcher may restart the job: after a failure, or as nodes join or leave."""
         return self.max_restarts > 0 or self.max_nnodes > self.nnodes
 
     @classmethod
     def of(cls, plan: LaunchPlan) -> Script:
-        """Ask for the ranks of a plan, which the launcher seats; the program is left out."""
+        """Build a request for the ranks of a plan, which the launcher places; without a program."""
         nodes = (plan.nnodes, plan.nnodes)
         where = (plan.master_addr, plan.master_port)
         return cls((), plan.nproc_per_node, *nodes, None, *where, grace_s=plan.grace_s)
 
     def address(self) -> dict[str, str]:
-        """Return the variables that say where ranks meet, as far as the user said it."""
+        """Return the variables of the rendezvous address, as far as the user gave it."""
         facts = {"MASTER_ADDR": self.master_addr, "MASTER_PORT": self.master_port}
         return {name: str(value) for name, value in facts.items() if value is not None}
 
     def plan(self) -> LaunchPlan:
-        """Return the same for a launcher of functions."""
+        """Return the plan for a launcher of functions."""
         return LaunchPlan(
             self.nproc_per_node,
             self.nnodes,
@@ -78,7 +78,7 @@ class Script:
         )
 
     def rank_argv(self, parent: int = 0, terminal: Sequence[int] = ()) -> list[str]:
-        """Write the command line of each rank; one of a function needs nothing beside it."""
+        """Return the command line of each rank; a function's is the program alone."""
         if self.is_function:
             return list(self.program)
         options = {
@@ -95,12 +95,12 @@ class Script:
         return [sys.executable, RANK, json.dumps(given), *self.program]
 
     def require_one_node(self, launcher: str, instead: str) -> None:
-        """Refuse what only launchers of several nodes can do."""
+        """Raise if the job needs a launcher of several nodes."""
         if self.nnodes > 1 or self.max_nnodes > 1 or len(self.hosts) > 1:
             raise ArgumentError(f"launcher {launcher!r} starts ranks on this host alone: {instead}")
 
     def refuse(self, launcher: str, instead: str, *names: str) -> None:
-        """Refuse options that this launcher has no use for."""
+        """Raise if this launcher has no use for an option."""
         for name in names:
             if getattr(self, name):
                 option = name.replace("_", "-")
@@ -108,19 +108,19 @@ class Script:
 
 
 def dying_with(parent: int, number: int, arguments: list[str]) -> list[str]:
-    """Write the command line of a launcher that gets a signal when `parent` ends."""
+    """Return the command line of a launcher that gets a signal when `parent` ends."""
     options = {"exec": int(number), "parent": parent}
     return [sys.executable, RANK, json.dumps(options), *arguments]
 
 
 def without_job(environ: Mapping[str, str]) -> dict[str, str]:
-    """Copy variables without those of a job that this process may itself belong to."""
+    """Return variables without those of a job that this process may itself belong to."""
     # Ranks of a new job must not take them for their own.
     return without(environ, OF_TORCH)
 
 
 def env_for(info: RankInfo, restarts: int = 0, max_restarts: int = 0) -> dict[str, str]:
-    """Write torch's variables for one rank, as torch's own agent does."""
+    """Return torch's variables for one rank, as torch's own agent sets them."""
     job = {
         "TORCHELASTIC_RESTART_COUNT": restarts,
         "TORCHELASTIC_MAX_RESTARTS": max_restarts,

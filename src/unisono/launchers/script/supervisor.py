@@ -1,4 +1,4 @@
-"""A job of a script as the one who launched it sees it: its lines, its failures, its end."""
+"""Supervision of a script's ranks: their output, the first failure, the end of the job."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _POLL_S = 0.2
 _OWN_END_S = 2.0  # how long a launcher has to end its job by itself after a failure
 _KILL_S = 0.5  # for ranks that kill their programs at once
 _DRAIN_S = 2.0
-_OTHERS_S = 1.0  # until others have reported, too, where a launcher starts all again
+_OTHERS_S = 1.0  # until others have reported, too, where a launcher restarts all
 _MOST_ALSO = 8  # lines about further ranks
 _OF_A_RANK = re.compile(rb"(?:^|\W|\dm)\[(?:\d+|\?)\] ")  # where a line's prefix ends
-_LAUNCHER = -1  # stands for a launcher that makes the ranks itself
+_LAUNCHER = -1  # stands for a launcher that starts the ranks itself
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a job ended."""
+    """The outcome of a job."""
 
     code: int
     failed: Report | None = None
@@ -53,31 +53,31 @@ def run_launcher(
     end_signal: int = signal.SIGTERM,
     reach: Callable[[int, int], bool] | None = None,
 ) -> Outcome:
-    """Run a launcher that makes the ranks of a script, and that ends with this process."""
+    """Run a launcher that starts the ranks of a script and ends with this process."""
     supervisor = Supervisor(script, end_signal=end_signal, reach=reach)
     supervisor.start(dying_with(os.getpid(), end_signal, list(arguments)), environ)
     return supervisor.run()
 
 
 class Programs(Ranks):
-    """Programs that tell of their failures by reports among the lines that they print."""
+    """Programs that report their failures among the lines that they print."""
 
     def __init__(self, token: str) -> None:
         self.reports: list[Report] = []
         self._reader = Reader(token)
 
     def doubt(self, rank: int) -> int:
-        """Doubt that a rank failed by itself which hasn't reported that."""
+        """Return the doubt about a rank that failed without a report."""
         del rank
         return 1
 
     def note(self, job: Job[Any], report: Report) -> None:
-        """Take a report in."""
+        """Record a report."""
         self.reports.append(report)
         job.fail(report.rank, report)
 
     def pass_on(self, job: Job[Any], lines: Iterable[tuple[int, bytes]]) -> None:
-        """Print lines, and note the reports among them."""
+        """Print lines, and record the reports among them."""
         for target, line in lines:
             report = self._reader.read(line)
             if isinstance(report, Report):
@@ -127,8 +127,8 @@ class Supervisor(Programs):
         self.processes.append(self._pipes.start(arguments, environ, terminal=terminal))
 
     def run(self) -> Outcome:
-        """Pass on what they print until all have ended; end all if one fails."""
-        grace_s = self._grace_s + END_S  # the one that looks after a rank ends it before
+        """Print their output until all have ended; end all if one fails."""
+        grace_s = self._grace_s + END_S  # a rank's wrapper ends it before
         job: Job[None] = Job(self, len(self._ranks), self._ranks, grace_s=grace_s)
         try:
             with contextlib.suppress(LaunchError, CollectiveTimeoutError):
@@ -150,14 +150,14 @@ class Supervisor(Programs):
         self._pipes.close()
 
     def signal(self, number: int) -> None:
-        """Signal all ranks, at the next look."""
+        """Send a signal to all ranks, at the next look."""
         self._unsent.append(number)
 
     def after_signal(self, number: int) -> None:
-        """Leave that to the outcome."""
+        """Ignore it: the outcome reports it."""
 
     def note(self, job: Job[Any], report: Report) -> None:
-        """Take a report in; it ends the job unless the launcher starts that again."""
+        """Record a report; it ends the job unless the launcher restarts that."""
         if not self._restarts:
             super().note(job, report)
         elif report.attempt >= self._attempt:
@@ -166,7 +166,7 @@ class Supervisor(Programs):
             self._restart_at = soon if report.attempt < self._max_restarts else math.inf
 
     def print(self, job: Job[Any], target: int, line: bytes) -> None:
-        """Print a line, but what a launcher says of a report or a signal only if need be."""
+        """Print a line; keep a launcher's own after a report or a signal, in case of need."""
         is_ending = target == 2 and (self.reports or job.orders.came)
         if is_ending and not self._infos and not _OF_A_RANK.search(line):
             self._of_launcher.append(line)
@@ -174,7 +174,7 @@ class Supervisor(Programs):
             show(target, line)
 
     def poll(self, job: Job[Any], until: float) -> None:
-        """Pass on what they print, and take in who has ended."""
+        """Print their output, and record the processes that have ended."""
         self._obey()
         if self._restarts and job.orders.came and not _below(self.processes[0].pid) <= self._told:
             job.stop(LaunchError("ranks that ended of a signal were started again"))
@@ -191,7 +191,7 @@ class Supervisor(Programs):
             job.stop(LaunchError("all processes of the job have ended"))
 
     def end(self, job: Job[Any]) -> None:
-        """Let what still runs end in peace, within seconds; read what it still says."""
+        """Stop the remaining processes gracefully, within seconds, and drain their output."""
         came = bool(job.orders.came)
         if not self._infos and not came:  # a launcher ends its job by itself
             self._read_until(job, job.failures.began_at + _OWN_END_S)
@@ -206,7 +206,7 @@ class Supervisor(Programs):
             self._read_until(job, begin + _DRAIN_S)
 
     def _restart(self) -> None:
-        """Report the attempt after which the launcher starts all ranks again."""
+        """Report the failed attempt after which the launcher restarts all ranks."""
         self._attempt = max(report.attempt for report in self.reports) + 1
         restart(verdict(self.reports), self._attempt, self._max_restarts)
         self._restart_at = math.inf
@@ -214,7 +214,7 @@ class Supervisor(Programs):
         self._of_launcher.clear()
 
     def _read_until(self, job: Job[Any], limit: float) -> None:
-        """Pass on what they print until all have ended and say no more."""
+        """Print their output until all have ended and closed it."""
         while time.monotonic() < limit:
             has_ended = all(process.poll() is not None for process in self.processes)
             if has_ended and not self._pipes.open:
@@ -222,7 +222,7 @@ class Supervisor(Programs):
             self.pass_on(job, self._pipes.read(_POLL_S / 4))
 
     def _obey(self) -> None:
-        """Let ranks have the signals to this process, of which their launcher makes its own."""
+        """Send this process's signals to the ranks, as their launcher wouldn't pass them on."""
         while self._unsent:
             number = self._unsent.pop(0)
             if number in (signal.SIGINT, signal.SIGKILL):
@@ -244,7 +244,7 @@ class Supervisor(Programs):
                     os.kill(process.pid, number)
 
     def _lost(self) -> list[Report]:
-        """Report the ranks whose wrapper had ended without a report before others were ended."""
+        """Return reports of the ranks whose wrapper had failed without one before others ended."""
         reported = {report.rank for report in self.reports}
         return [
             Report(
@@ -278,7 +278,7 @@ class Supervisor(Programs):
 
 
 def _below(launcher: int) -> set[Any]:
-    """Find the processes below a launcher of this host that look after ranks."""
+    """Find the wrappers of ranks below a launcher of this host."""
     found: set[Any] = set()
     with contextlib.suppress(Exception):  # psutil's: it has ended
         _find(load("psutil:Process")(launcher), found)
@@ -295,7 +295,7 @@ def _find(process: Any, found: set[Any]) -> None:
 
 
 def after_signal(job: Job[Any], reports: Sequence[Report]) -> Outcome:
-    """Tell how a job went that a signal to this process has ended."""
+    """Return the outcome of a job that a signal has ended."""
     number = job.orders.came[0]
     have_left = not job.late and not job.failures
     code = 0 if number in TO_SAVE and have_left else exit_code_of(-number)
@@ -304,7 +304,7 @@ def after_signal(job: Job[Any], reports: Sequence[Report]) -> Outcome:
 
 
 def verdict(reports: Sequence[Report]) -> Outcome:
-    """Choose among the reports of the last attempt the one that caused the others."""
+    """Return the outcome of the last attempt, by the report that caused the others."""
     # A rank that has the terminal is chosen where all others are secondary.
     last = max((report.attempt for report in reports), default=0)
     failed = [report for report in reports if report.attempt == last]
@@ -316,7 +316,7 @@ def verdict(reports: Sequence[Report]) -> Outcome:
 
 
 def failure(outcome: Outcome) -> list[str]:
-    """Return the lines of a job's failure: the first one, and others of their own."""
+    """Return the lines of a job's failure: the first one, and independent others."""
     if outcome.failed is None:
         return []
     also = [f"also: {each.headline}" for each in outcome.others[:_MOST_ALSO]]
@@ -326,6 +326,6 @@ def failure(outcome: Outcome) -> list[str]:
 
 
 def restart(outcome: Outcome, number: int, most: int) -> None:
-    """Print why all ranks start again."""
+    """Print why all ranks restart."""
     for line in (*failure(outcome), f"restart {number} of {most}"):
         show(2, f"{line}\n".encode())

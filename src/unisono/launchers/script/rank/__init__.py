@@ -1,1 +1,1 @@
-"""What stands between a launcher and one rank of a script; run by its folder's path."""
+"""The wrapper between a launcher and one rank of a script, run by its folder's path."""

@@ -1,9 +1,9 @@
 """Run one rank of a script: ``python FOLDER {options as JSON} program arguments``.
 
-Whatever launcher made this process, it reads who it is, gives the program torch's variables, marks
-each line that the program prints with its rank, keeps a log of them, says how the program failed,
-ends it and its children with itself, and ends as it did. It is run by its folder's path and imports
-no torch, so that it starts in some 50 ms and holds little memory.
+Under any launcher, it detects its rank, sets torch's variables for the program, prefixes each line
+that the program prints with the rank, logs them, reports the program's failure, ends it and its
+children with itself, and exits as the program did. It is run by its folder's path and imports no
+torch, so that it starts in some 50 ms and holds little memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 def _load_package() -> None:
-    """Load the package that this file is part of, wherever it lies."""
+    """Load the package that this file is part of, by its path."""
     folder = Path(__file__).resolve().parents[3]
     spec = importlib.util.spec_from_file_location(
         "unisono", folder / "__init__.py", submodule_search_locations=[str(folder)]
@@ -29,14 +29,14 @@ def _load_package() -> None:
 
 
 def main() -> None:
-    """Run what the command line names, and end as the program does."""
+    """Run the program of the command line, and exit as it does."""
     options, program = json.loads(sys.argv[1]), sys.argv[2:]
     _load_package()
     from unisono.launchers.job.forkserver import die_with, end_with
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's "&" ignores it
     parent = options.pop("parent", 0)
-    if "exec" in options:  # a launcher, which ends with the process that asked for it
+    if "exec" in options:  # a launcher, which ends with the process that requested it
         end_with(parent, options["exec"])
         os.execvp(program[0], program)
     die_with(parent, signal.SIGTERM)

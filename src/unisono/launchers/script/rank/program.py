@@ -1,4 +1,4 @@
-"""The program of one rank: its start, its lines, its end."""
+"""The program of one rank: its start, its output, its end."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from unisono.plugins import read_environment
 from unisono.topology import GRACE_S, PREFIXED, RankInfo
 from unisono.tracebacks import last_exception
 
-_DRAIN_S = 0.5  # after the program's end, for what its children still print
+_DRAIN_S = 0.5  # after the program's end, for the output of its children
 _POLL_S = 0.5
 _BASE = 128  # of the exit code that a shell gives for a signal
 _LAST_LINES = 100
 _HEAD = b"Traceback (most recent call last):"
-_OF_PYTHON = 1  # exit code of a program that nobody caught an exception of
+_OF_PYTHON = 1  # exit code of a program with an uncaught exception
 _MOST_AFTER = 10  # lines of a long message, and warnings of libraries at the program's exit
 _COLOURS = (36, 33, 35, 32, 34, 31, 96, 93, 95, 92, 94, 91)
 
@@ -56,7 +56,7 @@ class RankOptions:
         return bool(self.local_ranks and info and info.local_rank not in (None, *self.local_ranks))
 
     def prefix(self, info: RankInfo | None) -> bytes:
-        """Write what each line begins with."""
+        """Return the prefix of each line."""
         if self.terminal:
             return b""
         text = f"[{info.rank}] " if info else "[?] "
@@ -68,7 +68,7 @@ class RankOptions:
 def variables(
     info: RankInfo | None, environ: Mapping[str, str], is_prefixed: bool = False
 ) -> dict[str, str]:
-    """Write the variables of the program: torch's own, wherever the facts came from."""
+    """Return the variables of the program: torch's own, under any launcher."""
     new = {"PYTHONUNBUFFERED": "1"}
     if info is not None:
         new |= {**rank_variables(info), **node_variables(info), **share_of_cores(info)}
@@ -80,7 +80,7 @@ def variables(
 
 
 def run(program: Sequence[str], options: RankOptions) -> int:
-    """Run the program as the rank that this process's variables say it is."""
+    """Run the program as the rank in this process's variables."""
     try:
         info = read_environment(os.environ)
     except UnisonoError as error:
@@ -98,7 +98,7 @@ def run(program: Sequence[str], options: RankOptions) -> int:
 
 
 def _script_of(program: Sequence[str]) -> str:
-    """Return the word of a command line that tells people what it runs."""
+    """Return the word of a command line that names its program for people."""
     arguments = [word for word in program[1:] if not word.startswith("-")]
     return arguments[0] if arguments and program[0] == sys.executable else program[0]
 
@@ -110,7 +110,7 @@ def _refuse(text: str, token: str, info: RankInfo | None = None) -> int:
 
 
 def _send(report: Report, token: str) -> None:
-    """Write a report line by line: other ranks' can't come into a write that a pipe takes whole."""
+    """Write a report line by line: a pipe takes each whole, without other ranks' in between."""
     text = f"{report.text()}\n"
     data = encode(report, token) if token else text.encode("utf-8", "backslashreplace")
     for line in data.splitlines(keepends=True):
@@ -131,13 +131,13 @@ class _Running:
         self._mark = re.compile(mark if self._prefix else rb"(?!)")  # torch's own
         self._pipes = Pipes()
         self.came: list[int] = []
-        """Signals that haven't been obeyed yet."""
+        """Signals that haven't been processed yet."""
         self._orders = Orders(options.grace_s)
         self._parent = os.getppid()
         self._sent: set[int] = set()
 
     def open_logs(self, log_dir: str | None) -> None:
-        """Open this rank's two log files; a restart goes on with them."""
+        """Open this rank's two log files; a restart appends to them."""
         if log_dir is None:
             return
         Path(log_dir).mkdir(parents=True, exist_ok=True)
@@ -148,7 +148,7 @@ class _Running:
             self._pipes.logs[fd] = file
 
     def start(self, program: Sequence[str]) -> None:
-        """Start the program in a process group of its own."""
+        """Start the program in a new process group."""
         parent = os.getpid()
 
         def in_child() -> None:  # this process has one thread
@@ -167,13 +167,13 @@ class _Running:
             stdout=out,
             stderr=err,
             env=variables(self._info, os.environ, bool(self._prefix)),
-            close_fds=False,  # MPI's launchers hand over descriptors
+            close_fds=False,  # MPI's launchers pass descriptors
             preexec_fn=in_child,
             bufsize=0,
         )
 
     def wait(self) -> int:
-        """Pass the program's lines on until it ends, and report a failure."""
+        """Print the program's lines until it ends, and report a failure."""
         self._pipes.add(self._process)
         self._pipes.selector.register(self._wake, selectors.EVENT_READ, 0)
         ended_at: float | None = None
@@ -189,7 +189,7 @@ class _Running:
         return self._bury()
 
     def _look(self) -> None:
-        """Say so where a signal has stopped the program; its end is left to `poll`."""
+        """Warn if a signal has stopped the program; `poll` detects its end."""
         if self._process.returncode is not None or not hasattr(os, "waitid"):
             return
         kinds = os.WSTOPPED | os.WCONTINUED | os.WNOHANG
@@ -228,12 +228,12 @@ class _Running:
     def _note_traceback(self) -> None:
         if self._orders.began_at is None:
             self._raised_at = time.monotonic()
-        # On Ctrl-C every rank raises KeyboardInterrupt, which tells nobody anything.
+        # On Ctrl-C every rank raises KeyboardInterrupt, which is of no use to users.
         self._is_interrupted |= signal.SIGINT in self._sent
 
     def _obey(self) -> None:
-        """Hand signals on to the program, and end it and its children when its time is over."""
-        if self._process.poll() is not None:  # nobody told it to: what is left ends in `_bury`
+        """Send signals on to the program, and kill it and its children when its time is over."""
+        if self._process.poll() is not None:  # it ended by itself: its children end in `_bury`
             return
         while self.came:
             number = self._orders.take(self.came.pop(0), os.getppid() != self._parent)
@@ -241,7 +241,7 @@ class _Running:
                 guard(self._process.pid)
             self._signal(number)
             if number in TO_SAVE:
-                self._signal(signal.SIGCONT)  # a stopped program hears it once it goes on
+                self._signal(signal.SIGCONT)  # a stopped program receives it once it continues
         is_over = self._orders.until is not None and time.monotonic() > self._orders.until
         if is_over and signal.SIGKILL not in self._sent:
             if self._orders.came[0] in TO_SAVE and self._orders.grace_s:
@@ -252,7 +252,7 @@ class _Running:
             self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
-        """Signal the program; its children, too, on Ctrl-C as a terminal does, and at the end."""
+        """Send a signal to the program; on Ctrl-C and at the end to its children, too."""
         self._sent.add(number)
         send = os.killpg if number in (signal.SIGINT, signal.SIGKILL) else os.kill
         with contextlib.suppress(OSError):
@@ -294,7 +294,7 @@ class _Running:
 
 
 def _write(fd: int, data: bytes) -> None:
-    """Write all of it; nobody may be left to read it."""
+    """Write all of it, unless the reader has gone."""
     view = memoryview(data)
     with contextlib.suppress(OSError):
         while view:

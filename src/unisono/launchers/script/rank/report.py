@@ -1,7 +1,7 @@
-r"""How a rank of a script says that it failed: lines among those that it prints.
+r"""Failure reports of a script's rank, as lines among those that it prints.
 
 A report is JSON, in base64, in pieces: ``\x1e{token} {id} {piece} of {pieces} {text}\n``. Launchers
-pass lines of this length on whole, whatever they put in front of them.
+pass lines of this length on whole, behind any prefix.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SECONDARY = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How one rank failed."""
+    """The failure of one rank."""
 
     rank: int
     world_size: int
@@ -35,11 +35,11 @@ class Report:
     code: int
     attempt: int = 0
     raised: str = ""
-    """The exception that nobody caught, in one line."""
+    """The uncaught exception, in one line."""
     place: str = ""
     """Where it was raised, in the user's code."""
     words: str = ""
-    """What it printed last to stderr: a line, or many where nobody has seen them."""
+    """Its last output to stderr: a line, or many if they weren't printed."""
     local_rank: int | None = None
     node_rank: int | None = None
     has_terminal: bool = False
@@ -47,7 +47,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """What a shell would call its exit code."""
+        """Its exit code, as a shell reports it."""
         return exit_code_of(self.code)
 
     @property
@@ -61,30 +61,30 @@ class Report:
 
     @property
     def is_secondary(self) -> bool:
-        """Whether it seems to have failed because another rank had, or may have."""
+        """Whether another rank's failure seems to have caused it, or may have."""
         return self.has_terminal or _SECONDARY.search(self._last) is not None
 
     @property
     def doubt(self) -> int:
-        """How likely another rank caused its end; a rank with the terminal tells that itself."""
+        """How likely another rank caused its end; a rank with the terminal prints that itself."""
         if self.is_secondary:
             return _OF_TERMINAL if self.has_terminal else SECONDARY
         return _OF_LOST if self.is_lost else 0
 
     def error(self, rank: int, world_size: int) -> WorkerFailedError:
-        """Make the error of the job."""
+        """Return the error of the job."""
         del rank, world_size
         return WorkerFailedError(self.text(), self.rank, self.code, self.signal_name)
 
     @property
     def headline(self) -> str:
-        """Who is at fault and why, in one line."""
+        """The rank at fault and the reason, in one line."""
         if self.raised:
             return WorkerFailedError.text(self._who, self.raised, "", "").partition("\n")[0]
         return f"{self._end}: {self._last}" if self._last else self._end
 
     def text(self) -> str:
-        """Return who is at fault and why, and where."""
+        """Return the rank at fault, the reason and the place."""
         if self.raised:
             where = f"{self.place} ({self._where}, exit code {self.code})"
             text = WorkerFailedError.text(self._who, self.raised, where, self.words).rstrip()
@@ -111,7 +111,7 @@ class Report:
         return f"{self._who} ({self._where}) {how}"
 
     def _hint(self) -> str:
-        """Say what to do instead, where a rank wanted to read from the terminal."""
+        """Return a remedy for a rank that wanted to read from the terminal."""
         if not _WANTS_INPUT.match(self.raised):
             return ""
         return (
@@ -121,7 +121,7 @@ class Report:
 
 
 def encode(report: Report, token: str) -> bytes:
-    """Write a report as lines."""
+    """Encode a report as lines."""
     data = json.dumps(asdict(report)).encode()
     text = base64.b64encode(data).decode()
     pieces = [text[i : i + _PIECE] for i in range(0, len(text), _PIECE)]
@@ -134,7 +134,7 @@ def encode(report: Report, token: str) -> bytes:
 
 
 class Reader:
-    """Finds reports among lines."""
+    """A parser of reports among lines."""
 
     def __init__(self, token: str) -> None:
         self._mark = re.compile(
@@ -143,7 +143,7 @@ class Reader:
         self._pieces: dict[bytes, dict[int, bytes]] = {}
 
     def read(self, line: bytes) -> Report | bool:
-        """Take one line in."""
+        """Parse a line; return a complete report, else whether it is a part."""
         piece_of = self._mark.search(line)
         if piece_of is None:
             return False
