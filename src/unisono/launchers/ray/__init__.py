@@ -1,1 +1,1 @@
-"""Ray."""
+"""The launcher for Ray."""

@@ -1,4 +1,4 @@
-"""One rank as an actor of a Ray cluster; Ray itself isn't needed to say what it does."""
+"""One rank as an actor of a Ray cluster, defined without Ray itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _POLL_S = 0.3
 
 
 class RankActor:
-    """A rank: it runs one function, or one program whose output it hands over."""
+    """A rank that runs one function, or one program whose output it returns."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -34,7 +34,7 @@ class RankActor:
         return f"rank {self._rank}"
 
     def hold_store(self, addr: str) -> int:
-        """Listen for the ranks at this node's address, and tell the port."""
+        """Host the rendezvous at this node's address; return its port."""
         self._store, plan = host(LaunchPlan(1, master_addr=addr))
         return int(plan.master_port or 0)
 
@@ -46,10 +46,10 @@ class RankActor:
         facts: Mapping[str, str],
         path: Sequence[str],
     ) -> Any:
-        """Run a function as rank `info`; gives its result's pickle, or a `Failure`."""
+        """Run a function as rank `info`; return its pickled result, or a `Failure`."""
         # Collective over all ranks of `info`. After a failure this process goes on, so that its
-        # connections stay open until the one who launched it has seen this failure. A variable of
-        # `environ` that this node has already stays as it is; those of `facts` say who the rank is.
+        # connections stay open until the launching process has received this failure. A variable of
+        # `environ` that this node has already stays as it is; those of `facts` identify the rank.
         os.environ.update({**environ, **os.environ, **facts})
         sys.path.extend(item for item in path if item not in sys.path)
         try:
@@ -67,20 +67,20 @@ class RankActor:
         self._process = self._pipes.start(script.rank_argv(os.getpid()), variables, cwd=cwd)
 
     def poll(self) -> tuple[list[tuple[int, bytes]], int | None]:
-        """Wait a little for lines; return them, and the exit code once the program has ended."""
+        """Wait briefly for lines; return them, and the exit code once the program has ended."""
         assert self._process is not None
         lines = self._pipes.read(_POLL_S)
         return lines, None if self._pipes.open else self._process.wait()
 
     def stop(self, number: int = signal.SIGTERM) -> None:
-        """Send the program a signal."""
+        """Send a signal to the program."""
         if self._process is not None:
             with contextlib.suppress(OSError):
                 self._process.send_signal(number)
 
 
 def seats(nodes: Sequence[str], addr: str, port: int) -> list[RankInfo]:
-    """Say who the ranks are, from the nodes that Ray has put them on."""
+    """Return the ranks' infos, from the nodes on which Ray has placed them."""
     order = list(dict.fromkeys(nodes))
     return [
         RankInfo(

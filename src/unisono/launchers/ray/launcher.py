@@ -32,7 +32,7 @@ from unisono.topology import LaunchPlan, RankInfo
 
 _TIMEOUT_S = 60.0  # until the cluster has room
 _START_S = 300.0  # until the first actor has begun, which includes importing torch there
-_ANSWER_S = 5.0  # until a cluster that is named takes a connection
+_ANSWER_S = 5.0  # until a cluster that is named accepts a connection
 _END_S = 3.0  # from the first signal to the end of the actors
 _POLL_S = 0.3
 _OF_RAY = {"PYTHONBREAKPOINT", "RAY_AUTH_MODE", "RAY_CLIENT_MODE"}
@@ -40,7 +40,7 @@ _OF_RAY = {"PYTHONBREAKPOINT", "RAY_AUTH_MODE", "RAY_CLIENT_MODE"}
 
 @contextlib.contextmanager
 def _cluster(n_ranks: int) -> Iterator[None]:
-    """Be connected: to the cluster that is named, else to one of this host that ends again."""
+    """Connect to the cluster that is named, else to a temporary one on this host."""
     if ray.is_initialized():
         yield
         return
@@ -60,14 +60,14 @@ def _cluster(n_ranks: int) -> Iterator[None]:
 
 
 def _connect(n_ranks: int) -> None:
-    """Join the cluster of ``RAY_ADDRESS`` or ``ray start``; where none is named, make one."""
-    # Never ``address="auto"``: it joins any Ray that runs on this host, also one that another job
-    # has made for itself and is about to end, and Ray ends this process with it.
+    """Connect to the cluster of ``RAY_ADDRESS`` or ``ray start``; if none is named, start one."""
+    # Never ``address="auto"``: it joins any Ray that runs on this host, also another job's
+    # temporary one that is about to end, and Ray ends this process with it.
     address = os.environ.get("RAY_ADDRESS", "")
     named = f"RAY_ADDRESS={address}" if address else "the address that `ray start` has noted"
     try:
         _require_answer(address)
-        if "://" in address:  # of a client, which takes no CPUs
+        if "://" in address:  # of a client, which accepts no num_cpus
             ray.init()
             return
         try:
@@ -82,7 +82,7 @@ def _connect(n_ranks: int) -> None:
 
 
 def _require_answer(address: str) -> None:
-    """Raise OSError where nobody listens at HOST:PORT: Ray itself tries for minutes."""
+    """Raise OSError if HOST:PORT accepts no connection: Ray itself tries for minutes."""
     host, separator, port = address.rpartition(":")
     if separator and "/" not in host and port.isdigit():
         reason = why_unreachable(host.strip("[]"), int(port), _ANSWER_S)
@@ -91,7 +91,7 @@ def _require_answer(address: str) -> None:
 
 
 def _give_back(handler: Any) -> None:
-    """Let SIGTERM be handled as it was, where Ray has taken it over."""
+    """Restore the handler of SIGTERM, which Ray replaces."""
     if handler is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
 
@@ -122,20 +122,20 @@ def _resources() -> list[dict[str, float]]:
 
 @dataclass(slots=True)
 class _Ranks:
-    """The actors of a job and who they are."""
+    """The actors of a job and their ranks."""
 
     actors: list[Any]
     infos: list[RankInfo]
 
     def kill(self) -> None:
-        """End all actors, and with them what they run."""
+        """End all actors and their programs."""
         while self.actors:
             ray.kill(self.actors.pop())
 
 
 @contextlib.contextmanager
 def _ranks(counts: Sequence[int], hosts: Sequence[str], timeout_s: float) -> Iterator[_Ranks]:
-    """Seat ranks: so many on each node; end them at the end."""
+    """Start actors, so many on each node; end them afterwards."""
     with _cluster(sum(counts)):
         has_devices = ray.cluster_resources().get("GPU", 0) >= sum(counts)
         each: dict[str, float] = {"CPU": 1.0, "GPU": 1.0} if has_devices else {"CPU": 1.0}
@@ -179,7 +179,7 @@ def launch(
     counts: Sequence[int] | None = None,
     timeout_s: float = _TIMEOUT_S,
 ) -> list[Any]:
-    """Run `entry` in actors of the Ray cluster that is named, else of one made on this host."""
+    """Run `entry` in actors of the Ray cluster that is named, else of one started on this host."""
     # ``RAY_ADDRESS`` names one, or ``ray start`` on this host.
     pickled = pickle_for_worker(entry)
     shape = (plan.nproc_per_node,) * plan.nnodes if counts is None else tuple(counts)
@@ -197,21 +197,21 @@ class _Calls(Ranks):
 
     def __init__(self, ranks: _Ranks, pickled: bytes, environ: Mapping[str, str]) -> None:
         self._waiting: dict[Any, int] = {}
-        path = search_path()  # modules are seen where this process sees them
+        path = search_path()  # modules are searched where this process searches them
         for actor, info in zip(ranks.actors, ranks.infos, strict=True):
             who = replace(info, source="spawn")
             variables = (environ, env_for(info))
             self._waiting[actor.call.remote(pickled, who, *variables, path)] = info.rank
 
     def poll(self, job: Job[Any], until: float) -> None:
-        """Wait a little for the end of a call, and take it in."""
+        """Wait briefly for the end of a call, and record its result."""
         left = min(_POLL_S, max(0.0, until - time.monotonic()))
         done, _ = ray.wait(list(self._waiting), timeout=left)
         for ref in done:
             self._take(job, ref, self._waiting.pop(ref))
 
     def end(self, job: Job[Any]) -> None:
-        """Let go of the calls."""
+        """Drop the calls."""
         del job
         self._waiting.clear()
 
@@ -223,7 +223,7 @@ class _Calls(Ranks):
 
 
 def run(script: Script) -> Outcome:
-    """Run a script in actors of the Ray cluster that is named, else of one made on this host."""
+    """Run a script in actors of the Ray cluster that is named, else of one started on this host."""
     # ``RAY_ADDRESS`` names one, or ``ray start`` on this host.
     script.refuse("ray", "Ray finds it out", "node_rank", "master_addr", "master_port")
     script.refuse("ray", "use launcher 'torchrun'", "max_restarts")
@@ -237,7 +237,7 @@ def run(script: Script) -> Outcome:
                     variables = {**own, **env_for(info)}
                     ranks.actors[info.rank].start.remote(script, variables, os.getcwd())
                 outcome = _Programs(ranks, script.token, seen).outcome(script.grace_s)
-        except BaseException:  # Ray may make anything of the exception that a signal raises
+        except BaseException:  # Ray may convert the exception that a signal raises into any other
             if not seen:
                 raise
     return Outcome(exit_code_of(-seen[0]), interrupted=seen[0]) if seen else outcome
@@ -257,7 +257,7 @@ class _Programs(Programs):
         self._is_ending = False
 
     def outcome(self, grace_s: float) -> Outcome:
-        """Print what they print until all have ended; end all if one fails."""
+        """Print their output until all have ended; end all if one fails."""
         job: Job[None] = Job(self, len(self._actors), grace_s=grace_s + END_S)
         with contextlib.suppress(LaunchError):
             job.finish()
@@ -270,21 +270,21 @@ class _Programs(Programs):
         return replace(outcome, code=next(codes, outcome.code))
 
     def signal(self, number: int) -> None:
-        """Signal all programs that still run; SIGINT has one killed by its actor."""
+        """Send a signal to all programs; SIGINT for SIGKILL, as wrappers then kill them."""
         number = signal.SIGINT if number == signal.SIGKILL else number
         for actor in self._actors:
             actor.stop.remote(number)
 
     def after_signal(self, number: int) -> None:
-        """Leave that to the outcome."""
+        """Ignore it: the outcome reports it."""
 
     def note(self, job: Job[Any], report: Report) -> None:
-        """Take a report in, unless only the rank's end was asked for."""
+        """Record a report, unless the job is being ended."""
         if not self._is_ending:
             super().note(job, report)
 
     def poll(self, job: Job[Any], until: float) -> None:
-        """Pass on what they print, and take in who has ended."""
+        """Print their output, and record the programs that have ended."""
         if self._seen:  # Ray may have swallowed the exception
             raise SignalledError(self._seen[0])
         if not self._polls:
@@ -296,7 +296,7 @@ class _Programs(Programs):
             self._take(job, ref, self._polls.pop(ref))
 
     def end(self, job: Job[Any]) -> None:
-        """Tell programs that still run to end, and wait for that."""
+        """Stop the remaining programs, and wait for their end."""
         self._is_ending = True
         if self._seen:
             return
@@ -306,7 +306,7 @@ class _Programs(Programs):
             self.poll(job, limit)
 
     def _take(self, job: Job[Any], ref: Any, rank: int) -> None:
-        """Take in what one rank has to say."""
+        """Process one rank's lines and exit code."""
         try:
             lines, code = ray.get(ref)
         except ray.exceptions.RayError as error:
