@@ -1,4 +1,4 @@
-"""How a rank failed, which of several failures came first, and the parent's error of it."""
+"""Failures of ranks: the first of several, and the parent's error for it."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from typing import Protocol
 
 from unisono.errors import LaunchError, WorkerFailedError
 
-_PRIMARY_WAIT_S = 1.0  # that a failure which another rank may have caused waits for its own
+_PRIMARY_WAIT_S = 1.0  # that a failure waits for another rank's that may have caused it
 SECONDARY = 3
-"""The doubt about a rank that itself says that another one failed."""
+"""The doubt about a rank that itself reports another one's failure."""
 
 
 class Fault(Protocol):
-    """How a rank failed, as its launcher learns it."""
+    """A rank's failure, as known to its launcher."""
 
     @property
     def doubt(self) -> int:
-        """How likely another rank caused it: 0 if none did; the least of all counts."""
+        """0 for the rank's own failure; higher if another probably caused it. The least counts."""
 
     def error(self, rank: int, world_size: int) -> LaunchError:
-        """Make the parent's error of it."""
+        """Return the parent's error for it."""
 
 
 def signal_name(number: int) -> str:
-    """Name a signal, a real-time one by its number."""
+    """Return a signal's name, or a text with its number."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -37,13 +37,13 @@ def signal_name(number: int) -> str:
 
 
 def exit_code_of(code: int) -> int:
-    """Return what a shell calls an exit code: 128 and its number for a signal."""
+    """Return an exit code as a shell reports it: 128 plus the number for a signal."""
     return code if code >= 0 else 128 - code
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How a rank failed, in its own words."""
+    """A rank's failure, as reported by itself."""
 
     summary: str
     traceback: str
@@ -58,7 +58,7 @@ class Failure:
         return SECONDARY if self.is_secondary else 0
 
     def error(self, rank: int, world_size: int, who: str = "") -> WorkerFailedError:
-        """Make the parent's error of what a rank raised, or `who` else."""
+        """Return the parent's error for a rank's exception, or for that of `who`."""
         who = who or f"rank {rank} of {world_size}"
         text = WorkerFailedError.text(who, self.summary, self.line, self.traceback)
         error = WorkerFailedError(text, rank, self.exit_code, traceback=self.traceback)
@@ -70,9 +70,9 @@ class Failure:
 
 @dataclass(slots=True)
 class Failures:
-    """The failures of one job, as they come."""
+    """The failures of one job, as they arrive."""
 
-    # A rank's fault is what it said, an error about it, or None where it left no word.
+    # A rank's fault is its report, an error about it, or None without either.
 
     doubt_of_lost: Callable[[int], int] = lambda _: 0
     by_rank: dict[int, Fault | LaunchError | None] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class Failures:
         return bool(self.by_rank)
 
     def add(self, rank: int, fault: Fault | LaunchError | None) -> None:
-        """Take a failure in; what a rank says counts more than that it is gone."""
+        """Record a failure; a rank's own report replaces a failure without one."""
         if not self.by_rank:
             self.began_at = time.monotonic()
         if self.by_rank.get(rank) is None:
@@ -90,7 +90,7 @@ class Failures:
 
     @property
     def decide_at(self) -> float:
-        """When the first is known, by ``time.monotonic()``: at once, if it is nobody else's."""
+        """When the first is known, by ``time.monotonic()``: at once if no other rank caused it."""
         is_primary = any(self._doubt(rank) == 0 for rank in self.by_rank)
         return self.began_at + (0.0 if is_primary else _PRIMARY_WAIT_S)
 
@@ -100,7 +100,7 @@ class Failures:
         return min(self.by_rank, key=self._doubt)
 
     def error(self, world_size: int, lost: Callable[[int], LaunchError]) -> LaunchError:
-        """Make the parent's error of the first failure."""
+        """Return the parent's error for the first failure."""
         rank = self.first
         fault = self.by_rank[rank]
         if fault is None:

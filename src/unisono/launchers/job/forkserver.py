@@ -1,6 +1,6 @@
-"""The fork server: a clean process that makes workers for one parent, and ends with it.
+"""The fork server: a clean process that starts workers for one parent, and ends with it.
 
-Once the control socket is closed it makes no more, and ends with its last worker.
+Once the control socket is closed it starts no more, and ends with its last worker.
 
 It is run by its path, not imported as part of the package, so that it starts fast: only the
 standard library is imported before its first request. Each request on the control socket is
@@ -33,17 +33,17 @@ WORKER = "from unisono.launchers.job.worker import work; work({channel}, {parent
 LIKELY = ("Parallel", "all_gather", "all_reduce", "barrier", "broadcast", "one_rank_only", "send")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_S = 0.5  # a child of the parent may hold its end of the control socket open forever
-_TERM_S = 1.0  # from SIGTERM to SIGKILL, for a worker's children: some take their files away
+_TERM_S = 1.0  # from SIGTERM to SIGKILL, for a worker's children: some remove their files
 
 
 def interpreter() -> list[str]:
-    """Write the command of a Python with the flags of this one, as multiprocessing does."""
+    """Return the command of a Python with the flags of this one, as multiprocessing does."""
     return [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
 
 
 def die_with(parent: int, number: int = signal.SIGKILL) -> None:
-    """Let this process end when the one that made it ends."""
-    # Linux does it whatever this process is doing; elsewhere it is looked at only now.
+    """Set this process to end when the one that started it ends."""
+    # Linux does it at any time; elsewhere the parent is only checked now.
     _prctl(_PR_SET_PDEATHSIG, number)
     if parent and os.getppid() != parent:
         os.kill(os.getpid(), number)
@@ -69,7 +69,7 @@ def guard(group: int) -> tuple[int, int]:
 
 
 def end_with(parent: int, number: int) -> None:
-    """Fork a process that sends this one a signal, only once, when its parent has ended."""
+    """Fork a process that sends this one a single signal when its parent has ended."""
     # PR_SET_PDEATHSIG sends one for each thread of the parent, and Open MPI's mpiexec, which takes
     # the second for an order to end at once, leaves its files.
     try:
@@ -108,8 +108,8 @@ class _Orphans:
         self._until = 0.0
 
     def reap(self, workers: dict[socket.socket, int]) -> list[int]:
-        """Let go of workers that have ended, and end what those have left behind that failed."""
-        # Local; waits for nothing.
+        """Remove workers that have ended, and end the processes that failed ones left behind."""
+        # Never waits.
         before = _children(os.getpid())  # a worker's are here before it is reaped
         ended = _reap(workers)
         here = _children(os.getpid()).difference(workers.values())
@@ -128,7 +128,7 @@ class _Orphans:
 
 
 def _children(pid: int) -> set[int]:
-    """List the children of a process; none where the kernel doesn't."""
+    """Return the children of a process; none if the kernel doesn't list them."""
     found: set[int] = set()
     with contextlib.suppress(OSError):  # it, or one of its threads, has ended
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -144,7 +144,7 @@ def _has_ended(pid: int) -> bool:
 
 
 def _of_this_group(pids: set[int]) -> set[int]:
-    """Take those and their descendants that are in this process's group: daemons leave it."""
+    """Return those and their descendants that are in this process's group, which daemons leave."""
     found: set[int] = set()
     while pids:
         found |= pids
@@ -166,7 +166,7 @@ def _signal(pids: Iterable[int], *numbers: int) -> None:
 
 
 def serve(control: socket.socket, parent: int, work: Callable[[int, int], None] | None) -> None:
-    """Make workers until the parent is gone, or wants no more and the last one has ended."""
+    """Start workers until the parent is gone, or wants no more and the last one has ended."""
     # SIGTERM ends all workers, and then this.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     orders: list[int] = []
@@ -189,7 +189,7 @@ def serve(control: socket.socket, parent: int, work: Callable[[int, int], None] 
 
 
 def attend(status: socket.socket, pid: int, parent: int) -> int:
-    """Look after one child of this process until it ends."""
+    """Supervise a child until it ends; return its status."""
     workers, orphans = {status: pid}, _Orphans()
     ended: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: _signal(workers.values(), number))
@@ -205,7 +205,7 @@ def attend(status: socket.socket, pid: int, parent: int) -> int:
             _signal(workers.values(), signal.SIGKILL)
         if status.fileno() in ready:
             _obey(status, pid)
-    if guarding is not None and ended[0] == 0:  # what a worker leaves that ended well may stay
+    if guarding is not None and ended[0] == 0:  # processes that a successful worker left may stay
         with contextlib.suppress(OSError):  # it may be gone, or reaped
             os.write(guarding[1], b"-")
             os.waitpid(guarding[0], 0)
@@ -213,7 +213,7 @@ def attend(status: socket.socket, pid: int, parent: int) -> int:
 
 
 def _wake_by_signals() -> tuple[int, int]:
-    """Make a pipe that has something to read once a signal has come, such as a child's end."""
+    """Create a pipe that is readable once a signal has arrived, such as a child's end."""
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_read, False)
     os.set_blocking(wake_write, False)
@@ -234,7 +234,7 @@ def _make(
     work: Callable[[int, int], None] | None,
     on_term: Any,
 ) -> bool:
-    """Take one request, and tell whether the parent may have more."""
+    """Process one request; return whether the parent may send more."""
     request, fds, _, _ = socket.recv_fds(control, 4, 5)
     if not request:
         return False
@@ -256,8 +256,8 @@ def _make(
 
 
 def _ready(fds: list[int], limit_s: float | None = _POLL_S) -> set[int]:
-    """Wait a little; tell which descriptors have something, whatever their numbers are."""
-    watched = select.poll()  # select() takes none above 1023
+    """Wait briefly; return the readable descriptors, with any numbers."""
+    watched = select.poll()  # select() accepts none above 1023
     for fd in fds:
         watched.register(fd, select.POLLIN)
     return {fd for fd, _ in watched.poll(limit_s and limit_s * 1000)}
@@ -324,7 +324,7 @@ def _reap(workers: dict[socket.socket, int]) -> list[int]:
 
 
 def _send(status: socket.socket, news: str) -> None:
-    with contextlib.suppress(OSError):  # a parent that doesn't listen is not waited for
+    with contextlib.suppress(OSError):  # a parent that doesn't read is not waited for
         status.send(news.encode(), socket.MSG_DONTWAIT)
 
 
@@ -343,8 +343,8 @@ def _send_news(status: socket.socket, pid: int) -> int | None:
 
 
 def make_ready_for_copies() -> None:
-    """Leave to this process what was set up here: its copies neither undo nor collect it."""
-    # A copy would end a temporary folder that others still use; and torch takes 20 ms there.
+    """Set this process's objects to stay in its forks, which neither finalize nor collect them."""
+    # A fork would remove a temporary folder that others still use; and torch takes 20 ms there.
     finalizers: Iterable[weakref.finalize[Any, Any]] = getattr(weakref.finalize, "_registry", ())
     for finalizer in list(finalizers):
         finalizer.atexit = False
@@ -352,7 +352,7 @@ def make_ready_for_copies() -> None:
 
 
 def main(control_fd: int, parent: int, preload: bool) -> None:
-    """Serve as a process of its own."""
+    """Run the fork server as this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     control = socket.socket(fileno=control_fd)
     work: Callable[[int, int], None] | None = None

@@ -1,4 +1,4 @@
-"""A rank's process from its start to its end: what any other program does there, it does too."""
+"""The lifetime of a rank's process, with the exit steps of any other program."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from unisono.errors import WorkerFailedError
 from unisono.tracebacks import fold, is_full, is_ours
 
 PEERS_S = 5.0
-"""Seconds that others have to leave their results before this rank ends them."""
+"""Seconds that others have to deliver their results before this rank ends them."""
 _log = logging.getLogger(__name__)
 
 
 class Lifetime:
-    """The life of a process that is one rank, and nothing else."""
+    """The lifetime of a process that is one rank, and nothing else."""
 
     # The user's function runs in its main thread. Its end has an order: threads that aren't daemons
-    # and work that executors have taken on (the context is alive meanwhile), the context, exit
+    # and work that executors have accepted (the context is alive meanwhile), the context, exit
     # handlers, the result. So once the result is there, nothing else is under way.
 
     _pid: int | None = None
@@ -36,13 +36,13 @@ class Lifetime:
 
     @classmethod
     def begin(cls) -> None:
-        """Take this process for a rank's own."""
+        """Mark this process as a rank's own."""
         cls._pid = os.getpid()
 
     @classmethod
     @contextlib.contextmanager
     def function(cls) -> Iterator[None]:
-        """Run the user's function in the block, and wait for what it leaves behind."""
+        """Run the user's function in the block, and wait for its remaining threads."""
         # Nothing is waited for where the process isn't a rank's own, as one with thread
         # replicas, or where the block is within the rank's function.
         is_main = threading.current_thread() is threading.main_thread()
@@ -62,8 +62,8 @@ class Lifetime:
 
     @staticmethod
     def run_exit_handlers() -> None:
-        """Run what was registered with atexit; what a handler raises is printed."""
-        # The end of what the ranks share comes after the result: see `LastCalls`.
+        """Run the handlers registered with atexit; their exceptions are printed."""
+        # The ranks' shared resources end after the result: see `LastCalls`.
         with _warned_when_slow(), LastCalls.held():
             atexit._run_exitfuncs()
 
@@ -94,7 +94,7 @@ def _warn() -> None:
 @contextlib.contextmanager
 def forks_end_here() -> Iterator[None]:
     """End a fork of this process that leaves the block, as if the program ended there."""
-    # The fork isn't the rank: what it returns or raises isn't a result of the rank's.
+    # The fork isn't the rank: its result or exception isn't the rank's.
     pid = os.getpid()
     try:
         yield
@@ -118,14 +118,14 @@ def _end_fork(error: BaseException | None) -> NoReturn:
 
 
 def flush() -> None:
-    """Write out what stdout and stderr hold."""
+    """Write out the buffers of stdout and stderr."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # a stream may be closed, or anything a user put there
             stream.flush()
 
 
 def seed_generators() -> None:
-    """Seed the generators that a fork has from the process that it is a copy of."""
+    """Seed the generators that a fork has inherited."""
     # In a fresh process each starts somewhere else; Python's own does so in a fork too.
     torch.default_generator.seed()
     numpy_random: Any = sys.modules.get("numpy.random")
@@ -134,7 +134,7 @@ def seed_generators() -> None:
 
 
 def skip_ours(frames: Any) -> Any:
-    """Drop this package's frames at the top, unless there are no others."""
+    """Remove this package's frames at the top, unless there are no others."""
     inner = None if is_full() else frames
     while inner is not None and is_ours(inner.tb_frame.f_code.co_filename):
         inner = inner.tb_next

@@ -21,7 +21,7 @@ _POLL_S = 0.02  # between two looks once all pipes have ended
 
 
 def begin_lines_with_rank(rank: int) -> None:
-    """Let each line of this process's stdout and stderr begin with ``[rank N]``."""
+    """Set each line of this process's stdout and stderr to begin with ``[rank N]``."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None:  # as in a program that was started without one
@@ -29,7 +29,7 @@ def begin_lines_with_rank(rank: int) -> None:
 
 
 class ByThread:
-    """A text stream that is another one in certain threads."""
+    """A text stream that delegates to another one in certain threads."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream: TextIO = stream
@@ -37,19 +37,19 @@ class ByThread:
         """Streams of threads, by their ids."""
 
     def own(self) -> Any:
-        """Return the stream of the thread that calls this."""
+        """Return the stream of the calling thread."""
         return self.streams.get(threading.get_ident(), self.stream)
 
     def write(self, text: str) -> int:
-        """Write to the stream of the thread that calls this."""
+        """Write to the stream of the calling thread."""
         return int(self.own().write(text))
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """As `write`, for several lines."""
+        """Write several lines."""
         self.own().writelines(lines)
 
     def flush(self) -> None:
-        """Flush the stream of the thread that calls this."""
+        """Flush the stream of the calling thread."""
         self.own().flush()
 
     def __getattr__(self, name: str) -> Any:
@@ -57,17 +57,17 @@ class ByThread:
 
 
 def with_rank(stream: TextIO, rank: int) -> Any:
-    """Return a stream that writes whole lines to another one, behind ``[rank N]``."""
+    """Return a stream that writes whole lines to another one, after ``[rank N]``."""
     return _Prefixed(stream, f"[rank {rank}] ")
 
 
 def tells_rank(stream: object) -> bool:
-    """Return whether lines that are written to a stream begin with the rank."""
+    """Return whether a stream begins its lines with the rank."""
     return isinstance(stream, _Prefixed)
 
 
 class _Prefixed:
-    """A text stream whose lines begin with a prefix and are written whole, but for long ones."""
+    """A text stream whose lines begin with a prefix and are written whole, except long ones."""
 
     def __init__(self, stream: TextIO, prefix: str) -> None:
         self._stream = stream
@@ -103,12 +103,12 @@ class _Prefixed:
 
 
 class Pipes:
-    """The outputs of processes, in whole lines with their ends; a carriage return is one, too."""
+    """The outputs of processes, in whole lines; a carriage return ends one, too."""
 
     def __init__(self) -> None:
         self.selector: selectors.BaseSelector = selectors.DefaultSelector()
         self.logs: dict[int, IO[bytes]] = {}
-        """Files that get what is read of stdout (1) and stderr (2)."""
+        """Files for copies of stdout (1) and stderr (2)."""
         self._rests: dict[int, bytes] = {}
 
     def start(
@@ -120,7 +120,7 @@ class Pipes:
         stdout: int | None = subprocess.PIPE,
         terminal: Sequence[int] = (),
     ) -> subprocess.Popen[bytes]:
-        """Start a process in a session of its own: this one decides on Ctrl-C."""
+        """Start a process in a new session: this one decides on Ctrl-C."""
         try:
             process = subprocess.Popen(
                 list(arguments),
@@ -146,7 +146,7 @@ class Pipes:
 
     @property
     def open(self) -> list[Any]:
-        """The pipes that haven't ended."""
+        """The pipes that are still open."""
         return [key.fileobj for key in (self.selector.get_map() or {}).values()]
 
     def read(self, timeout_s: float) -> list[tuple[int, bytes]]:
@@ -170,7 +170,7 @@ class Pipes:
         return [(key.data, line) for key in keys for line in self._lines(key.fd, b"")]
 
     def close(self) -> None:
-        """Close all pipes; harmless the second time."""
+        """Close all pipes; a second call does nothing."""
         for pipe in self.open:
             self._end(pipe)
         self.selector.close()

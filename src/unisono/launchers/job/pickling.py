@@ -1,7 +1,7 @@
-"""Pickles of what a worker runs: by value where the worker couldn't import it.
+"""Pickles of a worker's functions: by value if the worker couldn't import them.
 
-Classes and functions that come by value are put into a module of the name that they bear, so that
-plain pickle finds them there too: ``torch.save``, queues, and workers of a DataLoader.
+Classes and functions sent by value are defined in a module of their own name, so that plain pickle
+finds them there too: ``torch.save``, queues, and workers of a DataLoader.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __tracebackhide__ = hides
 
 _lock = threading.Lock()
 _MAIN = "__main__"
-_ONE_IN_A_PROCESS = (  # and its own is meant in each: ``from os import environ``
+_ONE_IN_A_PROCESS = (  # each process means its own: ``from os import environ``
     *(("os", "environ"), ("os", "environb"), ("random", "_inst")),
     *(("numpy.random.mtrand", "_rand"), ("torch", "default_generator")),
 )
@@ -36,7 +36,7 @@ _ONE_IN_A_PROCESS = (  # and its own is meant in each: ``from os import environ`
 
 @dataclass(slots=True)
 class _Definitions:
-    """What the parent's own modules define."""
+    """Definitions of the parent's own modules."""
 
     used: dict[str, dict[str, Any]] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
@@ -62,7 +62,7 @@ def pickle_for_worker(value: object) -> bytes:
 
 
 def load_from_parent(data: bytes, *, defines: bool = True) -> Any:
-    """Load what `pickle_for_worker` made."""
+    """Load a pickle from `pickle_for_worker`."""
     unpickler = pickle.Unpickler(io.BytesIO(data))
     value = unpickler.load()
     if defines:
@@ -95,7 +95,7 @@ class _Pickler(Pickler):  # type: ignore[misc]
             is_by_value = obj.__module__ in self._by_value
             if is_by_value and _is_at_top(obj):
                 self._used.setdefault(obj.__module__, {})[obj.__name__] = obj
-            if is_by_value or _is_nowhere(obj):  # by itself it is a global, which isn't there
+            if is_by_value or _is_nowhere(obj):  # else it's pickled as a global, which isn't there
                 return _cached, (obj.__wrapped__, obj.cache_parameters())
         return super().reducer_override(obj)
 
@@ -129,7 +129,7 @@ def _is_nowhere(obj: Any) -> bool:
 
 
 def _cached(fn: Any, parameters: dict[str, Any]) -> Any:
-    """Make a function of ``functools.cache`` or ``lru_cache`` again, with nothing in its cache."""
+    """Build a function of ``functools.cache`` or ``lru_cache`` again, with an empty cache."""
     return functools.lru_cache(**parameters)(fn)
 
 
@@ -140,7 +140,7 @@ def _is_importable(name: str, module: ModuleType) -> bool:
     parent = name.rpartition(".")[0]
     file = getattr(module, "__file__", None)
     if file is None and parent:
-        return True  # its package makes it, as torch makes torch._C._distributed_c10d
+        return True  # its package creates it, as torch does torch._C._distributed_c10d
     path = getattr(sys.modules.get(parent), "__path__", None)
     if parent and path is None:
         return False
@@ -164,12 +164,12 @@ def _define(definitions: _Definitions) -> None:
     main = sys.modules[_MAIN]
     if hasattr(main, "__file__"):  # multiprocessing runs that file in a fresh process
         return
-    if not hasattr(ForkingPickler, "reducer_override"):  # somebody else's stays
+    if not hasattr(ForkingPickler, "reducer_override"):  # another library's stays
         setattr(ForkingPickler, "reducer_override", _reduce_for_child)  # noqa: B010 - see its type
 
 
 def _define_in(module: ModuleType, objects: dict[str, Any]) -> None:
-    """Define what came by value, but nothing in place of what an import has defined."""
+    """Set objects sent by value in a module, but don't replace an import's."""
     is_imported = module.__name__ != _MAIN and getattr(module, "__spec__", None) is not None
     for key, obj in objects.items():
         if not (is_imported and hasattr(module, key)):
@@ -184,7 +184,7 @@ def _can_be_found(name: str) -> bool:
 
 
 def _reduce_for_child(_: ForkingPickler, obj: Any) -> Any:
-    """Send what ``__main__`` defines by value to a fresh process of multiprocessing."""
+    """Send definitions of ``__main__`` by value to a fresh process of multiprocessing."""
     # Such a process would run the program's file for it, which this one hasn't run itself.
     if isinstance(obj, (type, FunctionType)) and obj.__module__ == _MAIN and _is_at_top(obj):
         return _define_in_child, (obj.__name__, dumps(obj))

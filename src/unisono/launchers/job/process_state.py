@@ -25,7 +25,7 @@ def search_path() -> list[str]:
 
 
 def check_streams() -> None:
-    """Raise unless the standard streams of this process are open: workers get them."""
+    """Raise unless the standard streams of this process are open: workers inherit them."""
     try:
         for fd in range(3):
             os.fstat(fd)
@@ -46,7 +46,7 @@ def umask() -> int | None:
 
 
 def inherited() -> tuple[object, ...]:
-    """Return what a fork server keeps of this process and hands on to its workers."""
+    """Return this process's state that a fork server keeps and passes to its workers."""
     if sys.platform == "win32":
         return ()
     affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()

@@ -1,8 +1,8 @@
-"""What a signal to a process means for the ranks that it has started.
+"""Effects of a process's signals on the ranks that it has started.
 
 SIGTERM and SIGHUP give ranks time to save: they get the signal, and the process that started them
 waits. SIGINT gives them a second. A further signal, or the end of that time, ends them at once. All
-other signals are the program's own affair, and are only passed on.
+other signals are left to the program, and only forwarded.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any
 
 TO_SAVE = (signal.SIGTERM, signal.SIGHUP)
 TO_END = (signal.SIGINT, *TO_SAVE)
-_OF_ONE = {  # what a process does to itself, and what a terminal and a parent say of stopping
+_OF_ONE = {  # of a process to itself, and those of a terminal or a parent for stopping
     *(signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGPIPE, signal.SIGSEGV),
     *(signal.SIGSYS, signal.SIGTRAP, signal.SIGCHLD, signal.SIGCONT, signal.SIGKILL),
     *(signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGXFSZ),
 }
 OTHERS = tuple(sorted(signal.valid_signals() - _OF_ONE - {*TO_END}))
 END_S = 1.0
-"""Seconds that programs have which get no time to save."""
+"""Seconds until programs are killed that get no time to save."""
 _SIGACTION_BYTES = 256  # at least
-_TWICE_S = 1.0  # within it a second one is the first: Slurm and systemd signal all of a job at once
+_TWICE_S = 1.0  # within it a second one is a repeat: Slurm and systemd signal all of a job at once
 
 
 class SignalledError(BaseException):
@@ -40,7 +40,7 @@ class SignalledError(BaseException):
 
 @dataclass(slots=True)
 class Orders:
-    """The signals to end that a process with ranks got, and what its ranks get of them."""
+    """The signals to end that a process with ranks received, and those that its ranks get."""
 
     grace_s: float
     came: list[int] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Orders:
     until: float | None = None
 
     def take(self, number: int, is_orphan: bool = False) -> int:
-        """Take in a signal."""
+        """Record a signal; return the one for the ranks, 0 for none."""
         now = time.monotonic()
         if number not in TO_END:
             return number
@@ -65,7 +65,7 @@ class Orders:
 
 @contextlib.contextmanager
 def handled(numbers: Iterable[int], handle: Callable[[int, Any], object]) -> Iterator[None]:
-    """Handle signals in the block, but those that this process ignores or handles itself."""
+    """Handle signals in the block, except those that this process ignores or handles."""
     # One that is ignored stays so, as ``nohup`` and a shell's ``&`` want it. Afterwards all
     # are as they were. Signals reach the main thread alone: in others nothing is handled.
     if threading.current_thread() is not threading.main_thread():
@@ -91,7 +91,7 @@ def _is_free(number: int, handler: Any) -> bool:
 
 
 def _is_caught_in_c(number: int) -> bool:
-    """Return whether a library has a handler that Python doesn't know, as faulthandler."""
+    """Return whether a library has a handler that Python doesn't know, such as faulthandler's."""
     action = ctypes.create_string_buffer(_SIGACTION_BYTES)
     ctypes.pythonapi.sigaction(number, None, action)
     return any(action.raw[: ctypes.sizeof(ctypes.c_void_p)])  # its first field is the handler
@@ -99,7 +99,7 @@ def _is_caught_in_c(number: int) -> bool:
 
 @contextlib.contextmanager
 def signals(is_once: bool = False) -> Iterator[list[int]]:
-    """Turn the signals that end a program into an exception, while it lasts."""
+    """Raise an exception in the block at the signals that end a program."""
     seen: list[int] = []
 
     def stop(number: int, _: Any) -> None:

@@ -1,4 +1,4 @@
-"""Where the ranks of a job meet: a store of the launching process, and private files."""
+"""The rendezvous of a job's ranks: a store of the launching process, and private files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unisono.topology import PRIVATE_STORE, LaunchPlan
 
 
 def private_store(held: ExitStack) -> dict[str, str]:
-    """Make the file that the ranks of one host meet in, where no other user can come."""
+    """Create the rendezvous file of one host's ranks, closed to other users."""
     # On Linux it has no name: ranks open it in this process's folder of ``/proc``, which the
     # kernel opens to this user alone, and it is gone with the last process that has it. Elsewhere,
     # and where memory without a name is forbidden, it is in a folder of mode 0700.
@@ -31,9 +31,9 @@ def private_store(held: ExitStack) -> dict[str, str]:
 
 
 def host(plan: LaunchPlan) -> tuple[Any, LaunchPlan]:
-    """Host the rendezvous where that is this node's part; it outlives every worker."""
+    """Host the rendezvous if that is this node's part; it outlives every worker."""
     # Alone on one host it listens on the loopback at a port of the kernel's choice, so that
-    # no other job can take it and nobody else can reach it. Of several hosts it listens at
+    # no other job can take it and no other host can reach it. Of several hosts it listens at
     # `master_addr`, or at every address where that name isn't this host's own.
     if plan.init_method is not None:
         return None, plan
@@ -50,10 +50,10 @@ def host(plan: LaunchPlan) -> tuple[Any, LaunchPlan]:
 
 
 def hold(plan: LaunchPlan, held: ExitStack) -> LaunchPlan:
-    """Host the rendezvous, and on one host the file that ranks meet in, until `held` is closed."""
+    """Host the rendezvous, and on one host its private file, until `held` is closed."""
     # No caller's frame has the store, which an exception's traceback would keep open.
     store, plan = host(plan)
-    held.callback([store].clear)  # in no frame of its own, which Ctrl-C could keep alive, too
+    held.callback([store].clear)  # without a frame of its own, which Ctrl-C could keep alive, too
     if plan.store_is_hosted and plan.nnodes == 1:
         return replace(plan, private_store=private_store(held)[PRIVATE_STORE])
     return plan

@@ -1,8 +1,8 @@
-"""A rank that another library's launcher has made: it connects to the process that launched it.
+"""A rank that another library's launcher starts, connected to the process that launched the job.
 
-The process that the launcher made looks after a child of its own, which is the worker, and reports
-on its status socket what becomes of it, as the process does that makes local workers. It imports no
-torch. When the process that launched the job ends, the connections close, and the rank ends.
+The launcher's process supervises its child, the worker, and reports the worker's state on a status
+socket, as the fork server does for local workers. It imports no torch. When the process that
+launched the job ends, the connections close, and the rank ends.
 """
 
 from __future__ import annotations
@@ -37,35 +37,35 @@ from unisono.launchers.job.worker import work; work(channel, parent)"""
 
 
 def boot(work: str = _WORK) -> tuple[str, ...]:
-    """Write the command of a rank, for its launcher."""
+    """Return the command of a rank, for its launcher."""
     return (*interpreter(), "-c", f"import sys; sys.path[:] = {search_path()!r}\n{work}")
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Where a rank connects, which its launcher hands over as a variable."""
+    """The address for a rank's connections, which its launcher passes as a variable."""
 
     where: str | int
     """The address of a Unix-domain socket of this host, or a port."""
     token: str = ""
     host: str = ""
-    """The launcher's own variable that says on which host the port is."""
+    """The launcher's own variable that holds the port's host."""
     names: Sequence[str] = ()
-    """Its variables of the rank, all ranks, and the same of the node, where unisono knows none."""
+    """Its variables of rank and world size, also local ones, if unisono knows none."""
 
     def variables(self) -> dict[str, str]:
-        """Write it for the environment of a rank."""
+        """Return it as a rank's variables."""
         return {LINK: json.dumps(astuple(self))}
 
     @classmethod
     def taken(cls) -> Link:
-        """Read it, and remove it from the environment, which programs inherit."""
+        """Read the link, and remove it from the environment, which programs inherit."""
         if LINK not in os.environ:
             sys.exit(f"a rank lacks {LINK}, which its launcher was to hand over")
         return cls(*json.loads(os.environ.pop(LINK)))
 
     def connect(self, kind: bytes, who: RankInfo | str | None) -> socket.socket:
-        """Connect, and say who this rank is; `kind` is ``c`` for a channel, ``s`` for a status."""
+        """Connect and identify this rank; `kind` is ``c`` for a channel, ``s`` for a status."""
         hello = pickle.dumps((who, dict(os.environ), os.getpid(), threading.get_ident()))
         if isinstance(self.where, str):
             sock = socket.socket(socket.AF_UNIX)
@@ -86,8 +86,8 @@ class Link:
 
 
 def join() -> tuple[int, int]:
-    """Connect to the process that launched the job, and be a worker in a child of this process."""
-    # It returns in the child alone; this process ends as the child does.
+    """Connect to the process that launched the job, and fork a worker, which returns."""
+    # It returns only in the child; this process ends as the child does.
     parent = os.getppid()
     die_with(parent)
     link = Link.taken()
@@ -119,7 +119,7 @@ def _who_am_i(names: Sequence[str]) -> RankInfo | str | None:
 
 
 def end_like(code: int) -> NoReturn:
-    """End this process as another one has ended: with its exit code, or by its signal."""
+    """Exit as another process has: with its exit code, or by its signal."""
     if code < 0:  # so that the launcher sees the signal
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with contextlib.suppress(OSError, ValueError):
