@@ -1,1 +1,1 @@
-"""Helpers that training repositories copy from each other, on every model."""
+"""Training helpers for every model: data-parallel wrappers, loaders, checkpoints, metrics."""

@@ -1,4 +1,4 @@
-"""Lists of tensors: whether all ranks have the same ones, and which of them share memory."""
+"""Agreement of ranks on a list of tensors, and detection of shared memory in it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OVERLAPS = -1
 
 
 def aliases(names: Sequence[object], tensors: Sequence[Tensor | None]) -> list[int]:
-    """Return for each tensor the index of the one that owns its memory, or `OVERLAPS`."""
+    """Return for each tensor the index of the tensor that owns its memory, or `OVERLAPS`."""
     first_with: dict[int, int] = {}
     owners = [first_with.setdefault(id(name), index) for index, name in enumerate(names)]
     places = []
@@ -31,7 +31,7 @@ def aliases(names: Sequence[object], tensors: Sequence[Tensor | None]) -> list[i
         end = tensor.data_ptr() + reach_bytes(tensor)
         if end - tensor.data_ptr() < tensor.nbytes:
             owners[index] = OVERLAPS
-        elif tensor.data_ptr():  # what has no address is known by its identity alone
+        elif tensor.data_ptr():  # tensors without an address are compared by identity only
             places.append((str(tensor.device), tensor.data_ptr(), -end, index, tensor))
     places.sort(key=lambda place: place[:-1])
     first = places[:1]
@@ -83,7 +83,7 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """What this rank gives to `agree`."""
+    """This rank's input of `agree`."""
 
     likes: Sequence[Tensor]
     tensors: Sequence[Tensor | None]
@@ -107,7 +107,7 @@ def _gradient(tensor: Tensor) -> Tensor | None:
 
 
 def is_sharded(value: object) -> bool:
-    """Return whether a value is a DTensor, of which each rank has a part."""
+    """Return whether a value is a DTensor."""
     return isinstance(value, Tensor) and hasattr(value, "device_mesh")
 
 
@@ -159,7 +159,7 @@ def agree(
     listed: Listed,
     group: Group | None = None,
 ) -> Described:
-    """Check that every rank has the same list, and find out which of its tensors are there."""
+    """Check that all ranks have the same list; return which tensors exist on any rank."""
     # Collective over `group`: one exchange, and another one where the lists differ.
     owners = aliases(listed.likes, [item if is_dense(item) else None for item in listed.tensors])
     lines = [_line(i, *each) for i, each in enumerate(zip(listed.likes, owners, strict=True))]
@@ -190,7 +190,7 @@ def _digest(lines: list[str]) -> bytes:
 
 
 def _check(column: Sequence[int], name: str, call: str, ranks: Sequence[int]) -> None:
-    """Refuse a tensor that some rank can't work on in place."""
+    """Raise if some rank cannot reduce a tensor in place."""
     for code, (kind, remedy) in _REFUSED.items():
         if code[0] in column:
             where = [rank for rank, other in zip(ranks, column, strict=True) if other == code[0]]

@@ -1,4 +1,4 @@
-"""Atomic files: renamed once they are on the disk, checked when they are read."""
+"""Atomic writes by rename after fsync, and checks of torch archives."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from typing import IO, Any
 from unisono.errors import PayloadError
 
 _DAY_S = 24 * 60 * 60.0
-_LONGEST = 50  # letters of a name that a temporary one begins with: a disk takes 255 bytes
+_LONGEST = 50  # characters of the name that a temporary name keeps: file systems allow 255 bytes
 
 
 class _Recorded:
-    """A file that remembers why it couldn't be written, which torch's writer forgets."""
+    """A file that keeps its last write error, which torch's writer discards."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Write as the file does."""
+        """Write to the file, and record an error."""
         try:
             return self._file.write(data)
         except OSError as error:
@@ -40,9 +40,9 @@ class _Recorded:
 
 
 def write_whole(target: Path, write: Callable[[Any], object]) -> None:
-    """Write a temporary file, sync it to the disk, and rename it."""
+    """Write a temporary file, sync it to the disk, and rename it to `target`."""
     # A symbolic link stays one, and its target is replaced; an old file's mode stays. Temporary
-    # files that killed writers of the same file left are removed: they aren't locked, or a day old.
+    # files of killed writers of the same file are removed: they aren't locked, or are a day old.
     target = Path(os.path.realpath(target))
     old = target.stat() if target.exists() else None
     if old is not None and not stat.S_ISREG(old.st_mode):
@@ -55,11 +55,11 @@ def write_whole(target: Path, write: Callable[[Any], object]) -> None:
         with open(part, "xb") as file:
             _lock(file.fileno())
             _remove_leftovers(target, start, part)
-            if old is not None and os.name == "posix":  # others may read no more than before
+            if old is not None and os.name == "posix":  # keeps the read permissions
                 os.fchmod(file.fileno(), stat.S_IMODE(old.st_mode))
             _fill(file, write, target)
-            part.replace(target)  # while it is locked: others remove what isn't
-    except BaseException:  # Ctrl-C too: no half of a file is left
+            part.replace(target)  # while locked, as other writers remove unlocked ones
+    except BaseException:  # Ctrl-C too: no partial file remains
         part.unlink(missing_ok=True)
         raise
     _sync_folder(target.parent)
@@ -81,7 +81,7 @@ def _fill(file: IO[bytes], write: Callable[[Any], object], target: Path) -> None
 
 
 def _lock(number: int) -> bool:
-    """Lock a file as long as it is open, if nobody else has and its file system can."""
+    """Lock an open file; return False if it is locked, or the system does not support it."""
     if os.name != "posix":
         return False
     fcntl: Any = importlib.import_module("fcntl")
@@ -94,11 +94,11 @@ def _lock(number: int) -> bool:
 
 def _remove_leftovers(target: Path, start: str, own: Path) -> None:
     names: list[str] = []
-    with suppress(OSError):  # a folder may be writable and not readable
+    with suppress(OSError):  # a folder may be writable but not readable
         names = os.listdir(target.parent)
     for name in names:
         is_one = name.startswith(start) and name.endswith(".tmp") and len(name) == len(own.name)
-        with suppress(OSError):  # another writer was faster, or it is another user's
+        with suppress(OSError):  # another writer removed it, or it is another user's
             path = target.with_name(name)
             if is_one and name != own.name and (_is_old(path) or _is_left(path)):
                 path.unlink()
@@ -110,12 +110,12 @@ def _is_old(path: Path) -> bool:
 
 def _is_left(path: Path) -> bool:
     with open(path, "r+b") as file:
-        # One that is just being made isn't locked yet, and has nothing in it.
+        # A new one is empty until it is locked.
         return os.fstat(file.fileno()).st_size > 0 and _lock(file.fileno())
 
 
 def _sync_folder(folder: Path) -> None:
-    if os.name != "posix":  # others can't open a folder
+    if os.name != "posix":  # other systems can't open a folder
         return
     number = os.open(folder, os.O_RDONLY)
     try:
@@ -125,7 +125,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def check_archive(file: IO[bytes], name: str) -> None:
-    """Check the checksums of an archive of torch; other files are left alone."""
+    """Check the checksums of a torch archive; other files are not checked."""
     is_archive = file.read(4) == b"PK\3\4"
     file.seek(0)
     if not is_archive:
@@ -133,7 +133,7 @@ def check_archive(file: IO[bytes], name: str) -> None:
     try:
         with zipfile.ZipFile(file) as archive:
             damaged = archive.testzip()
-    except Exception as error:  # zipfile raises a dozen kinds on damaged headers
+    except Exception as error:  # zipfile raises a dozen types on damaged headers
         raise PayloadError(f"{name} is damaged: {error}") from error
     if damaged is not None:
         raise PayloadError(f"{name} is damaged: the checksum of {damaged} in it is another")

@@ -1,4 +1,4 @@
-"""Make parameters, gradients and optimizer states equal on all ranks, in few collectives."""
+"""Reduction and broadcast of parameters, gradients and optimizer states."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def all_reduce_params(
             same shapes and dtypes in the same order on every rank; autograd doesn't see the change.
         coalesce: whether small tensors are reduced together, in a flat buffer for each dtype and
             device, which the context keeps.
-        bucket_size_mb: size of that buffer in MiB; -1 for what is fastest, at most 16.
-        op: as in `all_reduce`. A mean of integers must come out even, as that of equal ones does.
+        bucket_size_mb: size of that buffer in MiB; -1 for the fastest, at most 16.
+        op: as in `all_reduce`. A mean of integers must be whole, as that of equal ones is.
         group: a Group, a list of ranks, or None for all ranks.
 
     Raises:
@@ -51,7 +51,7 @@ def all_reduce_params(
         CollectiveMismatchError: the lists differ between ranks; names where (on every rank).
         PayloadError: a tensor is sparse, or integers have no whole mean, or it is a mean of uint64
             (on every rank).
-        CollectiveError: a peer failed or didn't come in time.
+        CollectiveError: a peer failed or timed out.
 
     Example:
         >>> import torch, unisono as idist
@@ -68,7 +68,7 @@ def reduce_params(
     group: GroupLike,
     cuts_means: bool = False,
 ) -> None:
-    """Do as `all_reduce_params`; cut means of integers towards 0 instead of refusing them."""
+    """Run `all_reduce_params`, with means of integers cut towards 0 if `cuts_means`."""
     # Collective over `group`.
     limit = _limit(coalesce, bucket_size_mb)
     operation = parse_op(op)
@@ -107,7 +107,7 @@ def all_reduce_grads(
         ArgumentError: an unknown operation, or something that isn't a tensor.
         CollectiveMismatchError: the lists differ between ranks; names where (on every rank).
         PayloadError: a gradient is sparse on some rank (on every rank).
-        CollectiveError: a peer failed or didn't come in time.
+        CollectiveError: a peer failed or timed out.
 
     Example:
         >>> import torch, unisono as idist
@@ -132,7 +132,7 @@ def all_reduce_grads(
 
 
 def _works(tensors: Sequence[Tensor | None], described: Described) -> list[buckets.Work]:
-    """List the tensors to reduce: each memory that some rank has, once."""
+    """List the tensors to reduce: those present on some rank, without aliases."""
     rows = zip(tensors, described.present, described.layouts, described.alone, strict=True)
     return [
         (tensor, layout)
@@ -176,11 +176,11 @@ def _reduce(
 def _average_integers(
     context: ContextState, tensors: Sequence[Tensor], group: Group | None, is_cut: bool
 ) -> None:
-    """Give integers their mean; cut it towards 0, or refuse one that isn't whole."""
+    """Average integers in place; cut means towards 0, or raise if one isn't whole."""
     size = context.model.topology.size(group)
     if any(tensor.dtype is torch.uint64 for tensor in tensors):
         raise PayloadError("there is no mean of uint64: convert it to int64, or to a float")
-    # Quotients and remainders travel apart, for the sum itself may not fit into 64 bits.
+    # Quotients and remainders are summed apart, as the full sum may not fit into 64 bits.
     wide = [tensor.to(torch.int64) for tensor in tensors]
     quotients = [torch.div(item, size, rounding_mode="floor") for item in wide]
     remainders = [item - part * size for item, part in zip(wide, quotients, strict=True)]
@@ -206,16 +206,16 @@ def broadcast_params(params: Params, src: int = 0, group: GroupLike = None) -> N
 
     Args:
         params: a module (its parameters and buffers), a state dict, a tensor, or an iterable of
-            dense tensors; the same shapes and dtypes in the same order on every rank. What isn't a
-            tensor in a dict is replaced by the value of `src`.
+            dense tensors; the same shapes and dtypes in the same order on every rank. In a dict,
+            other values are replaced by those of `src`.
         src: global rank whose values are sent.
         group: a Group, a list of ranks, or None for all ranks.
 
     Raises:
-        ArgumentError: `src` isn't there, or something that isn't a tensor.
+        ArgumentError: `src` isn't a rank of the group, or a value isn't a tensor.
         CollectiveMismatchError: the lists differ between ranks; names where (on every rank).
         PayloadError: a tensor is sparse (on every rank).
-        CollectiveError: a peer failed or didn't come in time.
+        CollectiveError: a peer failed or timed out.
 
     Example:
         >>> import torch, unisono as idist
@@ -237,7 +237,7 @@ def broadcast_params(params: Params, src: int = 0, group: GroupLike = None) -> N
     with torch.no_grad():
         buckets.broadcast_all(context, _works(mine.likes, described), src, group)
     if isinstance(params, MutableMapping) and others:
-        # Last, for one that can't be read raises on the ranks alone that read it.
+        # Last, as a value that can't be decoded raises on the receiving ranks only.
         params.update(broadcast(others, src, group))
 
 
@@ -248,14 +248,14 @@ def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0, group: GroupLi
 
     Args:
         optimizer: over parameters of the same shapes in the same groups on every rank; its state
-            may be there on `src` alone, as after loading a checkpoint on one rank.
+            may exist on `src` only, as after loading a checkpoint on one rank.
         src: global rank whose state is sent.
         group: a Group, a list of ranks, or None for all ranks.
 
     Raises:
-        ArgumentError: `src` isn't there.
-        PayloadError: the state has something that can't be sent (on every rank).
-        CollectiveError: a peer failed or didn't come in time.
+        ArgumentError: `src` isn't a rank of the group.
+        PayloadError: the state has a value that can't be sent (on every rank).
+        CollectiveError: a peer failed or timed out.
 
     Example:
         >>> import torch, unisono as idist
@@ -291,11 +291,11 @@ def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0, group: GroupLi
 
 
 def _keep_dtypes(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Restore what ``load_state_dict`` has cast to a parameter's dtype, as a float32 momentum."""
+    """Restore values that ``load_state_dict`` cast to a parameter's dtype, as float32 momentum."""
     parameters = [each for entry in optimizer.param_groups for each in entry["params"]]
     keys = [key for entry in state["param_groups"] for key in entry["params"]]
     parameter_of = dict(zip(keys, parameters, strict=True))
-    for key, values in state["state"].items():  # others have no state, and get none by a look
+    for key, values in state["state"].items():  # indexing would create a state for the others
         loaded = optimizer.state[parameter_of[key]]
         for name, value in values.items():
             if isinstance(value, Tensor) and value.dtype != loaded[name].dtype:
@@ -303,7 +303,7 @@ def _keep_dtypes(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 
 def _described(state: dict[str, Any], is_src: bool) -> tuple[None, Any]:
-    """Return the sizes of an optimizer's groups, and on `src` its state and its tensors."""
+    """Return an optimizer's group sizes, and on `src` its plain state and tensor headers."""
     leaves, _ = flatten(state)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if any(map(is_sharded, tensors)):
@@ -324,7 +324,7 @@ def _described(state: dict[str, Any], is_src: bool) -> tuple[None, Any]:
 def _put_together(
     context: ContextState, plain: dict[str, Any], heads: dict[int, bytes]
 ) -> dict[str, Any]:
-    """Make a state with memory for its tensors."""
+    """Build a state with uninitialised tensors."""
     leaves, _ = flatten(plain)
     for i, packed in heads.items():
         head, _ = TensorHeader.unpack(packed)

@@ -1,4 +1,4 @@
-"""The largest batch size that fits into the memory of every rank."""
+"""Search for the largest batch size that fits into the memory of every rank."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def find_executable_batch_size(
 ) -> Callable[[Callable[Concatenate[int, P], T]], Callable[P, T]]:
     """Decorate a function so that it gets the largest batch size that fits on every rank.
 
-    Collective over all ranks, at each call. The function begins with `starting_batch_size`. If some
-    rank is out of memory, all of them begin again with half of it. So make in it what is to be
-    freed between: model, optimizer, loader.
+    Collective over all ranks, at each call. The function begins with `starting_batch_size`. If any
+    rank is out of memory, all ranks retry with half of it. Create in it the objects to be
+    freed between tries: model, optimizer, loader.
 
     A rank that is out of memory while others wait for it in a collective is noticed where ranks
     compare calls: in those of the facade, and in backward under `Replicated`. In backward under
     ``DistributedDataParallel``, and on accelerators, they wait until the deadline: there, let the
-    function try a step in `no_sync` and return its batch size.
+    function run a step in `no_sync` and return its batch size.
 
     Args:
         starting_batch_size: the first one, the same on every rank.
@@ -54,8 +54,8 @@ def find_executable_batch_size(
         ArgumentError: `starting_batch_size` isn't an int of at least 1.
         CollectiveMismatchError: `starting_batch_size` differs between ranks; names each rank's (at
             the call, on every rank).
-        MemoryError: a batch of 1 doesn't fit either (at the call, on every rank).
-        PeerFailedError: the function raised something else on another rank (at the call).
+        MemoryError: even a batch of 1 doesn't fit (at the call, on every rank).
+        PeerFailedError: the function raised another error on another rank (at the call).
 
     Example:
         >>> import unisono as idist
@@ -90,7 +90,7 @@ def find_executable_batch_size(
 
 
 def _try(call: Callable[[], T], size: int) -> tuple[bool, T]:
-    """Return whether a call had memory enough on all ranks. Collective over all ranks."""
+    """Return whether all ranks had enough memory, and the result. Collective over all ranks."""
     value: Any = None
     error: Exception | None = None
     has_room = True
@@ -98,12 +98,12 @@ def _try(call: Callable[[], T], size: int) -> tuple[bool, T]:
         value = call()
     except Exception as raised:
         has_room = not _is_of_memory(raised)
-        error = raised if has_room else None  # nothing may keep what the function's frames hold
+        error = raised if has_room else None  # a reference would keep its frames' objects
     context = communicator()
     with context.calls.call(_NAME):
         replies = exchange(context, f"{_NAME}: {size}", has_room, misses=math.inf)
     if not all(replies):
-        if error is not None:  # the thread that raised it may hold it still, and so its frames
+        if error is not None:  # the raising thread may still hold it and its frames
             traceback.clear_frames(error.__traceback__)
         return False, None  # type: ignore[return-value]
     try:
@@ -120,14 +120,14 @@ def _try(call: Callable[[], T], size: int) -> tuple[bool, T]:
 def _is_of_memory(error: BaseException | None) -> bool:
     if isinstance(error, CollectiveMismatchError):
         return False
-    while isinstance(error, UnisonoError):  # as that of evaluate, which has the original below
+    while isinstance(error, UnisonoError):  # such as evaluate's, whose cause is the original
         error = error.__cause__
     is_told = isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
     return is_told or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
 def _free() -> None:
-    """Give back what caches hold."""
+    """Collect garbage, and empty the accelerator's cache."""
     gc.collect()
     kind = accelerator()
     if kind is not None:

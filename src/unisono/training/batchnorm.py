@@ -1,4 +1,4 @@
-"""Batch norm with the statistics of all ranks, by the facade's collectives."""
+"""Synchronised batch norm over the facade's collectives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Converter = Callable[[nn.Module], nn.Module]
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalise with mean and variance over all ranks; both directions are collective."""
+    """Normalization with the statistics of all ranks; backward is collective."""
 
     @staticmethod
     def forward(
@@ -53,7 +53,7 @@ def _channels(x: Tensor) -> Tensor:
 
 
 def _statistics(x: Tensor, group: GroupLike) -> tuple[Tensor, Tensor, Tensor]:
-    """Give mean and biased variance [channels] and the count; batches may differ in size."""
+    """Return mean, biased variance [channels] and count; batches may differ in size."""
     channels = x.shape[1]
     count = x.new_tensor([x.numel() // channels if channels else 0])
     mean = _channels(x) / count.clamp(min=1)
@@ -64,17 +64,17 @@ def _statistics(x: Tensor, group: GroupLike) -> tuple[Tensor, Tensor, Tensor]:
     means, parts, counts = torch.split(rows, [channels, channels, 1], dim=1)
     total = counts.sum(0)
     mean = (means * counts).sum(0) / total
-    # Not of sums of squares, which would lose what is small beside a large mean.
+    # Sums of squares would cancel where the mean is large.
     squares = (parts + counts * (means - mean) ** 2).sum(0)
     return mean, squares / total, total
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch norm over any dimensions with the statistics of all ranks, on every model.
+    """Batch norm over any dimensions with statistics over all ranks, on every model.
 
     Collective over `group` in training, in forward and in backward. As
-    ``torch.nn.SyncBatchNorm``, but on any device; ranks may have batches of different size. Its
-    gradient can't be differentiated once more.
+    ``torch.nn.SyncBatchNorm``, but on any device; ranks may have batches of different size. Double
+    backward isn't supported.
 
     Args:
         num_features: channels.
@@ -83,7 +83,7 @@ class SyncBatchNorm(_BatchNorm):
         affine: whether it has weight and bias.
         track_running_stats: whether it has running statistics.
         group: a Group, or None for all ranks.
-        options: ``device``, ``dtype`` and what else this torch's batch norms take.
+        options: ``device``, ``dtype`` and further options of torch's batch norms.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalize [n, channels, ...]. Collective over `group` in training."""
         self._check_input_dim(input)
-        # Without running statistics evaluation takes those of this rank's batch, as torch's does.
+        # Without running statistics evaluation uses this rank's batch, as torch's does.
         if not self.training or team(self.group)[0].model.topology.size(self.group) == 1:
             return super().forward(input)
         kind = torch.promote_types(input.dtype, torch.float32)
@@ -143,7 +143,7 @@ def convert_sync_batchnorm(
     Args:
         model: changed in place; its batch norms keep their parameters and buffers.
         implementation: ``"unisono"`` works on every model; ``"torch"`` is
-            ``torch.nn.SyncBatchNorm``, which works on native with an accelerator; a name given to
+            ``torch.nn.SyncBatchNorm``, which works on native with an accelerator; a name passed to
             `register_sync_batchnorm` or an entry point of the group ``unisono.batchnorms``; or a
             callable from module to module. None takes torch's where it works, else ours.
 
@@ -179,7 +179,7 @@ def convert_sync_batchnorm(
 
 
 def _convert(module: nn.Module, made: dict[nn.Module, nn.Module], one: Converter) -> nn.Module:
-    """Convert the batch norms of a module with `one`; what stands under two names stays one."""
+    """Convert the batch norms of a module with `one`; a shared module stays shared."""
     if isinstance(module, _BatchNorm):
         made[module] = made.get(module) or one(module)
     elif module not in made:
@@ -197,7 +197,7 @@ def _synchronised(module: nn.Module) -> nn.Module:
     made = SyncBatchNorm(
         module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats
     )
-    made._parameters = module._parameters  # the same, for an optimizer may have them already
+    made._parameters = module._parameters  # the same objects, as an optimizer may hold them
     made._buffers = module._buffers
     made.training = module.training
     return made

@@ -1,4 +1,4 @@
-"""Many tensors in few collectives: large ones in place, small ones in flat buffers."""
+"""Coalesced collectives: large tensors in place, small ones in flat buffers."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from unisono.topology import Group
 
 MEGABYTE = 2**20
 # Measured on gloo with the tensors of a ResNet-50: above the first, copying costs more than
-# another collective does; of the second, more in flight gain nothing.
+# another collective; more in flight than the second gain nothing.
 _LARGE_BYTES = MEGABYTE
 _IN_FLIGHT = 8
 _BUCKET_BYTES = 16 * MEGABYTE
 
 Work = tuple[Tensor, torch.memory_format | None]
-"""A tensor, and its memory format where its memory may be used as it lies on every rank."""
+"""A tensor, and its memory format if all ranks share it, so that its memory can be used."""
 
 
 def as_memory(tensor: Tensor, layout: torch.memory_format | None) -> Tensor | None:
-    """See a dense tensor [*shape] as [numel] in its memory's order, None if it has gaps."""
+    """Return a view [numel] of a tensor in memory order, or None if `layout` is None."""
     if layout is None:
         return None
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def buckets(tensors: Sequence[Tensor], limit_bytes: int) -> Iterator[list[Tensor]]:
-    """Split tensors into runs of one dtype and device of at most `limit_bytes`, or of one."""
+    """Split tensors into runs of one dtype and device, of at most `limit_bytes` or one tensor."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -54,10 +54,10 @@ def buckets(tensors: Sequence[Tensor], limit_bytes: int) -> Iterator[list[Tensor
 
 @contextmanager
 def packed(context: ContextState, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Copy tensors of one dtype and device into a buffer that nobody else uses meanwhile."""
+    """Copy tensors of one dtype and device into a flat buffer for exclusive use."""
     # The context keeps one buffer for each dtype and device, and lends it to one call at a
-    # time, for threads with groups of their own may average at once. After an error it isn't kept,
-    # for what failed may still write to it.
+    # time, as threads with different groups may average concurrently. After an error it is dropped,
+    # as the failed operation may still write to it.
     first, count = tensors[0], sum(tensor.numel() for tensor in tensors)
     key = (first.dtype, first.device)
     buffer = context.flat_buffers.pop(key, None)
@@ -66,7 +66,7 @@ def packed(context: ContextState, tensors: Sequence[Tensor]) -> Iterator[Tensor]
     flat = buffer[:count]
     torch.cat([tensor.detach().reshape(-1) for tensor in tensors], out=flat)
     yield flat
-    if len(tensors) > 1 or buffer.nbytes <= _BUCKET_BYTES:  # else one huge one would stay
+    if len(tensors) > 1 or buffer.nbytes <= _BUCKET_BYTES:  # else a huge buffer would be kept
         context.flat_buffers[key] = buffer
 
 
@@ -84,7 +84,7 @@ def _is_ready(context: ContextState, tensor: Tensor) -> bool:
 def _split(
     context: ContextState, works: Sequence[Work], bucket_bytes: int
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Split tensors into large ones, as memory [numel], and those that go in buckets."""
+    """Split tensors into large ones, as memory [numel], and those for buckets."""
     alone, together = [], []
     for tensor, layout in works:
         memory = as_memory(tensor, layout)
@@ -103,13 +103,13 @@ def _reduce_on_host(
     bucket_bytes: int,
     group: Group | None,
 ) -> list[Work]:
-    """Reduce what the ranks' shared memory takes, straight from where it lies; give the others."""
+    """Reduce tensors that shared memory supports, without a copy; return the others."""
     # Collective over `group`.
     large: list[Tensor] = []
     small: list[Tensor] = []
     others: list[Work] = []
     host = None
-    if context.model.device.type != "cpu":  # else some ranks' might be elsewhere
+    if context.model.device.type != "cpu":  # else ranks may differ in devices
         return list(works)
     for tensor, layout in works:
         carrier, memory = memory_of(context, tensor, group), as_memory(tensor, layout)

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: the newest and the best are kept."""
+"""Retention of a run's checkpoints: the newest and the best."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _NAME = re.compile(r"step=(\d+)(?:,score=(nan|-?(?:inf|[0-9][0-9.e+-]*)))?")
 
 
 _Kept = tuple[int, float, Path]
-"""Step, score and place of a checkpoint that is whole."""
+"""Step, score and path of a complete checkpoint."""
 
 
 class CheckpointManager:
-    """Writes the checkpoints of a run into one folder, and keeps the newest ones and the best.
+    """Writes a run's checkpoints to one folder, and keeps the newest and the best.
 
-    A name says the step and the score, as ``step=20,score=0.91``, so that the folder is all there
-    is to keep. What a killed job left half written doesn't count, and the next save removes it.
+    A name contains the step and the score, as ``step=20,score=0.91``; the folder is the only
+    state. Incomplete checkpoints of a killed job don't count, and the next save removes them.
 
     Args:
-        folder: on a disk that rank 0 can write to, and every rank for sharded models. Made if it
-            isn't there.
-        keep: how many of the newest stay, at least 1.
+        folder: on a disk that rank 0 can write to, and every rank for sharded models. Created if
+            missing.
+        keep: number of newest checkpoints to keep, at least 1.
         mode: ``"max"`` where the best has the largest score, ``"min"`` where it has the smallest.
 
     Raises:
-        ArgumentError: `keep` or `mode` is something else.
+        ArgumentError: invalid `keep` or `mode`.
 
     Example:
         >>> import tempfile, torch, unisono as idist
@@ -61,24 +61,24 @@ class CheckpointManager:
     def save(
         self, obj: Any, step: int, score: float | None = None, sharded: bool | None = None
     ) -> Path:
-        """Write a checkpoint with `save_checkpoint`, then remove those that are to go.
+        """Write a checkpoint with `save_checkpoint`, then remove outdated ones.
 
         Collective over all ranks.
 
         Args:
             obj: as in `save_checkpoint`.
-            step: of the training, an epoch or a batch, from 0. One that is there is replaced.
-            score: how good it is; None or NaN for unknown. Rank 0's counts.
+            step: number of the epoch or batch, from 0. An existing one is replaced.
+            score: its quality; None or NaN for unknown. Rank 0's counts.
             sharded: as in `save_checkpoint`.
 
         Returns:
-            Where it is: a file, or a folder of shards.
+            Its path: a file, or a folder of shards.
 
         Raises:
             ArgumentError: `step` isn't a number of at least 0.
-            PeerFailedError: rank 0's `score` isn't a number, or the folder can't be made (on every
-                rank).
-            UnisonoError: what `save_checkpoint` raises. The old ones are untouched.
+            PeerFailedError: rank 0's `score` isn't a number, or the folder can't be created (on
+                every rank).
+            UnisonoError: as in `save_checkpoint`. The old ones are untouched.
         """
         if type(step) is not int or step < 0:
             raise ArgumentError(f"step={step!r} should be a number, at least 0")
@@ -88,14 +88,14 @@ class CheckpointManager:
         return path
 
     def latest(self) -> Path | None:
-        """Find the whole checkpoint of the largest step, None without one.
+        """Find the complete checkpoint of the largest step; None if there are none.
 
         Collective over all ranks: rank 0 looks.
         """
         return self._chosen(lambda found: found[-1:])
 
     def best(self) -> Path | None:
-        """Find the whole checkpoint of the best score, the newest of equal ones, None without one.
+        """Find the complete checkpoint of the best score, the newest of equals; None without one.
 
         Collective over all ranks: rank 0 looks.
         """
@@ -106,12 +106,12 @@ class CheckpointManager:
         return self._folder / names[0] if names else None
 
     def _prepare(self, step: int, score: float | None) -> str:
-        """Return the name of a checkpoint, in a folder that is there."""
+        """Create the folder, and return the name of a checkpoint."""
         self._folder.mkdir(parents=True, exist_ok=True)
         return f"step={step}" if score is None else f"step={step},score={float(score)!r}"
 
     def _found(self) -> list[_Kept]:
-        """Return the whole ones, by their steps."""
+        """List the complete checkpoints, sorted by step."""
         named = [(path, _NAME.fullmatch(path.name)) for path in self._folder.glob("step=*")]
         found = [
             (int(match[1]), float(match[2] or "nan"), path)

@@ -56,38 +56,38 @@ T = TypeVar("T")
 _UNPICKLABLE = (pickle.PicklingError, TypeError, AttributeError, RecursionError)
 _SAVE = "save_checkpoint"
 _SHARDS = "shards-"
-_POINTER = "CURRENT"  # of a sharded checkpoint: names the folder of the shards that count
+_POINTER = "CURRENT"  # file of a sharded checkpoint with the name of the current shards' folder
 
 
 def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | None = None) -> None:
-    """Write a checkpoint atomically: the old one or the new one is always there, complete.
+    """Write a checkpoint atomically: at any time the old or the new one is complete.
 
     Collective over all ranks. A file is written under another name in the same folder, synced to
-    the disk, and renamed. Shards go into a folder of their own within `path`, and a file that is
-    renamed last says which one counts. A killed process leaves files with ``.tmp`` in their names,
+    the disk, and renamed. Shards are written to a new folder within `path`, and a file that is
+    renamed last names the current one. A killed process leaves files with ``.tmp`` in their names,
     which a later save there removes. A symbolic link stays one, and a file keeps its mode.
 
     Args:
-        obj: a module, an optimizer or whatever else has a state dict, which is saved in its place;
-            a dict, list or tuple of them; or what ``torch.save`` takes. The keys of a module are
-            those of the one within what `auto_model` returned, with any number of replicas. Only
-            `rank`'s is written; shards are, on every rank. Modules are asked for their state on
-            every rank, whatever else has one where it is written.
+        obj: a module, an optimizer or another object with a state dict, which is saved in its
+            place; a dict, list or tuple of these; or any value for ``torch.save``. The keys of a
+            module are those without `auto_model`'s wrapper, with any number of replicas. Only
+            `rank`'s is written; shards are written by every rank. All but optimizers are asked for
+            their state on every rank.
         path: the file; for shards a folder that every rank can reach.
         rank: global rank that writes.
         sharded: whether each rank writes its shard, through ``torch.distributed.checkpoint``, which
-            needs a process group of torch or a rank alone; None for whether `obj` has tensors
-            that are sharded, as FSDP's are.
+            needs torch's process group or a single rank; None for whether `obj` has sharded
+            tensors, as FSDP's are.
 
     Raises:
-        ArgumentError: `rank` isn't there (on every rank).
+        ArgumentError: `rank` isn't a rank of the job (on every rank).
         CollectiveMismatchError: a state differs between ranks, so that all but one would be lost;
             or not all ranks have a `ByRank` (on every rank).
-        PayloadError: `obj` has something that can't be pickled, or contains itself, or has tensors
-            that are sharded with ``sharded=False``; or shards are to be saved by several ranks
-            under ``UNISONO_NO_PICKLE=1``, for they exchange pickles, or of what is neither a dict
-            nor a module (on every rank).
-        PeerFailedError: it couldn't be written, or a state dict couldn't be had (on every rank; the
+        PayloadError: `obj` has a value that can't be pickled, or contains itself, or has sharded
+            tensors with ``sharded=False``; or several ranks would save shards under
+            ``UNISONO_NO_PICKLE=1``, as they exchange pickles; or `obj` is neither a dict nor a
+            module, with shards (on every rank).
+        PeerFailedError: writing failed, or reading a state dict (on every rank; the
             original is the cause on the rank that failed). The old one is untouched.
 
     Warns:
@@ -122,7 +122,7 @@ def _refusal(context: ContextState) -> str:
 
 
 def _look(obj: Any, sharded: bool | None) -> tuple[tuple[dict[int, Any], bool], Any]:
-    """Ask for states, and find shards; give what other ranks must know of the states, too."""
+    """Return states and whether to shard, and for other ranks digests and by-rank states."""
     states = own_states(obj)
     named = entries(obj, states)
     split = {name: item.state() for name, item in named.items() if isinstance(item, ByRank)}
@@ -138,7 +138,7 @@ def _look(obj: Any, sharded: bool | None) -> tuple[tuple[dict[int, Any], bool], 
 
 
 def _settle(context: ContextState, obj: Any, states: dict[int, Any], told: list[Any]) -> None:
-    """Refuse states that differ, and take in those of all ranks where they may."""
+    """Raise if states differ between ranks; collect all ranks' states for each `ByRank`."""
     named = entries(obj, states)
     own = {name: states[id(item)] for name, item in named.items()}
     found = differing(context, "save_checkpoint", own, [digests for digests, _ in told])
@@ -167,7 +167,7 @@ def _save_file(obj: Any, states: dict[int, Any], target: Path, rank: int) -> Non
             write_whole(target, partial(torch.save, state))
         except OSError:
             raise
-        except Exception as error:  # what the value's own classes raise
+        except Exception as error:  # raised by the value's classes
             kept.append(error)
             return f"{type(error).__qualname__}: {error}"
         return None
@@ -186,7 +186,7 @@ def _save_shards(context: ContextState, obj: Any, states: dict[int, Any], target
     folder = target / name
     run_on_rank(partial(folder.mkdir, parents=True))
     try:
-        with warnings.catch_warnings():  # torch says that a process alone is alone
+        with warnings.catch_warnings():  # torch warns of a single process
             warnings.filterwarnings("ignore", "torch.distributed is ", UserWarning)
             library.save(state, folder)
     except library.CheckpointException as error:  # torch raises it on every rank
@@ -216,12 +216,12 @@ def _let_count(target: Path, name: str) -> None:
 
 
 def is_whole(target: Path) -> bool:
-    """Return whether there is a checkpoint: a file, or a folder whose shards count."""
+    """Return whether a complete checkpoint exists: a file, or a folder with current shards."""
     return target.is_file() or (target / _POINTER).is_file()
 
 
 def remove(target: Path) -> None:
-    """Remove a checkpoint, whole or not; of one whose removal is interrupted no shards count."""
+    """Remove a checkpoint, complete or not; an interrupted removal leaves it incomplete."""
     if not target.is_dir():
         target.unlink(missing_ok=True)
         return
@@ -252,30 +252,30 @@ def load_checkpoint(
     """Read a checkpoint that `save_checkpoint` wrote, onto this rank's device.
 
     Local for a file, which each rank that calls reads itself; collective over all ranks for shards,
-    and with `src`. Where it fails, on any of these ranks, what is in `into` is as it was; but what
-    the state of a class of yours does when it refuses shards comes after tensors are filled.
+    and with `src`. If it fails on any of these ranks, `into` is unchanged; except that a class of
+    yours that rejects its state from shards raises after tensors are filled.
 
     Args:
         path: the file or folder.
-        into: what is loaded in place: a module, wrapped as it may be, an optimizer, or a dict like
-            the one that was saved: what has a state dict in it is loaded, its tensors are filled,
-            its other values replaced, those of lists beside something to load, too. A dict may name
-            submodules in the place of a module. What is sharded takes its parts of whole tensors.
-            Shards need it; they may be cut otherwise than at saving, and fill the state of a new
-            optimizer, which makes it by a step of length zero.
-        weights_only: whether only tensors and plain values are read, from shards too; False runs
-            what the file says, so only for files that you trust, and not under
+        into: the object to load in place: a module, wrapped or not, an optimizer, or a dict like
+            the one that was saved: objects with a state dict are loaded, tensors are filled, other
+            values replaced, in lists too if they hold an object to load. A dict may name
+            submodules in the place of a module. Sharded tensors take their parts of full tensors.
+            Required for shards, which may be split differently than at saving, and fill the state
+            of a new optimizer, which is created by a step of length zero.
+        weights_only: whether only tensors and plain values are read, from shards too; False can
+            run code from the file, so only for files that you trust, and not under
             ``UNISONO_NO_PICKLE=1``.
         map_location: as in ``torch.load``; None for `device`.
-        strict: False leaves what wasn't saved, or in another shape, as it is, and logs a warning
-            with its names; optimizers are loaded whole, and shards need the same shapes.
-        src: global rank that reads a file and sends it to all, where others can't reach its disk.
+        strict: False keeps values that weren't saved, or in another shape, and logs a warning with
+            their names; optimizers are loaded whole, and shards need the same shapes.
+        src: global rank that reads a file and sends it to all, if others can't reach its disk.
 
     Returns:
-        `into`, or what comes in the place of a tuple; what was saved where that is None.
+        `into`, or a new tuple in its place; the saved value if `into` is None.
 
     Raises:
-        ArgumentError: it isn't there, or shards are without `into`, or `src` isn't a rank.
+        ArgumentError: it doesn't exist, or shards without `into`, or `src` isn't a rank.
         PayloadError: it can't be read: it isn't a checkpoint, is damaged, has more than weights, or
             doesn't fit `into` (on every rank where it is collective).
 
@@ -308,7 +308,7 @@ def load_checkpoint(
 
 
 def _step(where: str, is_together: bool, call: Callable[[], T]) -> T:
-    """Run a step of loading; ranks that load together fail together."""
+    """Run a step of loading; when ranks load together, an error is raised on all of them."""
     # Collective over all ranks that load together, else local.
 
     def read() -> tuple[T, None]:
@@ -339,15 +339,15 @@ def _opened(target: Path) -> IO[bytes]:
 
 
 def _sent(target: Path) -> Any:
-    """Return what is in a file, True for a folder, None for nothing."""
+    """Return a file's bytes as a tensor, True for a folder, None if missing."""
     if target.is_dir() or not target.exists():
         return target.is_dir() or None
-    data = bytearray(target.read_bytes())  # of which torch makes a tensor, as tensors go fast
+    data = bytearray(target.read_bytes())  # as a tensor, which is sent fast
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def _received(sent: Any, target: Path, src: int) -> IO[bytes]:
-    """Return a file of what `_sent` gave."""
+    """Return the result of `_sent` as a file."""
     if sent is None:
         raise ArgumentError(f"rank {src} has no checkpoint {target}: save one with save_checkpoint")
     return io.BytesIO(sent.cpu().numpy())
@@ -367,7 +367,7 @@ def _read(file: IO[bytes], weights_only: bool, map_location: Any) -> Any:
 
 
 def _restores(device: torch.device) -> bool:
-    """Return whether torch reads a file onto a device; it doesn't onto XLA's."""
+    """Return whether torch loads a file onto a device; not onto XLA's."""
     untyped: Any = torch
     try:
         untyped.serialization.default_restore_location(untyped.UntypedStorage(0), str(device))
@@ -377,7 +377,7 @@ def _restores(device: torch.device) -> bool:
 
 
 def _unread(file: Path | IO[bytes]) -> str:
-    """Return which values of a file torch doesn't read as weights; empty without one."""
+    """Return an error text if a file has values that weights_only=True rejects, else ''."""
     names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
     if not names:
         return ""
@@ -395,7 +395,7 @@ def _from_shards(
     step: Callable[[Callable[[], Any]], Any],
     undo: ExitStack,
 ) -> tuple[Any, list[tuple[Any, ...]]]:
-    """Return the state of what is to be loaded, filled, and the paths of what wasn't saved."""
+    """Return the state of `into`, filled from shards, and the paths that weren't saved."""
     # Collective over all ranks.
     library = _shard_library()
     point = partial(_pointed, target, into)
@@ -424,7 +424,7 @@ def _from_shards(
 
 
 def _pointed(target: Path, into: Any) -> tuple[str, str]:
-    """Return which shards count, or why none are read."""
+    """Return the name of the current shards, or an error text."""
     topology = current_model().topology
     try:
         name = (target / _POINTER).read_text(errors="replace")

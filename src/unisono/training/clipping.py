@@ -1,4 +1,4 @@
-"""Clip gradients by their norm, after they are averaged and before the step."""
+"""Clipping of averaged gradients by their norm."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unisono.model.training import hooks_of
 from unisono.training.agreement import as_tensors, is_sharded
 from unisono.training.wrapping import averaging_optimizers
 
-# Optimizers whose gradients were averaged here, with what lets their step average again.
+# Optimizers whose gradients were averaged here, with the function that re-enables averaging.
 _settled: weakref.WeakKeyDictionary[Optimizer, Callable[[], None] | None]
 _settled = weakref.WeakKeyDictionary()
 
@@ -37,7 +37,7 @@ def clip_grad_norm_(
 
     Collective over all ranks. Call it between backward and step. Where backward averages, this is
     ``torch.nn.utils.clip_grad_norm_``. Where the optimizer's step averages (Horovod's with options,
-    XLA's), the gradients are averaged here first, and the step doesn't do it again.
+    XLA's), the gradients are averaged here first, and the step doesn't average again.
 
     Args:
         parameters: a module, wrapped or not, a tensor, or an iterable of parameters.
@@ -45,14 +45,14 @@ def clip_grad_norm_(
         norm_type: such as 2.0 or ``math.inf``.
         error_if_nonfinite: whether a norm that is infinite or NaN is an error.
         optimizer: the result of `auto_optim`. Needed with `scaler`, and with a
-            ``DistributedOptimizer`` that you made yourself.
-        scaler: a ``GradScaler``, which takes the scale off the averaged gradients first.
+            ``DistributedOptimizer`` that you created yourself.
+        scaler: a ``GradScaler``; it unscales the averaged gradients first.
 
     Returns:
         The norm of all gradients before clipping, 0-dim, the same on every rank.
 
     Raises:
-        ArgumentError: a scaler without an optimizer, or `parameters` has something else.
+        ArgumentError: a scaler without an optimizer, or `parameters` has other values.
         UnsupportedOperation: a scaler, and gradients that are sharded.
 
     Example:
@@ -89,7 +89,7 @@ def clip_grad_norm_(
 
 
 def _largest(tensors: list[Tensor]) -> Tensor:
-    """Return the largest gradient; torch knows none of a tensor of which this rank has nothing."""
+    """Return the largest absolute gradient of all ranks, whose shards may be empty."""
     grads: list[Any] = [item.grad.detach() for item in tensors if item.grad is not None]
     parts = [grad.to_local() if is_sharded(grad) else grad for grad in grads]
     own = [part.abs().amax() for part in parts if part.numel()]
@@ -97,7 +97,7 @@ def _largest(tensors: list[Tensor]) -> Tensor:
 
 
 def _settle(model: ComputationModel, optimizer: Optimizer) -> None:
-    """Let an optimizer's step leave the averaging, until it is done or a gradient comes."""
+    """Average now instead of in the optimizer's next step, unless a gradient arrives first."""
     _unsettle(optimizer)
     undo = hooks_of(model).settle_gradients(optimizer)
     if undo is None:
@@ -106,7 +106,7 @@ def _settle(model: ComputationModel, optimizer: Optimizer) -> None:
         optimizer.register_step_post_hook(lambda each, *_: _unsettle(each))
         reference = weakref.ref(optimizer)
         for item in [item for entry in optimizer.param_groups for item in entry["params"]]:
-            if item.requires_grad:  # a scaler may leave the step out
+            if item.requires_grad:  # a scaler may skip the step
                 item.register_post_accumulate_grad_hook(lambda _: _unsettle(reference()))
     _settled[optimizer] = undo
 

@@ -1,4 +1,4 @@
-"""Data-parallel training on any model that has an all_reduce."""
+"""Data-parallel training on any model with all_reduce."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from unisono.training.buckets import MEGABYTE, buckets
 class _Bucket:
     """Gradients that are reduced together, how many ranks have each, and some further counts."""
 
-    # The counts make it right, without another collective, that a parameter has a gradient on some
-    # ranks only: it counts as zero on the others; and that one which has none anywhere keeps none.
+    # The counts show, without another collective, which parameters have a gradient on some rank:
+    # it counts as zero on the others. A parameter without a gradient on any rank keeps None.
 
     def __init__(self, name: str, parameters: Sequence[Tensor], notes: int) -> None:
         first = parameters[0]
@@ -48,8 +48,8 @@ class _Bucket:
         self.handle: Handle[Tensor] | None = None
 
     def start(self, touched: set[int] | None, size: int, notes: Sequence[bool] = ()) -> None:
-        """Copy the gradients together and start their sum. Collective over all ranks."""
-        # `touched` is None where this rank only takes part in the others' backward.
+        """Copy the gradients into the buffer and start their sum. Collective over all ranks."""
+        # `touched` is None where this rank only joins the others' backward.
         for parameter, part in zip(self.parameters, self.parts, strict=True):
             if touched is not None and parameter.grad is not None:  # of an earlier backward, too
                 torch.div(parameter.grad, size, out=part)
@@ -63,13 +63,13 @@ class _Bucket:
             self.handle = all_reduce_(self.flat, "SUM", async_op=True)
 
     def wait(self) -> None:
-        """Wait for the sum, which `start` began."""
+        """Wait for the sum that `start` began."""
         handle, self.handle = self.handle, None
         if handle is not None:
             handle.wait()
 
     def copy_back(self, touched: set[int]) -> None:
-        """Give the parameters their gradients."""
+        """Copy the averaged gradients back to the parameters."""
         counts: list[Any] | None = None
         for i, (parameter, part) in enumerate(zip(self.parameters, self.parts, strict=True)):
             if id(parameter) in touched and parameter.grad is not None:
@@ -83,7 +83,7 @@ class _Bucket:
 
 
 def name_of_gradients(context: ContextState, module: nn.Module, group: Group | None) -> str:
-    """Name what is averaged, alike on all ranks that have wrapped the same models."""
+    """Return a name for the gradients, equal on ranks that wrapped the same models in order."""
     number = context.control.steps.count_model(group)
     return f"gradients of backward of {type(module).__name__} (model {number})"
 
@@ -92,16 +92,16 @@ class Averager:
     """Averages the gradients of a module in one context."""
 
     # Collective at creation in that every rank makes one, with the same parameters.
-    # A bucket leaves when each of its parameters has a gradient, but for the last one, which leaves
-    # at the end of backward. By then it is known which parameters had another gradient after their
-    # bucket had left, as under reentrant checkpointing; the last bucket carries how many ranks have
-    # seen that of each bucket, and such a bucket travels again.
+    # A bucket is sent once each of its parameters has a gradient, except the last, which is sent at
+    # the end of backward. By then it is known which parameters got another gradient after their
+    # bucket was sent, as under reentrant checkpointing; the last bucket carries the number of ranks
+    # that saw this for each bucket, and such a bucket is sent again.
 
     def __init__(self, module: nn.Module, bucket_bytes: int, name: str | None = None) -> None:
         context = current()
         self._context_id = context.context_id
         self._size = context.model.topology.world_size
-        # Backward reaches the last ones first.
+        # Backward reaches the last parameters first.
         parameters = [p for p in module.parameters() if p.requires_grad][::-1]
         self.parameter_ids: set[int] = {id(parameter) for parameter in parameters}
         self._bucket_bytes = bucket_bytes
@@ -115,13 +115,13 @@ class Averager:
         self.is_syncing = True
         self._touched: set[int] = set()  # since the last sum, also while not syncing
         self._fired: set[int] = set()  # in this backward
-        self._late: set[int] = set()  # buckets of this backward that left too early
+        self._late: set[int] = set()  # buckets of this backward that were sent too early
         self._is_running = False
         self._missing: list[int] = []
         self._next = 0
 
     @cached_property
-    def _buckets(self) -> list[_Bucket]:  # with memory, which an average of weights never needs
+    def _buckets(self) -> list[_Bucket]:  # lazily: averaging weights never needs their memory
         notes = [0] * (len(self._runs) - 1) + [len(self._runs)]
         return [
             _Bucket(f"{self._name}, bucket {i}", run, count)
@@ -129,16 +129,16 @@ class Averager:
         ]
 
     def for_copy(self, module: nn.Module) -> Averager:
-        """Make one for a copy of the module, which other ranks needn't make."""
+        """Create an averager for a copy of the module; other ranks need not create one."""
         return Averager(module, self._bucket_bytes, self._name)
 
     @property
     def is_current(self) -> bool:
-        """Whether the active context is the one that this averages in."""
+        """Whether the context of this averager is active."""
         return current().context_id == self._context_id
 
     def check_context(self) -> None:
-        """Refuse to go on in another context."""
+        """Raise if another context is active."""
         if not self.is_current:
             raise ContextError(
                 "this model was wrapped in another context than the active "
@@ -146,7 +146,7 @@ class Averager:
             )
 
     def reset(self) -> None:
-        """Forget a backward that failed half way. The buckets that have left stay so."""
+        """Wait for buckets in flight of an interrupted backward, and discard its state."""
         if self._is_running:
             for bucket in self._buckets:
                 with suppress(CollectiveError):
@@ -154,8 +154,8 @@ class Averager:
         self._is_running = False
 
     def on_gradient(self, key: int, parameter: Tensor) -> None:
-        """Note a gradient, and let its bucket leave if that is complete."""
-        # Collective over all ranks, in the context of the start; else local.
+        """Record a gradient, and start the sum of its bucket once that is complete."""
+        # Collective over all ranks in the context of its creation; else a no-op.
         if not self.is_current:
             return
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
@@ -214,19 +214,19 @@ class Averager:
         self._touched.clear()
 
     def shadow(self) -> None:
-        """Take part in the others' backward with no gradients. Collective over all ranks."""
+        """Join the others' backward without gradients. Collective over all ranks."""
         self._late.clear()
         self._next = 0
         self._finish(None)
 
 
 class UnannouncedAverager:
-    """Averages what a backward leaves of which ``DistributedDataParallel`` has seen no forward."""
+    """Averages after a backward whose forward ``DistributedDataParallel`` did not see."""
 
-    # That averages in the first backward after a forward of its own outside of ``no_sync``. Not
-    # where the forward ran in ``no_sync``, or the loss is of the module inside, or of an earlier
-    # forward: there gradients would stay as they are on each rank, without a word. `Replicated`
-    # averages in every backward, and so do both with this.
+    # ``DistributedDataParallel`` averages in the first backward after its own forward outside of
+    # ``no_sync``. If the forward ran in ``no_sync``, or on the inner module, or was an earlier one,
+    # gradients would silently stay local. `Replicated` averages in every backward, and with this
+    # class ``DistributedDataParallel`` does, too.
 
     def __init__(self, module: nn.parallel.DistributedDataParallel, group: Group | None) -> None:
         self._module, self._group = weakref.ref(module), group
@@ -237,13 +237,13 @@ class UnannouncedAverager:
         self._backward = -1
 
     def __call__(self, module: Any, inputs: Any) -> None:
-        """Take note of a forward."""
+        """Record a forward that prepares an average."""
         if torch.is_grad_enabled() and module.require_backward_grad_sync:
             self._is_announced = True
             self._announced += 1
 
     def on_gradient(self, key: int, parameter: Tensor) -> None:
-        """Let the end of this backward average, if nothing else will."""
+        """Queue an average for the end of this backward, unless torch averages."""
         backward: int = torch._C._current_graph_task_id()
         module = self._module()
         if backward == self._backward or module is None or not module.require_backward_grad_sync:
@@ -255,14 +255,14 @@ class UnannouncedAverager:
         torch.autograd.Variable._execution_engine.queue_callback(call)
 
     def _wait(self) -> None:
-        self._queue(self._note_end)  # after torch's own call, which this backward has queued since
+        self._queue(self._note_end)  # after torch's own callback, queued since
 
     def _note_end(self) -> None:
-        """Take note that torch has averaged; one within reentrant checkpointing comes too early."""
+        """Record that torch has averaged; within reentrant checkpointing it has not yet."""
         module = self._module()
         if module is None or (module.static_graph and self._announced == 1):
-            return  # the first backward of a static graph doesn't say when it ends
-        with suppress(RuntimeError):  # it goes on
+            return  # the end of the first backward of a static graph is unknown
+        with suppress(RuntimeError):  # not finished yet
             module._check_reducer_finalized()  # type: ignore[no-untyped-call]
             self._is_announced = False
 
@@ -276,7 +276,7 @@ class UnannouncedAverager:
 
 
 class _Forgotten:
-    """What the copy of a module has in its place: parameters that are copied lose their hooks."""
+    """Placeholder in a copy of a module: copied parameters lose their hooks."""
 
     def __call__(self, module: Any, inputs: Any) -> None:
         pass
@@ -285,7 +285,7 @@ class _Forgotten:
 def _hook(
     averager: Averager | UnannouncedAverager, parameters: Sequence[Tensor]
 ) -> list[RemovableHandle]:
-    """Let the parameters tell of their gradients, without keeping the averager alive."""
+    """Register gradient hooks that do not keep the averager alive."""
     reference = weakref.ref(averager)
 
     def on_gradient(parameter: Tensor) -> None:
@@ -306,7 +306,7 @@ def _remove(hooks: list[RemovableHandle]) -> None:
 
 _JOIN = "a step of join"
 _SYNCS, _SYNCS_IN_EVAL, _ACCUMULATES, _HAS_ENDED = b"s", b"v", b"a", b"e"
-# DistributedDataParallel's, which are always so here, or make no difference.
+# DistributedDataParallel's options that always hold here, or make no difference.
 _NEEDLESS = frozenset(
     {"find_unused_parameters", "gradient_as_bucket_view", "static_graph", "check_reduction"}
 )
@@ -314,23 +314,23 @@ _alive: weakref.WeakSet[Replicated] = weakref.WeakSet()
 
 
 class Replicated(nn.Module):
-    """The wrapper of `auto_model` where a model's library has none of its own.
+    """Wrapper of `auto_model` for models whose library lacks a data-parallel wrapper.
 
     Collective at creation, over all ranks: parameters and buffers become those of rank 0. When
     backward returns, gradients are the mean over all ranks; each bucket of them is reduced as soon
-    as it is complete, while backward goes on. Each backward must reach some parameter on every
+    as it is complete, while backward continues. Each backward must reach some parameter on every
     rank.
 
     Args:
-        module: the module; stays reachable as ``.module``.
+        module: the module; available as ``.module``.
         bucket_cap_mb: MiB of gradients that are reduced together.
         broadcast_buffers: whether buffers become those of rank 0 before each forward in training.
-        options: those of ``DistributedDataParallel`` that are needless here.
+        options: options of ``DistributedDataParallel`` without effect here.
 
     Raises:
         CollectiveMismatchError: the modules differ between ranks; names where (on every rank).
         PayloadError: an embedding has sparse gradients.
-        UnsupportedOperation: an option of ``DistributedDataParallel`` that this doesn't have.
+        UnsupportedOperation: an option of ``DistributedDataParallel`` that isn't supported here.
     """
 
     def __init__(
@@ -378,7 +378,7 @@ class Replicated(nn.Module):
         return self.module(*args, **kwargs)
 
     def _first_active(self, marks: list[bytes]) -> int:
-        """Note which rank is the first that goes on, whose values all have in the end."""
+        """Record and return the first rank with batches left; in the end all get its values."""
         self._leader = next(rank for rank, mark in enumerate(marks) if mark != _HAS_ENDED)
         return self._leader
 
@@ -402,8 +402,8 @@ class Replicated(nn.Module):
         """Allow ranks different numbers of batches: a rank that has ended contributes zeros.
 
         Collective over all ranks, which enter and leave together. Each forward within is followed
-        by its backward. At the end all have the parameters and buffers of the rank that went on
-        longest. Layers with collectives of their own, such as synchronised batch norm, don't fit.
+        by its backward. At the end all have the parameters and buffers of the rank with the most
+        batches. Layers that call collectives, such as synchronised batch norm, aren't supported.
         """
         self._is_joining = True
         try:
@@ -422,7 +422,7 @@ class Replicated(nn.Module):
         broadcast_params(self.module, self._leader)
 
     def release(self) -> None:
-        """Stop averaging gradients: an optimizer does instead."""
+        """Stop averaging gradients in backward; an optimizer averages them instead."""
         self._averager.release()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Replicated:

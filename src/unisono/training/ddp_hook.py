@@ -1,4 +1,4 @@
-"""Gradients of ``DistributedDataParallel``: in shared memory on one host, named between hosts."""
+"""Communication hook for ``DistributedDataParallel``: shared memory, named collectives."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 def average_by_name(
     module: nn.parallel.DistributedDataParallel, context: ContextState, group: Group | None
 ) -> None:
-    """Average a module's buckets as the facade does, unless the user has a hook."""
-    # Local. On one host they go through memory, and are compared with what other ranks call;
-    # between hosts torch's group carries them, with a name and a deadline of ours. Gradients on an
-    # accelerator are torch's own affair: memory of the host takes no such tensors.
-    # ``DistributedDataParallel`` takes one communication hook, which must be there before the first
-    # backward: ours is registered by the first forward that has one.
+    """Average a module's CPU gradients by the facade, unless the user registers a hook."""
+    # Local. On one host buckets go through shared memory, and are compared with other ranks' calls;
+    # between hosts torch's group reduces them, with our call name and deadline. Gradients on an
+    # accelerator are left to torch, as host memory cannot hold such tensors.
+    # ``DistributedDataParallel`` accepts one communication hook, before the first backward: ours is
+    # registered by the first forward with gradients.
     if all(p.device.type == "cpu" for p in module.parameters()):
         name = name_of_gradients(context, module.module, group)
         module.register_forward_pre_hook(Averaging(group, name))
 
 
 class Averaging:
-    """Registers the hook, and is its state: what it needs it asks of the context that is active."""
+    """Registers the hook and is its state; looks up the active context at each call."""
 
     def __init__(self, group: Group | None = None, name: str = "") -> None:
         self._group, self._name = group, name
@@ -49,7 +49,7 @@ class Averaging:
         self._started: list[tuple[Handle[Tensor], torch.futures.Future[Tensor]]] = []
 
     def __call__(self, module: Any, inputs: Any) -> None:
-        """Register the hook, the first time; take note that this rank has inputs."""
+        """Register the hook at the first forward; record that this rank has inputs."""
         if not torch.is_grad_enabled():
             return
         self._is_live, is_done = True, self._module() is not None
@@ -66,13 +66,13 @@ class Averaging:
                     raise
 
     def host(self) -> HostCollectives | None:
-        """Return what the ranks share, after what runs in the background."""
+        """Wait for background calls; return the ranks' shared memory, None between hosts."""
         return communicator(self._group).control.host(self._group)
 
     def reduce(
         self, index: int, flat: Tensor, op: ReduceOp, host: HostCollectives | None
     ) -> torch.futures.Future[Tensor]:
-        """Reduce one bucket in place, or start that between hosts. Collective over the group."""
+        """Reduce one bucket in place; only start it between hosts. Collective over the group."""
         context, done = communicator(self._group), torch.futures.Future[Tensor]()
         call = f"{self._name}, bucket {index}"
         with called(call):
@@ -92,8 +92,8 @@ class Averaging:
         return done
 
     def divisor(self, host: HostCollectives | None) -> Tensor | None:
-        """Return the number of ranks that have inputs, where torch divides by that; None else."""
-        # Collective over the group where it does: in ``join(divide_by_initial_world_size=False)``.
+        """Return the number of ranks with inputs if torch divides by it, else None."""
+        # Collective over the group if so: in ``join(divide_by_initial_world_size=False)``.
         module = self._module()
         if module is None or not module._join_config.enable:
             return None
@@ -105,7 +105,7 @@ class Averaging:
         return host.all_reduce(live, ReduceOp.SUM)
 
     def size(self) -> int:
-        """Return the number of ranks that train together."""
+        """Return the number of ranks in the group."""
         return communicator(self._group).model.topology.size(self._group)
 
     def library_group(self) -> Any:
@@ -114,7 +114,7 @@ class Averaging:
         return None if module is None else module.process_group
 
     def end_step(self) -> None:
-        """Wait for what was started; a rank without inputs has no forward before the next."""
+        """Wait for started reductions; clear the inputs mark, which the next forward sets."""
         self._is_live, started, self._started = False, self._started, []
         for handle, done in started:
             done.set_result(handle.wait())
@@ -139,7 +139,7 @@ def average(state: Averaging, bucket: Any) -> torch.futures.Future[Tensor]:
         elif host is not None and folds(flat.dtype, ReduceOp.AVERAGE):
             op = ReduceOp.AVERAGE
         else:
-            flat.div_(state.size())  # the module may be gone by then
+            flat.div_(state.size())  # the module may no longer exist
         done = state.reduce(bucket.index(), flat, op, host)
     if bucket.is_last():
         state.end_step()
@@ -150,4 +150,4 @@ def _nothing() -> None:
     return
 
 
-average.__annotations__.clear()  # torch compares them with its own classes; ours are strings
+average.__annotations__.clear()  # torch compares them with its classes; ours are strings

@@ -1,4 +1,4 @@
-"""Whether all ranks have the same values: which leaf differs, and on which ranks."""
+"""Comparison of values across ranks, with the paths and ranks of differences."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from unisono.training.states import has_state, own_states, plain
 _DIGEST_BYTES = 16
 _NAMED = 5
 _CALL = "assert_equal"
-Leaf = tuple[str, bytes]  # what it looks like, and the digest of its value
+Leaf = tuple[str, bytes]  # short text, and digest of the value
 _NOTHING: Leaf = ("nothing", b"")
 
 
 @guarded
 def assert_equal(tree: Any, group: GroupLike = None) -> None:
-    """Check that all ranks have the same values, bit for bit; else say which differ, and where.
+    """Check that all ranks have the same values, bit for bit; report differences by path.
 
     Collective over `group`. Ranks exchange one digest, and more only if values differ; a tensor on
     an accelerator is copied to the host for its digest.
 
     Args:
-        tree: a tensor, number, text or other object, a module, an optimizer or what else has a
-            state dict, and dicts, lists, tuples and dataclasses of these. Tensors are the same if
-            dtype, shape and bits are, wherever they lie; sets if their items are; other objects if
+        tree: a tensor, number, string or other object, a module, an optimizer or another object
+            with a state dict, and dicts, lists, tuples and dataclasses of these. Tensors are equal
+            if dtype, shape and bits are, on any device; sets if their items are; other objects if
             their pickles are. Of a DTensor only dtype and shape are compared.
         group: a Group, a list of ranks, or None for all ranks.
 
@@ -47,7 +47,7 @@ def assert_equal(tree: Any, group: GroupLike = None) -> None:
         CollectiveMismatchError: values differ; names them by path, with the ranks that have each
             (on every rank).
         PayloadError: a value can't be pickled, or a container contains itself (on every rank).
-        CollectiveError: a peer failed or didn't come in time.
+        CollectiveError: a peer failed or timed out.
 
     Example:
         >>> import torch, unisono as idist
@@ -72,7 +72,7 @@ def assert_equal(tree: Any, group: GroupLike = None) -> None:
 
 
 def digest(tree: Any) -> bytes:
-    """Hash a tree of plain values; where two hashes differ, `differing` says what does."""
+    """Compute a digest of a tree of plain values, for `differing`."""
     try:
         return _hash(*dump(tree))
     except PayloadError:  # a DTensor has no pickle
@@ -87,7 +87,7 @@ def differing(
     digests: Sequence[Mapping[str, bytes]],
     group: Group | None = None,
 ) -> str:
-    """Return which values differ between the ranks that have these trees; empty if none."""
+    """Return a text about the values that differ between ranks; empty if none."""
     # Collective over `group` where digests differ.
     names = [
         name
@@ -120,7 +120,7 @@ def differing(
 
 
 def _states_of(tree: Any) -> Any:
-    """Put states in the place of what has one."""
+    """Replace stateful objects by their states."""
     try:
         tree = _opened(tree)
     except RecursionError as error:
@@ -129,14 +129,14 @@ def _states_of(tree: Any) -> Any:
 
 
 def _leaves(tree: Any) -> dict[str, Leaf]:
-    """Describe what a tree of plain values holds, by path."""
+    """Return text and digest of each leaf of a tree of plain values, by path."""
     values, paths, empty = survey(tree)
     leaves = {path: _leaf(value) for path, value in zip(paths, values, strict=True)}
     return {**leaves, **dict.fromkeys(empty, ("", b"empty"))}
 
 
 def _opened(node: Any) -> Any:
-    """Put dicts of all their fields in the place of dataclasses without a state."""
+    """Replace dataclasses without a state by dicts of their fields."""
     if has_state(node):
         return node
     if is_dataclass(node) and not isinstance(node, type):
@@ -160,7 +160,7 @@ def _leaf(value: Any) -> Leaf:
 
 
 def _in_order(value: Any) -> Any:
-    """Put the items of a set, whose order may be another on each rank, into one order."""
+    """Sort the items of a set, whose order may differ between ranks."""
     if type(value) not in (set, frozenset):
         return value
     items = [_in_order(item) for item in value]
@@ -175,7 +175,7 @@ def _hash(*data: Any) -> bytes:
 
 
 def _line(path: str, column: Mapping[int, Leaf]) -> str:
-    """Say which ranks have what at a path."""
+    """Return a text with each rank's value at a path."""
     looks: dict[bytes, str] = {}
     for look, known in column.values():
         looks.setdefault(known, look)

@@ -1,4 +1,4 @@
-"""Evaluate every sample exactly once, with the results in the order of the dataset."""
+"""Distributed evaluation of every sample exactly once, in the order of the dataset."""
 
 from __future__ import annotations
 
@@ -99,10 +99,10 @@ def gather_results(part: Sequence[Any] | Tensor, size: int, dst: int | None = No
         A list of `size` results, or a tensor [size, ...]; None on ranks other than `dst`.
 
     Raises:
-        ArgumentError: `part` isn't a list, tuple or tensor, or `dst` isn't there.
+        ArgumentError: `part` isn't a list, tuple or tensor, or `dst` isn't a rank.
         CollectiveMismatchError: a rank has fewer results than it had samples, or results that
             differ in kind, dtype or shape from those of others (on every rank).
-        CollectiveError: a peer failed or didn't come in time.
+        CollectiveError: a peer failed or timed out.
 
     Example:
         >>> import unisono as idist
@@ -156,7 +156,7 @@ def _check_alike(described: Sequence[tuple[int, Kind]]) -> None:
 
 
 def _interleaved(parts: Sequence[Tensor], size: int) -> Tensor:
-    """Put [k, ...] of each of n ranks, whose rank r has the samples r, r + n, ..., in order."""
+    """Merge [k, ...] of each of n ranks in order; rank r has the samples r, r + n, ..."""
     like = next((item for item in parts if len(item)), parts[0])
     joined = like.new_empty((size, *like.shape[1:]))
     for rank, item in enumerate(parts):
@@ -172,14 +172,14 @@ def evaluate(fn: Callable[[Any], Any], data: Any, dst: int | None = None, **kwar
     Collective over all ranks. Each rank gets its part of the samples. All ranks call `fn` equally
     often, so that it may call collectives, as a sharded model does; a rank that has fewer samples
     computes one again, whose result is left out. If `fn` raises on one rank, others that wait for
-    it in collectives of the facade learn of it; in torch's own they wait until the deadline.
+    it in collectives of the facade raise too; in torch's own they wait until the deadline.
 
     Args:
         fn: called with a batch, on this rank's device, without gradients. Returns a result for each
-            sample: a tensor [b, ...], a list or tuple of b values, or a dict of these. A module is
-            in evaluation mode meanwhile.
-        data: a dataset with a length, or a ``DataLoader`` of all its samples, whose order doesn't
-            count; also one from `auto_dataloader`.
+            sample: a tensor [b, ...], a list or tuple of b values, or a dict of these. A module
+            runs in evaluation mode.
+        data: a dataset with a length, or a ``DataLoader`` of all its samples, whose order is
+            ignored; also one from `auto_dataloader`.
         dst: global rank that gets the results; None for all.
         kwargs: those of `auto_dataloader` that don't choose an order, such as ``batch_size``.
 
@@ -216,7 +216,7 @@ def evaluate(fn: Callable[[Any], Any], data: Any, dst: int | None = None, **kwar
         columns = _joined(_results(fn, loader))
         return columns, {name: _kind(part) for name, part in columns.items()}
 
-    # One miss: who isn't here then has left evaluate, such as to tell of a batch too large.
+    # One miss: an absent rank has left evaluate by then, for instance as its batch was too large.
     columns, kinds = together(context, "evaluate", results, misses=1)
     if any(other != kinds[0] for other in kinds):
         raise CollectiveMismatchError(f"evaluate: results differ in kind between ranks: {kinds}")
@@ -229,7 +229,7 @@ def evaluate(fn: Callable[[Any], Any], data: Any, dst: int | None = None, **kwar
 
 
 def _check_sampler(loader: DataLoader[Any], size: int) -> None:
-    """Refuse a loader that chooses samples, for its choice would be lost."""
+    """Raise if the loader's sampler does not draw every sample once."""
     sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     if type(sampler) is BatchSampler:
         sampler = sampler.sampler
@@ -248,7 +248,7 @@ def _check_sampler(loader: DataLoader[Any], size: int) -> None:
 
 
 def _results(fn: Callable[[Any], Any], loader: Any) -> list[Columns]:
-    """Return the results of each batch, by their names."""
+    """Return the results of each batch by name."""
     made: list[Columns] = []
     left = len(loader.sampler)
     with torch.no_grad(), _evaluating(fn):
@@ -288,7 +288,7 @@ def _is_column(value: Any, count: int) -> bool:
 
 
 def _joined(batches: list[Columns]) -> Columns:
-    """Join what batches gave, by the names of the first."""
+    """Concatenate the results of all batches by name."""
     joined: Columns = {}
     for name in batches[0] if batches else ():
         parts = [batch[name] for batch in batches]

@@ -1,4 +1,4 @@
-"""A data loader that feeds the device, and that can go on in the middle of an epoch."""
+"""A data loader that moves batches to the device and can resume within an epoch."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _KEYS = ("epoch", "order", "batches", "is_dealt_in_turn", "batch_size", "world_s
 
 
 class ReplicaLoader(DataLoader[Any]):
-    """The ``DataLoader`` that `auto_dataloader` makes, with a position that a checkpoint keeps.
+    """The ``DataLoader`` that `auto_dataloader` returns, with a position for checkpoints.
 
     Args:
         dataset: as ``DataLoader``'s.
-        to_device: where batches go; None leaves them where they are.
+        to_device: device that batches are moved to; None leaves them in place.
         kwargs: as ``DataLoader``'s, for this replica.
     """
 
@@ -53,13 +53,13 @@ class ReplicaLoader(DataLoader[Any]):
         samplers = (self.batch_sampler, getattr(self.batch_sampler, "sampler", None), self.sampler)
         ordering = (each for each in samplers if hasattr(each, "set_epoch"))
         self._position = _Position(next(ordering, None))
-        self._begin = (self._position.order, 0)  # where training begins
+        self._begin = (self._position.order, 0)  # epoch and batch at which training begins
         self._passed = 0  # passes before the first epoch
         self._counts = False  # whether passes are epochs from now on
 
     @property
     def epoch(self) -> int:
-        """The epoch that goes on, or comes next; it is one more once an epoch has ended.
+        """The current or next epoch; it increases when an epoch ends.
 
         Passes before it is asked for or set for the first time, for statistics or a learning
         rate, aren't epochs of the training.
@@ -69,10 +69,10 @@ class ReplicaLoader(DataLoader[Any]):
         return self._position.order - self._passed
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of an epoch; another one than `epoch` begins at its start.
+        """Choose the order of an epoch; a different epoch starts at its first batch.
 
-        A pass without it takes the next order. It goes on to the data set, if that has a
-        ``set_epoch``: then even persistent workers start again for each pass, to learn of it.
+        A pass without it takes the next order. The epoch is passed on to the data set's
+        ``set_epoch``, if any; then even persistent workers restart for each pass to receive it.
         """
         check_count("epoch", epoch, 0)
         if epoch != self.epoch or self._passed:
@@ -87,22 +87,22 @@ class ReplicaLoader(DataLoader[Any]):
             dataset.set_epoch(self._position.order)
 
     @property
-    def _index_sampler(self) -> Any:  # torch's loader and its iterators ask for it
+    def _index_sampler(self) -> Any:  # read by torch's loader and its iterators
         is_drawn_from = not isinstance(self.dataset, IterableDataset)
         return _Rest(self._position if is_drawn_from else _Position(), super()._index_sampler)
 
     def __iter__(self) -> Any:
         at = self._position
-        if at.said != at.told:  # the program has called set_epoch of the sampler itself
+        if at.said != at.told:  # the program has called the sampler's set_epoch
             self.set_epoch(at.said)
         at.begin(at.order, at.start)
         left_out = at.start if isinstance(self.dataset, IterableDataset) else 0
         if _with_epochs(self.dataset):
-            self._iterator = None  # persistent workers wouldn't learn of the epoch
+            self._iterator = None  # persistent workers would keep the old epoch
         batches = super().__iter__()
         return _Batches(batches, at, left_out, self._target, self.pin_memory)
 
-    def _get_iterator(self) -> Any:  # torch's loader asks for it
+    def _get_iterator(self) -> Any:  # called by torch's loader
         given, self.generator = self.generator, self._seeds()
         try:
             made: Any = super()._get_iterator()
@@ -116,18 +116,18 @@ class ReplicaLoader(DataLoader[Any]):
     def _seeds(self) -> torch.Generator | None:
         """Return the generator of the workers' seeds, which differ by rank.
 
-        Only a pass from its start draws from that of the program, as what goes on has drawn before.
+        Only a pass from its start draws from the program's, as a resumed one has drawn before.
         """
         generator: torch.Generator | None = self.generator
         if self._position.start:
             generator = torch.Generator()
             generator.set_state((self.generator or torch.default_generator).get_state())
         if self._rank == 0 or isinstance(self.dataset, IterableDataset):
-            return generator  # a stream may shuffle on each rank alike, and then take a part
+            return generator  # a stream may shuffle equally on all ranks, and then take a part
         return torch.Generator().manual_seed(_drawn(generator) + self._rank)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, for a checkpoint.
+        """Return the position for a checkpoint.
 
         The same on every rank, at the same batch.
 
@@ -178,15 +178,15 @@ class ReplicaLoader(DataLoader[Any]):
         return False
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a position: the next loop begins with the first batch that wasn't seen.
+        """Restore a position: the next loop begins with the first unseen batch.
 
         Args:
-            state: from `state_dict`, also of another number of ranks, where the samplers are those
-                of `auto_dataloader` and what was seen fills whole batches.
+            state: from `state_dict`; from another number of ranks only with the samplers of
+                `auto_dataloader`, and if the samples seen fill whole batches.
 
         Raises:
-            ArgumentError: it isn't a position, or one in other data or batches.
-            UnsupportedOperation: another number of ranks has another order here.
+            ArgumentError: it isn't a position, or belongs to other data or batches.
+            UnsupportedOperation: the order differs with the number of ranks.
         """
         if not isinstance(state, dict) or set(state) != set(_KEYS):
             raise ArgumentError(f"a position has {', '.join(_KEYS)}: this is {state!r}")
@@ -204,7 +204,7 @@ class ReplicaLoader(DataLoader[Any]):
         world_size: int,
         samples: int | None,
     ) -> int:
-        """Return the number of batches here that are as many samples as `batches` were there."""
+        """Convert a number of saved batches to this loader's batches of the same samples."""
         own_size, own_world_size, own_samples = self._shape()
         if samples != own_samples:
             raise ArgumentError(f"the position is in {samples} samples, and here are {own_samples}")
@@ -231,7 +231,7 @@ class ReplicaLoader(DataLoader[Any]):
 
 
 def _checked(state: dict[str, Any]) -> list[Any]:
-    """Return the values of a position in the order of its keys."""
+    """Check a position, and return its values in the order of `_KEYS`."""
     for key, value in state.items():
         if key == "is_dealt_in_turn":
             if not isinstance(value, bool):
@@ -242,7 +242,7 @@ def _checked(state: dict[str, Any]) -> list[Any]:
 
 
 def _with_epochs(dataset: Any) -> list[Any]:
-    """List the data sets that count epochs: this one, or those within torch's wrappers."""
+    """List the data sets with set_epoch: this one, or those within torch's wrappers."""
     if hasattr(dataset, "set_epoch"):
         return [dataset]
     parts: list[Any] = [dataset.dataset] if isinstance(dataset, (Subset, Shard)) else []
@@ -252,36 +252,36 @@ def _with_epochs(dataset: Any) -> list[Any]:
 
 @dataclass(eq=False)
 class _Position:
-    """Where a loader is. Its iterators hold this, not the loader, which would be a cycle."""
+    """A loader's position; iterators refer to it, not to the loader, to avoid a cycle."""
 
-    sampler: Any = None  # the one that orders by epochs, if one does
-    start: int = 0  # the batches that an iterator of this epoch leaves out
-    batches: int = 0  # those that were left out or seen
-    turn: int = 0  # of the iterator that moves the position: the last one
+    sampler: Any = None  # the sampler with set_epoch, if any
+    start: int = 0  # batches that an iterator of this epoch skips
+    batches: int = 0  # batches skipped or seen
+    turn: int = 0  # number of the iterator that moves the position: the latest
 
     def __post_init__(self) -> None:
-        self.order = self.told = self.said  # the epoch whose order it has
+        self.order = self.told = self.said  # the epoch of its order
 
     @property
     def said(self) -> int:
-        """The epoch that the sampler says."""
+        """The sampler's epoch."""
         return int(getattr(self.sampler, "epoch", 0))
 
     def tell(self) -> None:
-        """Let the sampler know of the epoch."""
+        """Set the sampler's epoch."""
         if self.sampler is not None:
             self.sampler.set_epoch(self.order)
             self.told = self.said
 
     def begin(self, order: int, start: int) -> None:
-        """Go to the start of an epoch, or of what is left of it."""
+        """Set the position to batch `start` of an epoch, for a new iterator."""
         self.order, self.start, self.batches = order, start, start
         self.turn += 1
 
 
 @dataclass(eq=False)
 class _Batches:
-    """The batches of an epoch, on the device. As torch's iterator, it goes on after an error."""
+    """Iterator over an epoch's batches on the device; like torch's, usable after an error."""
 
     inner: Any
     position: _Position
@@ -311,7 +311,7 @@ class _Batches:
                 position.begin(position.order + 1, 0)
                 position.tell()
             raise
-        except Exception:  # of the dataset: the next call gives the batch after this one
+        except Exception:  # of the dataset: the next call returns the batch after this one
             self._count(is_new)
             raise
         self._count(is_new)
@@ -323,13 +323,13 @@ class _Batches:
 
 @dataclass(eq=False)
 class _Fetcher:
-    """Fetches batches in this process, where data sets draw other numbers on each rank."""
+    """Fetches batches in this process with global generators seeded by rank."""
 
     inner: Any
     rank: int
 
     def fetch(self, indices: Any) -> Any:
-        """Do what torch's does."""
+        """Fetch the samples of some indices, as torch's fetcher."""
         with seeded(_drawn() + self.rank):
             return self.inner.fetch(indices)
 
@@ -340,7 +340,7 @@ def _drawn(generator: torch.Generator | None = None) -> int:
 
 @dataclass(eq=False)
 class _Rest:
-    """The batches of indices that come, without those that were left out."""
+    """The batches of indices from the start position on."""
 
     position: _Position
     whole: Any
@@ -353,7 +353,7 @@ class _Rest:
 
 
 def moved(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
-    """Move what a batch holds to a device."""
+    """Move the tensors of a batch to a device."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=non_blocking)
     if callable(getattr(batch, "to", None)) and not isinstance(batch, type):
@@ -378,7 +378,7 @@ def moved(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
 def shard(iterable: Iterable[T]) -> IterableDataset[T]:
     """Split an iterable over the ranks, and over the workers of their loaders.
 
-    Each reads all of it and keeps what is its own. Of n ranks, rank r has the items r,
+    Each reads all of it and keeps its part. Of n ranks, rank r has the items r,
     r + n, ..., with any number of workers; it may have one less than others.
 
     Args:
@@ -386,8 +386,8 @@ def shard(iterable: Iterable[T]) -> IterableDataset[T]:
             ``__iter__`` of a dataset; one that is read again for each pass.
 
     Returns:
-        A dataset for `auto_dataloader`, or to be iterated. The rank and the worker are those of the
-        process that iterates over it.
+        A dataset for `auto_dataloader`, or for direct iteration. The rank and the worker are those
+        of the iterating process.
 
     Example:
         >>> import unisono as idist

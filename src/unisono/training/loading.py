@@ -1,4 +1,4 @@
-"""Data loaders and samplers whose replicas share one dataset."""
+"""Data loaders and samplers that split a dataset among replicas."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def auto_dataloader(
     to_device: bool = True,
     **kwargs: Any,
 ) -> ReplicaLoader:
-    """Make a data loader whose replicas share the dataset, and each ``batch_size``.
+    """Create a data loader that splits the dataset and ``batch_size`` among replicas.
 
-    Collective over all ranks, at the first such call, in a context that somebody else made; else
+    Collective over all ranks, at the first such call, in a context created outside unisono; else
     local.
 
     ``batch_size`` is that of all replicas together and is divided by their number; ``num_workers``
@@ -57,15 +57,15 @@ def auto_dataloader(
     alone as with several replicas; ``loader.set_epoch(epoch)`` chooses one, and ``generator``, of
     one seed on every rank, others by that seed. Several replicas put a sampler of yours into a
     `DistributedProxySampler`; a distributed one is used as it is. A batch sampler's batches go to
-    the replicas in turn, whole. What a dataset that isn't
-    iterable draws at random differs by rank, where replicas are processes. Memory is pinned where
+    the replicas in turn, whole. Random draws of a
+    map-style dataset differ by rank, if replicas are processes. Memory is pinned where
     that helps the device.
 
     Args:
-        dataset: the same on every rank, a list for example; an iterable one must give each rank
-            its own part itself, as `shard` does. Or a ``DataLoader``, of which another one is made:
-            what it was given counts as `kwargs`, and those given here come first; a
-            ``BatchSampler`` of torch counts as its size, order and ``drop_last``. One from here
+        dataset: the same on every rank, a list for example; an iterable one must yield only
+            this rank's part, as `shard` does. Or a ``DataLoader``, from which a new one is made:
+            its arguments count as `kwargs`, and those given here take precedence; torch's
+            ``BatchSampler`` counts as its size, order and ``drop_last``. A `ReplicaLoader`
             keeps its batches, if `batch_size` isn't given.
         per_replica: whether ``batch_size`` and ``num_workers`` are those of each replica.
         to_device: whether batches are moved to `device`, from pinned memory in the background.
@@ -77,7 +77,7 @@ def auto_dataloader(
 
     Raises:
         ArgumentError: ``batch_size`` isn't an int of at least 1, or the ``DataLoader`` is of a
-            class of its own.
+            derived class.
 
     Example:
         >>> import unisono as idist
@@ -115,7 +115,7 @@ _TAKEN = (*_SAME, "generator", "prefetch_factor", "persistent_workers")
 def _taken_apart(
     loader: DataLoader[Any], given: dict[str, Any], world_size: int
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the dataset and the arguments of a loader; `world_size` is what divides them."""
+    """Return a loader's dataset and arguments, scaled to be divided by `world_size` again."""
     if type(loader) not in (DataLoader, ReplicaLoader):
         raise ArgumentError(
             f"a {type(loader).__qualname__} can't be made again for this rank: give "
@@ -139,11 +139,11 @@ def _taken_apart(
 
 
 def _batches_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the arguments that a loader's batches come from."""
+    """Return the arguments that define a loader's batches."""
     batches: Any = loader.batch_sampler
     source: Any = loader
     if batches is not None and (loader.batch_size is None or type(batches) is not BatchSampler):
-        # It was given, so that the loader's own batch_size, drop_last and sampler say nothing.
+        # A given batch sampler: the loader's own batch_size, drop_last and sampler mean nothing.
         if type(batches) is not BatchSampler or not isinstance(batches.sampler, Sampler):
             return {"batch_sampler": batches}
         source = batches
@@ -153,7 +153,7 @@ def _batches_of(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def _order_of(sampler: Any) -> dict[str, Any]:
-    """Return the arguments that a loader's sampler comes from."""
+    """Return the arguments that define a loader's sampler."""
     if type(sampler) is SequentialSampler:
         return {"shuffle": False}
     is_plain = type(sampler) is RandomSampler and (sampler.replacement, sampler.generator) == (
@@ -166,7 +166,7 @@ def _order_of(sampler: Any) -> dict[str, Any]:
 
 
 def _divide(kwargs: dict[str, Any], world_size: int) -> None:
-    """Divide what is given for all replicas together."""
+    """Divide batch size and number of workers among replicas."""
     if kwargs.get("batch_size") is not None:
         kwargs["batch_size"] = _share(kwargs["batch_size"], world_size)
     n_local = facts.get_nproc_per_node()
@@ -175,7 +175,7 @@ def _divide(kwargs: dict[str, Any], world_size: int) -> None:
 
 
 def _order(dataset: Any, kwargs: dict[str, Any], world_size: int) -> None:
-    """Choose a sampler that deals out the samples."""
+    """Set a sampler that splits the samples among replicas."""
     if kwargs.get("batch_sampler") is not None:
         kwargs["batch_sampler"] = _dealt(kwargs["batch_sampler"], world_size)
     elif isinstance(dataset, IterableDataset):
@@ -253,7 +253,7 @@ def _seed(kwargs: dict[str, Any]) -> int:
 
 
 class _Shuffled(RandomSampler):
-    """The order that a ``DistributedSampler`` of one replica has, of the type of one alone."""
+    """The order of a ``DistributedSampler`` for one replica, as a ``RandomSampler``."""
 
     epoch = 0
     deals_in_turn = True
@@ -272,13 +272,13 @@ class _Shuffled(RandomSampler):
 
 
 class _InOrder(SequentialSampler):
-    """The order of the dataset, of the type of one alone."""
+    """The order of the dataset, with an epoch."""
 
     epoch = 0
     deals_in_turn = True
 
     def set_epoch(self, epoch: int) -> None:
-        """Note the epoch, as a distributed sampler does."""
+        """Record the epoch, as a distributed sampler does."""
         self.epoch = epoch
 
 
@@ -286,11 +286,11 @@ class DistributedProxySampler(DistributedSampler[Any]):
     """Wraps any sampler with a length, and distributes its indices to the replicas in turn.
 
     Every rank draws all indices of the sampler, with the generators of torch, Python and numpy
-    seeded by the epoch, and keeps its own; the generators are put back. Collective over all ranks
-    when an epoch begins, where it isn't one of torch's samplers without a generator of its own:
-    then ranks compare what they have drawn. As torch's ``DistributedSampler``, it starts over at
-    the end until every rank has as many. A loader of `auto_dataloader` tells it each epoch; in
-    another one call ``set_epoch``, which goes on to a sampler that has one.
+    seeded by the epoch, and keeps its part; the generators are restored. Collective over all ranks
+    when an epoch begins, unless it is one of torch's samplers without its own generator:
+    then ranks compare their draws. Like torch's ``DistributedSampler``, it starts over at the end
+    until all ranks have equally many. A loader of `auto_dataloader` sets each epoch; with another
+    loader call ``set_epoch``, which is passed on to a sampler that has it.
 
     Args:
         sampler: any ``Sampler`` with a length that isn't distributed.
@@ -298,7 +298,7 @@ class DistributedProxySampler(DistributedSampler[Any]):
         rank: of this one; None for the job's.
 
     Raises:
-        ArgumentError: `sampler` isn't one of these.
+        ArgumentError: `sampler` isn't such a sampler.
     """
 
     deals_in_turn = True
@@ -332,7 +332,7 @@ class DistributedProxySampler(DistributedSampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         with _drawing, seeded(self.epoch):  # replicas that are threads share the generators
-            indices = list(self.sampler)  # which needn't be as many in each epoch
+            indices = list(self.sampler)  # their number may differ by epoch
             if not indices:
                 raise ArgumentError("the sampler has a length, but gives no index")
             self.num_samples = math.ceil(len(indices) / self.num_replicas)
@@ -342,10 +342,10 @@ class DistributedProxySampler(DistributedSampler[Any]):
         return islice(cycle(indices), self.rank, self.total_size, self.num_replicas)
 
     def _compare(self, indices: list[Any]) -> None:
-        """Refuse on all ranks what they haven't drawn alike: parts would overlap."""
+        """Raise on all ranks if their draws differ, as parts would overlap."""
         context = communicator()
         if context.model.topology.world_size != self.num_replicas:
-            return  # it isn't this job's
+            return  # not a sampler for this job's ranks
         digest = hashlib.blake2b(repr(indices).encode(), digest_size=16).digest()
         name = type(self.sampler).__qualname__
         if len(set(swap(context, f"an epoch of a {name}", digest, None))) > 1:

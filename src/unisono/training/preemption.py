@@ -1,4 +1,4 @@
-"""Preemption: a signal to one rank is noted, and all ranks leave at the same step."""
+"""Preemption: a signal to one rank makes all ranks stop at the same step."""
 
 from __future__ import annotations
 
@@ -13,29 +13,28 @@ from unisono.collectives.call import guarded, swap
 from unisono.context import communicator
 from unisono.errors import ArgumentError, UnsupportedOperation
 
-_watched: dict[int, Any] = {}  # signals that are noted, with the handlers from before
-_noted: list[int] = []  # those that came
-_told: list[int] = []  # those that a preemption_point has told of, come or not
+_watched: dict[int, Any] = {}  # recorded signals, with their previous handlers
+_noted: list[int] = []  # signals received
+_told: list[int] = []  # signals reported by a preemption_point, received or not
 _NO, _YES, _CANNOT = b"n", b"y", b"c"
 
 
 @contextmanager
 def preemptible(*signals: int) -> Iterator[None]:
-    """Record signals in a block instead of dying of them; `preemption_point` tells all ranks.
+    """Record signals in a block instead of exiting; `preemption_point` reports them to all ranks.
 
-    For signals other than SIGTERM, for ranks that are threads, and for programs that go on
-    afterwards. Handlers from before are put back at the end; a signal that came, and that no
-    `preemption_point` has told of, comes again then.
+    For signals other than SIGTERM, for ranks that are threads, and for programs that continue
+    afterwards. Previous handlers are restored at the end; a signal received that no
+    `preemption_point` has reported is raised again then.
 
     Args:
-        signals: such as ``signal.SIGUSR1``; SIGTERM is noted with them.
+        signals: such as ``signal.SIGUSR1``; SIGTERM is always recorded.
 
     Yields:
         None.
 
     Raises:
-        ArgumentError: a signal can't be handled, or this isn't the main thread of the process,
-            which alone may do it.
+        ArgumentError: a signal can't be handled, or this isn't the main thread of the process.
 
     Example:
         >>> import signal, unisono as idist
@@ -81,7 +80,7 @@ def _note(number: int, frame: Any) -> None:
 
 
 def _after_fork() -> None:
-    """Let a child die of signals: they concern the rank."""
+    """Restore the previous handlers in a forked child."""
     for number, handler in _watched.items():
         signal.signal(number, handler)
     _watched.clear()
@@ -99,22 +98,22 @@ def _is_main() -> bool:
 
 @guarded
 def preemption_point() -> bool:
-    """Return whether some rank got a signal to leave, so that all save at the same step and leave.
+    """Return whether any rank received a signal, so that all save and exit at the same step.
 
     Collective over all ranks.
 
-    From the first call on, SIGTERM is noted in this process, and ends it no more. A block of
-    `preemptible` notes other signals. Signals reach the main thread alone: where a rank is another
-    thread, open that block in the main thread.
+    From the first call on, SIGTERM is recorded in this process and no longer ends it. A block of
+    `preemptible` records other signals. Signals reach the main thread only: if ranks are other
+    threads, open that block in the main thread.
 
     Returns:
-        Whether a rank had been signalled before it called this, the same on every rank; from then
-        on True at each call.
+        Whether a rank had received a signal before this call, the same on every rank; once True,
+        it stays so.
 
     Raises:
-        UnsupportedOperation: a rank is a thread, and nothing notes signals in its process (on every
+        UnsupportedOperation: a rank is a thread, and its process records no signals (on every
             rank).
-        CollectiveError: a peer failed or didn't come in time.
+        CollectiveError: a peer failed or timed out.
 
     Example:
         >>> import unisono as idist
@@ -139,5 +138,5 @@ def preemption_point() -> bool:
             "a file and tell all: idist.broadcast(path.exists())",
         )
     if _YES in marks:
-        _told[:] = _watched  # a signal to all ranks reaches some of them after this
+        _told[:] = _watched  # a signal sent to all ranks may reach some later
     return _YES in marks

@@ -1,4 +1,4 @@
-"""One progress bar for the job."""
+"""A progress bar for the whole job."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ T = TypeVar("T")
 def progress(
     iterable: Iterable[T], total: int | None = None, label: str = "", file: TextIO | None = None
 ) -> Iterator[T]:
-    """Iterate, and show one progress bar for the job, on rank 0.
+    """Iterate, and show one progress bar for the whole job, on rank 0.
 
     Args:
-        iterable: anything.
-        total: number of its items; None asks its length.
+        iterable: any iterable.
+        total: number of items; None for the iterable's length, if it has one.
         label: text before the bar.
         file: the output, stderr by default: a bar on a terminal, else a line for each tenth.
 
@@ -49,7 +49,7 @@ def progress(
         MofNCompleteColumn(),
         TimeRemainingColumn(elapsed_when_finished=True),
     )
-    # Redirected, what the loop prints would leave stdout for the console's file.
+    # Redirection would send the loop's stdout to the console's file.
     bar = Progress(
         *columns, console=Console(file=out), redirect_stdout=False, redirect_stderr=False
     )
@@ -58,7 +58,7 @@ def progress(
 
 
 def _logged(iterable: Iterable[T], total: int | None, label: str, out: TextIO) -> Iterator[T]:
-    """Write a line for each tenth; one at the end where the length is unknown."""
+    """Yield the items; write a line after each tenth, or one at the end without a total."""
     begin, count = time.monotonic(), 0
     for count, item in enumerate(iterable, 1):
         yield item

@@ -1,4 +1,4 @@
-"""Seeds and random generators, the same on all ranks or different."""
+"""Seeds and random generators, shared or per rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unisono.collectives.membership import GroupLike, team
 from unisono.context import current_model
 from unisono.errors import ArgumentError
 
-_LIMIT = 2**32  # what numpy takes
+_LIMIT = 2**32  # numpy's limit
 
 
 def sync_random_seed(seed: int | None = None, group: GroupLike = None) -> int:
@@ -34,7 +34,7 @@ def sync_random_seed(seed: int | None = None, group: GroupLike = None) -> int:
 
     Raises:
         ArgumentError: the seed isn't an int in that range.
-        CollectiveError: a peer failed or didn't come in time.
+        CollectiveError: a peer failed or timed out.
 
     Example:
         >>> import unisono as idist
@@ -62,16 +62,16 @@ def seed_everything(seed: int | None = None, per_rank: bool = False) -> int:
     Args:
         seed: the seed, taken from rank 0; None draws one from the system.
         per_rank: whether each rank adds its rank, so that ranks draw different numbers, as for
-            dropout; else all draw the same, as for equal parameters, but for what the dataset of
-            an `auto_dataloader` draws.
+            dropout; else all draw the same, as for equal parameters, except in the dataset of an
+            `auto_dataloader`.
 
     Returns:
         The seed before the rank was added, the same on every rank. Replicas that are threads share
-        these generators, so that no seed tells what one of them draws: there, `rank_generator`.
+        these generators, so their numbers are not reproducible: use `rank_generator` there.
 
     Raises:
         ArgumentError: the seed isn't an int from 0 to 2**32 - 1.
-        CollectiveError: a peer failed or didn't come in time.
+        CollectiveError: a peer failed or timed out.
 
     Example:
         >>> import unisono as idist
@@ -95,7 +95,7 @@ def _seed(seed: int) -> None:
 def _generators() -> dict[
     str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[int], Any]]
 ]:
-    """Return how to get, set and seed the generators that everything in this rank shares."""
+    """Return functions that get, set and seed each global generator of this rank."""
     default = torch.default_generator
     made: dict[str, Any] = {
         "python": (random.getstate, random.setstate, random.seed),
@@ -118,7 +118,7 @@ def _generators() -> dict[
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Draw from a seed, and put the generators back where they were."""
+    """Seed the global generators in a block, and restore their states afterwards."""
     before = [(put, get()) for get, put, _ in _generators().values()]
     for _, _, draw_from in _generators().values():
         draw_from(seed % _LIMIT)
@@ -134,11 +134,11 @@ def rank_generator(seed: int | None = None, device: torch.device | str = "cpu") 
 
     Args:
         seed: the rank is added to it; None draws one from the system.
-        device: where it draws.
+        device: the generator's device.
 
     Returns:
         A new one, for ``torch.rand(..., generator=...)``, samplers and loaders. With a seed its
-        numbers are those of ``seed_everything(seed, per_rank=True)`` in a process of its own.
+        numbers equal those of ``seed_everything(seed, per_rank=True)`` in a separate process.
 
     Raises:
         ArgumentError: the seed isn't an int from 0 to 2**32 - 1.
@@ -165,7 +165,7 @@ def get_rng_state() -> dict[str, Any]:
 
     Returns:
         Plain values and tensors, which ``load_checkpoint`` reads with ``weights_only=True``. Each
-        rank has its own: ``ByRank(get_rng_state, set_rng_state)`` saves all.
+        rank has different ones: ``ByRank(get_rng_state, set_rng_state)`` saves all.
 
     Example:
         >>> import torch, unisono as idist
@@ -185,13 +185,13 @@ def get_rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore the states of `get_rng_state`.
+    """Restore the states that `get_rng_state` returned.
 
     Args:
-        state: of this rank.
+        state: this rank's.
 
     Raises:
-        ArgumentError: `state` is something else.
+        ArgumentError: `state` isn't such a state.
 
     Example:
         >>> import unisono as idist

@@ -1,4 +1,4 @@
-"""Loading states into what is there: all is looked at before anything is changed."""
+"""In-place loading of states: everything is checked before anything is changed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Step = Callable[[], object]
 
 
 class Plan:
-    """A state that is to be loaded: what may fail is done, and undone where `undo` is closed."""
+    """A planned load: steps that may fail have run already, and are reverted by `undo`."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Plan:
             load()
 
     def fill(self) -> Any:
-        """Run the steps that cannot fail; return the replacement of the target."""
+        """Run the steps that cannot fail; return the loaded object."""
         for fill in self.fills:
             fill()
         if self.left_out:
@@ -63,7 +63,7 @@ class Plan:
         return self.made
 
     def of(self, into: Any, saved: Any, where: str) -> Any:
-        """Return what comes in the place of `into`."""
+        """Plan the load of `saved` into `into`; return the object that replaces `into`."""
         _check_split(into, isinstance(saved, Mapping) and saved.keys() == {BY_RANK}, where)
         if isinstance(into, ByRank):
             self._try(partial(into.load, _own(saved[BY_RANK], where)), into.state, into.load, where)
@@ -71,7 +71,7 @@ class Plan:
             self._module(hidden_module(into), saved, where)
         elif isinstance(into, torch.optim.Optimizer):
             load = partial(into.load_state_dict, optimizer_parts(into, saved, where))
-            # Loading puts new ones in their place, so they needn't be copied.
+            # Loading replaces these objects, so they need no copy.
             kept = {name: getattr(into, name) for name in ("state", "param_groups")}
             self.trials.append((_said(load, where), partial(vars(into).update, kept)))
         elif has_state(into):
@@ -91,7 +91,7 @@ class Plan:
         self, load: Step, state: Callable[[], Any], take: Callable[[Any], object], where: str
     ) -> None:
         take_back: Step = lambda: None  # noqa: E731
-        with suppress(Exception):  # some have no state yet, or not on this rank, or no copy
+        with suppress(Exception):  # there may be no state yet, or none here, or no copy
             take_back = partial(take, copy.deepcopy(state()))
         self.trials.append((_said(load, where), take_back))
 
@@ -155,24 +155,24 @@ def _place(path: Sequence[Any]) -> str:
 
 
 def _quietly(take_back: Step) -> None:
-    with suppress(Exception):  # what the user's classes raise
+    with suppress(Exception):  # raised by the user's classes
         take_back()
 
 
 def _said(load: Step, where: str) -> Step:
-    """Return a step that says what doesn't fit."""
+    """Return a step whose error names `where`."""
 
     def step() -> None:
         try:
             load()
-        except Exception as error:  # each class has its own
+        except Exception as error:  # classes raise different types
             raise PayloadError(f"{where} doesn't fit: {error}") from error
 
     return step
 
 
 def _fits(own: Any, saved: Any) -> bool:
-    """Return whether a module is sure to take a tensor in the place of its own."""
+    """Return whether a module certainly accepts a saved tensor for its own."""
     return isinstance(own, Tensor) and isinstance(saved, Tensor) and own.shape == saved.shape
 
 
@@ -181,7 +181,7 @@ def _copied(item: Any) -> Any:
 
 
 def _entry(saved: Any, key: Any) -> Any:
-    """Return what was saved by a name; of a module's state the part of that submodule."""
+    """Return the entry `key` of a saved state, or the part of a module's state under it."""
     if not isinstance(saved, Mapping):
         return _MISSING
     if key in saved:
@@ -206,7 +206,7 @@ def _check_split(into: Any, is_split: bool, where: str) -> None:
 
 
 def _own(states: Sequence[Any], where: str) -> Any:
-    """Return this rank's state of those of all."""
+    """Return this rank's state; raise if the number of ranks differs."""
     topology = current_model().topology
     if len(states) != topology.world_size:
         raise PayloadError(
@@ -221,12 +221,12 @@ def _was_saved(saved: Any) -> str:
 
 
 def local_part(like: object, saved: Any, where: str) -> Any:
-    """Cut this rank's part out of a whole tensor."""
+    """Return this rank's part of a full tensor for a DTensor; other values unchanged."""
     if not is_sharded(like) or not isinstance(saved, Tensor) or is_sharded(saved):
         return saved
     target: Any = like
     if target.shape != saved.shape:
-        return saved  # which is refused where it is loaded
+        return saved  # loading raises for it
     spread: Any = importlib.import_module("torch.distributed.tensor")
     if any(type(each) not in (spread.Shard, spread.Replicate) for each in target.placements):
         raise _unknown(where, target)
@@ -248,13 +248,13 @@ def _unknown(where: str, target: Any) -> PayloadError:
 
 
 def optimizer_parts(optimizer: torch.optim.Optimizer, saved: Any, where: str) -> Any:
-    """Cut this rank's parts out of what an optimizer of whole tensors saved."""
+    """Return an optimizer state of full tensors with this rank's parts for sharded parameters."""
     params = [item for group in optimizer.param_groups for item in group["params"]]
     is_known = isinstance(saved, Mapping) and isinstance(saved.get("state"), Mapping)
     if not is_known or not any(map(is_sharded, params)):
         return saved
     names = [name for group in saved.get("param_groups", ()) for name in group["params"]]
-    likes = dict(zip(names, params, strict=False))  # which the optimizer checks
+    likes = dict(zip(names, params, strict=False))  # the optimizer checks the number
     state = {
         key: _state_parts(likes.get(key), item, f"{where}['state'][{key!r}]")
         for key, item in saved["state"].items()
@@ -293,7 +293,7 @@ def begin_states(into: Any, saved: Mapping[str, Any], undo: ExitStack) -> None:
 
 
 def _begin(optimizer: torch.optim.Optimizer, params: list[Tensor], chosen: set[int]) -> None:
-    """Let an optimizer make states, by a step of length zero that changes nothing."""
+    """Create optimizer states by a step with zero gradients and learning rates."""
     grads = [item.grad for item in params]
     rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
     try:
@@ -301,7 +301,7 @@ def _begin(optimizer: torch.optim.Optimizer, params: list[Tensor], chosen: set[i
             item.grad = torch.zeros_like(item) if id(item) in chosen else None
         for group, rate in rates:
             group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
-        optimizer.step()  # some need a closure, some refuse a zero rate
+        optimizer.step()  # some need a closure or reject a zero rate
     finally:
         for item, grad in zip(params, grads, strict=True):
             item.grad = grad
@@ -312,14 +312,14 @@ def _begin(optimizer: torch.optim.Optimizer, params: list[Tensor], chosen: set[i
 def states_to_fill(
     into: Any, saved: Mapping[str, Any], blank: Callable[[Any], Any], is_strict: bool
 ) -> dict[int, Any]:
-    """Return the states of optimizers with the keys that shards have, by the optimizers' ids."""
+    """Return optimizer states reduced to the keys in shards, by the optimizers' ids."""
     states = {}
     for path, leaf in leaves(into):
         if isinstance(leaf, torch.optim.Optimizer):
             state = leaf.state_dict()
             names = _saved_in(saved, (*path, "state"))
             kept = {key: item for key, item in state["state"].items() if str(key) in names}
-            if not is_strict:  # an optimizer is loaded whole: what wasn't saved goes
+            if not is_strict:  # optimizers are loaded whole: drop unsaved entries
                 kept = {
                     key: _saved_part(item, _saved_in(saved, (*path, "state", key)))
                     for key, item in kept.items()
@@ -340,10 +340,10 @@ def _saved_part(state: Any, names: Sequence[str]) -> Any:
 def _options(
     group: dict[str, Any], saved: Mapping[str, Any], path: tuple[Any, ...], blank: Any
 ) -> dict[str, Any]:
-    """Return a group of parameters with the options that were saved, and no others."""
+    """Return a parameter group with exactly the saved options."""
     start, names = _key(path), _saved_in(saved, path)
     if not names:
-        return group  # which is then missed
+        return group  # reported as missing later
     return {
         name: group[name] if name in group else blank(saved[start + name])
         for name in names
@@ -356,14 +356,14 @@ def _key(path: Sequence[Any]) -> str:
 
 
 def _saved_in(saved: Mapping[str, Any], path: Sequence[Any]) -> list[str]:
-    """Return the names that shards have below a path."""
+    """List the keys that shards have directly below a path."""
     start = _key(path)
     names = (key[len(start) :].partition(".")[0] for key in saved if key.startswith(start))
     return list(dict.fromkeys(names))
 
 
 def refuse_lost_states(into: Any, there: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Refuse to leave a part of an optimizer's state, or of the like, unread."""
+    """Raise if a saved part of a state, such as an optimizer's, would not be read."""
     for path, leaf in leaves(into):
         is_split = _key(path) + BY_RANK in saved
         _check_split(leaf, is_split, _place(path))
@@ -380,7 +380,7 @@ def refuse_lost_states(into: Any, there: Mapping[str, Any], saved: Mapping[str, 
 
 
 def refuse_other_groups(into: Any, values: Mapping[str, Any]) -> None:
-    """Refuse groups of an optimizer that were saved with another number of parameters."""
+    """Raise if an optimizer's group was saved with another number of parameters."""
     for path, leaf in leaves(into):
         groups = leaf.param_groups if isinstance(leaf, torch.optim.Optimizer) else ()
         for i, group in enumerate(groups):

@@ -45,7 +45,7 @@ _PATHS = frozenset({"Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWi
 
 
 def save(state: dict[str, Any], folder: Path) -> None:
-    """Write this rank's shard. Collective over all ranks of torch's default group."""
+    """Write this rank's shard. Collective over torch's default group."""
     save_shards(state, checkpoint_id=str(folder))
 
 
@@ -56,13 +56,13 @@ def seal(folder: Path) -> None:
 
 
 def flat(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict with the keys that its shards have."""
+    """Return a state dict with the flat keys of shards."""
     made: dict[str, Any] = flatten_state_dict(state)[0]
     return made
 
 
 def metadata_of(folder: Path) -> metadata.Metadata:
-    """Read the metadata, which says where the shards are."""
+    """Read the metadata of the shards, and check its checksum."""
     data = (folder / _METADATA).read_bytes()
     sealed = folder / _SEAL
     if sealed.exists() and hashlib.sha256(data).hexdigest().encode() != sealed.read_bytes():
@@ -74,14 +74,14 @@ def metadata_of(folder: Path) -> metadata.Metadata:
 
 
 def blank(entry: Any) -> Any:
-    """Return what an entry of the metadata fills."""
+    """Return an empty tensor for a tensor's metadata, None for other values."""
     if isinstance(entry, metadata.TensorStorageMetadata):
         return torch.empty(entry.size, dtype=entry.properties.dtype)
     return None
 
 
 def absent(state: dict[str, Any], shards: metadata.Metadata) -> list[tuple[Any, ...]]:
-    """Return the paths in a state dict of what shards lack."""
+    """List the paths of a state dict that shards lack."""
     paths = flatten_state_dict(state)[1]
     return [path for key, path in paths.items() if key not in shards.state_dict_metadata]
 
@@ -93,7 +93,7 @@ def check(
     weights_only: bool,
     is_strict: bool,
 ) -> dict[str, Any]:
-    """Return the values that aren't tensors; raise where a shard isn't there, whole."""
+    """Return the non-tensor values; raise if a shard is missing or damaged."""
     planner = DefaultLoadPlanner(allow_partial_load=not is_strict)
     planner.set_up_planner(into, shards)
     values: dict[str, Any] = {}
@@ -118,21 +118,21 @@ def load(
     values: dict[str, Any],
     is_strict: bool,
 ) -> None:
-    """Fill a state dict with this rank's part of it, and with the values that `check` has read."""
-    # Each rank reads what it needs, so that nothing needs to be pickled between them.
+    """Fill a state dict with this rank's parts and the values that `check` returned."""
+    # Each rank reads its parts, so that ranks exchange no pickles.
     planner = _Planner(values, is_strict)
     _load_state_dict(into, storage_reader=_Reader(folder, shards), planner=planner, no_dist=True)
 
 
 class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
-    """Unpickles only the classes that torch's metadata consist of."""
+    """Unpickles only the classes of torch's metadata."""
 
-    # Python's own one in Python, where BUILD can be kept from changing classes.
+    # Derived from the unpickler in Python, whose BUILD can be restricted.
 
     dispatch = dict(_Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the class of a name, if it is one of the allowed ones."""
+        """Return an allowed class; raise for any other."""
         allowed = _CLASSES.get((module, name))
         if allowed is not None:
             return allowed
@@ -155,14 +155,14 @@ class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
 
 
 class _Reader(FileSystemReader):
-    """Reads shards by metadata that were read already."""
+    """Reads shards by metadata read before."""
 
     def __init__(self, folder: Path, shards: metadata.Metadata) -> None:
         super().__init__(folder)
         self._shards = shards
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        """Return the metadata."""
+        """Return the given metadata."""
         if self._shards.storage_meta is None:
             self._shards.storage_meta = metadata.StorageMeta()
         self._shards.storage_meta.load_id = self.load_id
@@ -170,13 +170,13 @@ class _Reader(FileSystemReader):
 
 
 class _Planner(DefaultLoadPlanner):
-    """Loads tensors; the other values were read before, and only once."""
+    """Loads tensors; other values have been read before."""
 
     def __init__(self, values: dict[str, Any], is_strict: bool) -> None:
         super().__init__(allow_partial_load=not is_strict)
         self._values = values
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        """Set a value that isn't a tensor."""
+        """Set a non-tensor value."""
         name = read_item.dest_index.fqn
         set_element(self.original_state_dict, self.mappings[name], self._values[name])

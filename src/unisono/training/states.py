@@ -1,4 +1,4 @@
-"""State dicts without the prefixes of wrappers, and how they are loaded again."""
+"""State dicts without the prefixes of wrappers, for saving and loading."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _COMPILED = "_orig_mod"  # where torch.compile keeps the module
 _SHOWN = ("module.", f"{_COMPILED}.")
 BY_RANK = "by_rank"
 """The key in a checkpoint beside the states of all ranks."""
-_custom: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # where others' wrappers keep it
+_custom: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # where custom wrappers keep it
 
 
 def remember_wrapper(wrapper: nn.Module, module: nn.Module) -> None:
-    """Note where somebody else's wrapper keeps the module, if it is one of its own."""
+    """Record under which name a custom wrapper keeps the module as a child, if it does."""
     if wrapper is not module:
         names = [name for name, part in wrapper.named_children() if part is module]
         if names:
@@ -31,7 +31,7 @@ def remember_wrapper(wrapper: nn.Module, module: nn.Module) -> None:
 
 
 def _inner_name(module: nn.Module) -> str | None:
-    """Name the part that a wrapper wraps; None for what isn't a wrapper."""
+    """Return the name of the child that a wrapper wraps; None for other modules."""
     if isinstance(module, _WRAPPERS):
         return "module"
     is_compiled = type(module).__name__ == "OptimizedModule" and _COMPILED in module._modules
@@ -44,7 +44,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def hidden_module(module: nn.Module) -> nn.Module:
-    """Return the module within wrappers whose state is that of the module and no more."""
+    """Return the module inside wrappers that add nothing to its state."""
     return _within(module, _hidden_name)
 
 
@@ -58,7 +58,7 @@ def _within(module: nn.Module, inner_name: Callable[[nn.Module], str | None]) ->
 
 
 def _hidden_name(module: nn.Module) -> str | None:
-    """Name the part that a wrapper wraps, if its state is that of this part and no more."""
+    """Return the name of the child that a wrapper wraps, if the wrapper has no further state."""
     name = _inner_name(module)
     if name is None or set(module._modules) != {name}:
         return None
@@ -69,7 +69,7 @@ def _hidden_name(module: nn.Module) -> str | None:
 
 
 def _shown(module: nn.Module) -> list[tuple[str, str]]:
-    """List prefixes that wrappers give to keys, the longest first, with what they stand for."""
+    """List the key prefixes that wrappers add, longest first, with their replacements."""
     prefixes = []
     for name, part in module.named_modules(remove_duplicate=False):
         inner = _hidden_name(part)
@@ -87,18 +87,18 @@ def _without(key: str, shown: list[tuple[str, str]]) -> str:
 
 
 def _keys(state: Mapping[str, Any]) -> list[str]:
-    """List the keys of a module's state, and the paths of its modules as their beginnings."""
+    """List the keys of a module's state, and the prefixes of its submodules."""
     return [*state, *(f"{path}." for path in getattr(state, "_metadata", ()) if path)]
 
 
 def _names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the keys that a module has for its state, with those without wrappers."""
+    """Return the keys of a module's state, mapped to the keys without wrapper prefixes."""
     shown = _shown(module)
     return {key: _without(key, shown) for key in _keys(state)}
 
 
 def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> OrderedDict[str, Any]:
-    """Return a state dict with other keys, and the versions of its modules with them."""
+    """Return a state dict with renamed keys, also in its ``_metadata``, the modules' versions."""
     renamed: Any = OrderedDict((names.get(key, key), value) for key, value in state.items())
     versions: Any = getattr(state, "_metadata", None)
     if versions is not None:
@@ -118,12 +118,12 @@ def _state_of(module: nn.Module) -> OrderedDict[str, Any]:
 def with_own_keys(
     module: nn.Module, own: Mapping[str, Any], saved: Any, where: str
 ) -> OrderedDict[str, Any]:
-    """Return a saved state with the keys that a module has for it."""
+    """Return a saved state under the module's own keys."""
     if not isinstance(saved, Mapping):
         kind = type(saved).__qualname__
         raise PayloadError(f"{where} has no state of a module: a value of type {kind} was saved")
     names = {name: key for key, name in _names(module, own).items()}
-    while saved and not names.keys() & saved.keys():  # others wrote it from within their wrappers
+    while saved and not names.keys() & saved.keys():  # saved with the prefixes of other wrappers
         starts = [text for text in _SHOWN if all(str(key).startswith(text) for key in saved)]
         if not starts:
             break
@@ -132,14 +132,14 @@ def with_own_keys(
 
 
 class ByRank:
-    """Keeps the states of all ranks, where they differ, in what `save_checkpoint` is given.
+    """Marks a state that differs between ranks, so that `save_checkpoint` saves every rank's.
 
-    `load_checkpoint` into the same gives each of as many ranks its own.
+    `load_checkpoint` restores each rank's own state, on the same number of ranks.
 
     Args:
-        kept: has a state dict, as a loader or a meter has; or is a ``torch.Generator``; or a
-            function that gives a state of tensors and plain values.
-        load: where `kept` is a function, the one that takes the state.
+        kept: an object with a state dict, such as a loader or a meter; a ``torch.Generator``; or a
+            function that returns a state of tensors and plain values.
+        load: the function that restores the state, if `kept` is a function.
 
     Raises:
         ArgumentError: `kept` is something else.
@@ -171,17 +171,17 @@ class ByRank:
 
 
 def by_rank(states: Sequence[Any]) -> dict[str, Any]:
-    """Make what is saved of the states of all ranks."""
-    return {BY_RANK: tuple(states)}  # a tuple is one value in shards, whatever it holds
+    """Build the entry that a checkpoint has for the states of all ranks."""
+    return {BY_RANK: tuple(states)}  # a tuple is one value in shards, with any items
 
 
 def own_states(obj: Any) -> dict[int, Any]:
-    """Ask modules and whatever else has a state for it, by their ids."""
-    # Local, but for what the state dict of a module does. Not optimizers, some of which have their
-    # whole state on one rank alone.
+    """Return the states of modules and other stateful objects, by the objects' ids."""
+    # Local, unless a module's state_dict() is collective. Without optimizers, as some have their
+    # whole state on one rank only.
     states: dict[int, Any] = {}
     found = [leaf for _, leaf in leaves(obj)]
-    for leaf in found:  # first, as it may be collective: what fails on one rank alone comes later
+    for leaf in found:  # first, as it may be collective; the rest may fail on one rank alone
         if isinstance(leaf, nn.Module) and id(leaf) not in states:
             states[id(leaf)] = _state_of(hidden_module(leaf))
     for leaf in found:
@@ -193,7 +193,7 @@ def own_states(obj: Any) -> dict[int, Any]:
 
 
 def entries(obj: Any, states: Mapping[int, Any]) -> dict[str, Any]:
-    """Name what `own_states` has asked besides modules, as `survey` would."""
+    """Return the objects in `states` other than modules, by the path names of `survey`."""
     return {
         "".join(f"{{{key!r}}}" for key in path): leaf
         for path, leaf in leaves(obj)
@@ -202,7 +202,7 @@ def entries(obj: Any, states: Mapping[int, Any]) -> dict[str, Any]:
 
 
 def leaves(obj: Any) -> list[tuple[tuple[Any, ...], Any]]:
-    """List what dicts, lists and tuples hold, with the keys that lead there."""
+    """List the leaves of nested dicts, lists and tuples, with their paths."""
     try:
         return list(_walk((), obj))
     except RecursionError as error:
@@ -221,7 +221,7 @@ def _walk(path: tuple[Any, ...], obj: Any) -> Iterator[tuple[tuple[Any, ...], An
 
 
 def has_shards(obj: Any, states: Mapping[int, Any]) -> bool:
-    """Return whether tensors are sharded, without asking anything but modules for its state."""
+    """Return whether any tensor is sharded; only modules' states are read."""
     for _, leaf in leaves(obj):
         tensors = [leaf]
         if isinstance(leaf, nn.Module):
@@ -234,7 +234,7 @@ def has_shards(obj: Any, states: Mapping[int, Any]) -> bool:
 
 
 def plain(obj: Any, states: Mapping[int, Any]) -> Any:
-    """Put state dicts in the place of what has one; keys of modules are those without wrappers."""
+    """Replace stateful objects by their state dicts, modules' without wrapper prefixes."""
     if id(obj) in states:
         return states[id(obj)]
     if has_state(obj):
@@ -244,7 +244,7 @@ def plain(obj: Any, states: Mapping[int, Any]) -> Any:
 
 
 def refuse_lost_shards(obj: Any, state: Any) -> None:
-    """Refuse what shards can't hold."""
+    """Raise if sharded checkpoints cannot hold the state."""
     if not isinstance(state, Mapping):
         raise PayloadError(
             f"shards need a dict or one module, not a value of type {type(obj).__qualname__}: give "
@@ -262,13 +262,13 @@ def _has_full_tuple(obj: Any) -> bool:
 
 
 def has_state(obj: Any) -> bool:
-    """Return whether something is kept by its state, as optimizers and schedulers are."""
+    """Return whether an object has state_dict() and load_state_dict()."""
     kind = type(obj)
     return all(callable(getattr(kind, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def is_kept(item: Any) -> bool:
-    """Return whether something is loaded in place, rather than replaced."""
+    """Return whether an object is loaded in place rather than replaced."""
     if isinstance(item, (list, tuple)):
         return any(map(is_kept, item))
     return isinstance(item, (nn.Module, ByRank, dict, Tensor)) or has_state(item)

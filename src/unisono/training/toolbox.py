@@ -1,4 +1,4 @@
-"""Rank-aware print and logging; sums, means and memory."""
+"""Rank-aware printing and logging, reductions of values, and memory use."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def reduce_sum(value: NumpyScalar | Container) -> Any: ...
 
 
 def reduce_sum(value: Any) -> Any:
-    """Add up a value of all ranks.
+    """Sum a value over all ranks.
 
     Collective over all ranks.
 
@@ -60,7 +60,7 @@ def reduce_sum(value: Any) -> Any:
     Raises:
         PayloadError: it can't be reduced, or a sum of integers of fewer than 64 bits doesn't fit
             into their type (on every rank).
-        CollectiveError: a peer failed or didn't come in time.
+        CollectiveError: a peer failed or timed out.
 
     Example:
         >>> import unisono as idist
@@ -79,13 +79,13 @@ def reduce_mean(value: NumpyScalar | Container, nprocs: int | None = None) -> An
 
 
 def reduce_mean(value: Any, nprocs: int | None = None) -> Any:
-    """Return the mean of a value of all ranks.
+    """Return the mean of a value over all ranks.
 
     Collective over all ranks.
 
     Args:
         value: a number, a tensor on any device, or a container of these; it isn't changed.
-        nprocs: what the sum is divided by; None for the number of ranks.
+        nprocs: divisor of the sum; None for the number of ranks.
 
     Returns:
         The mean on every rank; of integers and bools a float, or a float32 tensor.
@@ -93,7 +93,7 @@ def reduce_mean(value: Any, nprocs: int | None = None) -> Any:
     Raises:
         ArgumentError: `nprocs` isn't an int of at least 1.
         PayloadError: it can't be reduced (on every rank).
-        CollectiveError: a peer failed or didn't come in time.
+        CollectiveError: a peer failed or timed out.
 
     Example:
         >>> import unisono as idist
@@ -123,13 +123,13 @@ def reduce_dict(values: Mapping[str, Any], op: OpLike = "mean") -> dict[str, Any
 
 
 def reduce_dict(values: Mapping[str, Any], op: OpLike = "mean") -> dict[str, Any]:
-    """Reduce a dict of numbers and tensors in one go, such as the losses of a step.
+    """Reduce a dict of numbers and tensors in one call, such as the losses of a step.
 
     Collective over all ranks.
 
     Args:
         values: the same keys on every rank, in any order; tensors of the same shapes. A DTensor
-            counts as the whole that it is a part of.
+            counts as its full tensor.
         op: as in `all_reduce`; sums and means are those of `reduce_sum` and `reduce_mean`.
 
     Returns:
@@ -139,7 +139,7 @@ def reduce_dict(values: Mapping[str, Any], op: OpLike = "mean") -> dict[str, Any
         CollectiveMismatchError: the keys differ between ranks (on every rank).
         PayloadError: a value can't be reduced, or a sum of integers of fewer than 64 bits doesn't
             fit into their type (on every rank).
-        CollectiveError: a peer failed or didn't come in time.
+        CollectiveError: a peer failed or timed out.
 
     Example:
         >>> import unisono as idist
@@ -152,10 +152,10 @@ def reduce_dict(values: Mapping[str, Any], op: OpLike = "mean") -> dict[str, Any
 
 
 def _reduced(value: Any, op: ReduceOp) -> Any:
-    """Reduce a value; sums and means of integers and half floats in types with room for them."""
+    """Reduce a value; sum and average integers and half floats in wider types."""
     try:
         leaves, paths = flatten(value)
-    except Exception:  # the value's own, which all_reduce tells every rank of
+    except Exception:  # raised by the value's class; all_reduce reports it on every rank
         return all_reduce(value, op)
     leaves = _whole(leaves, paths)
     if op in (ReduceOp.SUM, ReduceOp.AVERAGE):
@@ -170,7 +170,7 @@ def _reduced(value: Any, op: ReduceOp) -> Any:
 
 
 def _whole(leaves: list[Any], paths: list[str]) -> list[Any]:
-    """Put together what is sharded, at the same places on all ranks, as norms of gradients are."""
+    """Gather DTensors, which must be at the same paths on all ranks, into full tensors."""
     sharded = [path for leaf, path in zip(leaves, paths, strict=True) if is_sharded(leaf)]
     if not sharded:
         return leaves
@@ -187,7 +187,7 @@ def _is_half(value: Any) -> bool:
 
 
 def _widened(value: Any, op: ReduceOp) -> Any:
-    """Return a value in the type that its sum is made in."""
+    """Convert a value to the type that its sum is computed in."""
     if type(value) is bool:
         return int(value)
     if _is_half(value):
@@ -200,7 +200,7 @@ def _widened(value: Any, op: ReduceOp) -> Any:
 
 
 def _narrowed(total: Any, like: Any, op: ReduceOp) -> Any:
-    """Return the result for a value like `like`."""
+    """Convert a result to the type and device for a value like `like`; raise if it overflows."""
     if _is_half(like):
         return total.to(like.dtype)
     if not _is_whole(like):
@@ -243,7 +243,7 @@ def get_device_memory_gb(peak: bool = False) -> float:
     """Measure the device memory that torch's tensors use.
 
     Args:
-        peak: whether to give the maximum so far.
+        peak: whether to return the maximum so far.
 
     Returns:
         GiB; 0.0 on a CPU, and where this torch doesn't report it.
@@ -277,8 +277,8 @@ def print(*args: Any, all: bool = False, **kwargs: Unpack[_PrintOptions]) -> Non
         args: as the built-in's.
         all: whether every rank prints; else the one with local rank 0 does.
         kwargs: ``sep``, ``end``, ``file`` and ``flush``, as the built-in's. With several replicas
-            each line begins with ``[rank N]``, unless a pool or ``unisono run`` puts the rank
-            there, and leaves in one write.
+            each line begins with ``[rank N]``, unless a pool or ``unisono run`` adds the
+            rank, and is written in one call.
 
     Example:
         >>> import unisono as idist
@@ -306,7 +306,7 @@ def print(*args: Any, all: bool = False, **kwargs: Unpack[_PrintOptions]) -> Non
 
 
 class RankFilter(logging.Filter):
-    """Lets records of some ranks pass, and gives all a ``rank`` and a ``world_size``.
+    """Filters records by rank, and sets ``rank`` and ``world_size`` on each.
 
     Args:
         ranks: global ranks that may log; None for all.
@@ -329,10 +329,10 @@ class RankFilter(logging.Filter):
 
 
 class RankFormatter(logging.Formatter):
-    """A formatter that knows ``%(rank)s``, ``%(world_size)s`` and ``%(local_rank)s``.
+    """A formatter with the fields ``%(rank)s``, ``%(world_size)s`` and ``%(local_rank)s``.
 
     Args:
-        fmt: as ``logging.Formatter``'s; None begins with ``[rank N/M]``.
+        fmt: as ``logging.Formatter``'s; the default begins with ``[rank N/M]``.
         datefmt: as ``logging.Formatter``'s.
     """
 
@@ -341,7 +341,7 @@ class RankFormatter(logging.Formatter):
         super().__init__(line if fmt is None else fmt, datefmt)
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return a record's line."""
+        """Return the formatted record."""
         topology = current_model().topology
         record.rank, record.world_size = topology.rank, topology.world_size
         record.local_rank = topology.local_rank

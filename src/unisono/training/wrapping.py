@@ -1,4 +1,4 @@
-"""Prepare models and optimizers for the active context."""
+"""Wrapping of models and optimizers for the active context."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _DDP = nn.parallel.DistributedDataParallel
 _DDP_OPTIONS = frozenset(inspect.signature(_DDP).parameters) - {
     *("module", "device_ids", "output_device", "dim", "device_mesh")
 }
-# Those whose step averages, in the order in which they were made: it is the same on every rank.
+# Optimizers whose step averages, in order of creation, which is the same on every rank.
 _averaging: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
 _wrappers: PluginRegistry[Wrapper | None] = PluginRegistry(
     "wrapper",
@@ -59,15 +59,15 @@ def auto_model(
         model: the module; moved to `device` in place. The same on every rank, except its values.
         sync_bn: whether batch norms take their statistics over all ranks.
         wrapper: ``"ddp"``: each rank has the whole model, and backward averages the gradients:
-            ``DistributedDataParallel`` on native, else the facade's own `Replicated`, or what the
-            model has; ``"fsdp"``: ``fully_shard`` where the model has it; a name given to
+            ``DistributedDataParallel`` on native, else `Replicated`, or the model's
+            wrapper; ``"fsdp"``: ``fully_shard`` where the model has it; a name passed to
             `register_wrapper` or an entry point of the group ``unisono.wrappers``; or a callable
             that takes the module and returns one.
-        kwargs: options of the wrapper; of ``"ddp"`` those of ``DistributedDataParallel``, whose
+        kwargs: options of the wrapper; for ``"ddp"`` those of ``DistributedDataParallel``, whose
             ``process_group`` may be any group of this context, on native.
 
     Returns:
-        With several replicas the wrapped model; alone `model` itself.
+        The wrapped model; `model` itself with one replica.
 
     Raises:
         ArgumentError: no module, an unknown wrapper or option, or a model that is wrapped already,
@@ -121,7 +121,7 @@ def auto_model(
 
 
 def _warn_of_lone_metrics(model: nn.Module, current: ComputationModel) -> None:
-    """Name parts that are metrics of torchmetrics, if they see no other rank."""
+    """Warn of torchmetrics metrics in the model that do not synchronise across ranks."""
     kind = getattr(sys.modules.get("torchmetrics"), "Metric", None)
     if kind is None or current.topology.rank != 0:
         return
@@ -144,7 +144,7 @@ def _is_lone(part: nn.Module, kind: type) -> bool:
 
 
 def _library_group(current: ComputationModel, group: Group | None) -> Any:
-    """Return the library's own object of a group of which this rank is a member."""
+    """Return the backend's handle of a group; raise if this rank is not a member."""
     if group is not None and current.topology.rank not in group.ranks:
         raise GroupMembershipError(
             f"auto_model: rank {current.topology.rank} isn't a member of process_group "
@@ -178,7 +178,7 @@ def _check_module(model: nn.Module) -> None:
 
 
 def _find(wrapper: str | Wrapper) -> Wrapper | None:
-    """Return the callable of a wrapper, None for those that the model makes."""
+    """Return the callable of a custom wrapper, None for built-in ones."""
     if callable(wrapper):
         return wrapper
     if wrapper in ("ddp", "fsdp"):
@@ -219,14 +219,14 @@ def auto_optim(optimizer: Optimizer, **kwargs: Any) -> Optimizer:
     Collective over all ranks.
 
     Args:
-        optimizer: over parameters of a model that `auto_model` has seen, the same on every rank.
+        optimizer: over parameters of a model from `auto_model`, the same on every rank.
         kwargs: options of the library's own optimizer, such as Horovod's ``compression`` and
             ``backward_passes_per_step``; the optimizer then averages gradients instead of backward.
 
     Returns:
         `optimizer` itself where backward averages the gradients. Under `Replicated` it gets the
-        state of rank 0; under torch's own wrappers it stays as it is, and
-        `broadcast_optimizer_state` is for you to call. Where backward doesn't average, an
+        state of rank 0; under torch's own wrappers it is unchanged: call
+        `broadcast_optimizer_state` yourself. Where backward doesn't average, an
         optimizer whose ``step`` does, if the library has one (Horovod, XLA).
 
     Raises:
@@ -258,7 +258,7 @@ def auto_optim(optimizer: Optimizer, **kwargs: Any) -> Optimizer:
 
 
 def averaging_optimizers(parameters: Iterable[Tensor]) -> list[Optimizer]:
-    """List the optimizers of these parameters whose step averages, the oldest first."""
+    """List the optimizers of these parameters whose step averages, oldest first."""
     keys = {id(parameter) for parameter in parameters}
     return [
         each
@@ -275,8 +275,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     optimizer's step averages gradients, or no context is active.
 
     Args:
-        model: the result of `auto_model`, compiled or not. One of a wrapper of yours needs a
-            ``no_sync`` of its own.
+        model: the result of `auto_model`, compiled or not. A custom wrapper needs its own
+            ``no_sync``.
 
     Yields:
         None.
@@ -287,7 +287,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         >>> with idist.no_sync(model):
         ...     model(torch.ones(1, 2)).sum().backward()
     """
-    own: Any = getattr(model, "no_sync", None)  # a compiled model has that of what it wraps
+    own: Any = getattr(model, "no_sync", None)  # a compiled model has its inner module's
     if own is not None:
         with own():
             yield
