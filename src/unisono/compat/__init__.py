@@ -1,1 +1,1 @@
-"""Other libraries' names over unisono, so that a repository changes one import."""
+"""Drop-in modules with other libraries' names: a repository changes one import."""

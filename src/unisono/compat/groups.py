@@ -1,4 +1,4 @@
-"""Process groups of the library underneath, for programs that pass them to it."""
+"""Process groups of the underlying library, for programs that pass them to it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ("library_group",)
 
 
 def library_group(group: Group) -> Any:
-    """Give torch's own process group where torch.distributed connects the ranks, else `group`."""
+    """Return torch's process group if torch.distributed connects the ranks, else `group`."""
     nobody = dist.GroupMember.NON_GROUP_MEMBER
     if current_model().adopt_group(nobody) is None:  # the ranks aren't connected by torch
         return group

@@ -1,7 +1,7 @@
-"""Make ignite's metrics and handlers work on every model: ``ignite_metrics.install()``.
+"""Support for ignite's metrics and handlers on every model: ``ignite_metrics.install()``.
 
-They ask ``ignite.distributed``, which knows torch.distributed, Horovod and XLA. This adds a
-computation model to it that answers from the facade. Imports pytorch-ignite.
+They use ``ignite.distributed``, which supports torch.distributed, Horovod and XLA. This adds a
+computation model to it that calls the facade. Imports pytorch-ignite.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ __all__ = ("install",)
 
 
 def install() -> None:
-    """Make the facade's context known to ``ignite.distributed`` where it knows none itself.
+    """Register the facade's context in ``ignite.distributed``, for when ignite finds none itself.
 
-    Harmless the second time. From then on ignite's metrics are computed over all replicas
+    Idempotent. From then on ignite's metrics are computed over all replicas
     of threads, MPI and plug-in models too, in this process and its threads.
 
     Example:
@@ -36,7 +36,7 @@ def install() -> None:
 
 
 def _answers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a method of a function."""
+    """Wrap a function as a method that ignores `self`."""
 
     @functools.wraps(function)
     def method(_self: ComputationModel, *args: Any, **kwargs: Any) -> Any:
@@ -46,7 +46,7 @@ def _answers(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _FacadeModel(ComputationModel):  # type: ignore[misc]  # ignite has no types
-    """A model of ignite's that asks the facade at every call, so that it is never out of date."""
+    """An ignite computation model that calls the facade each time, so it is never stale."""
 
     name = "unisono"
     available_backends = ()
@@ -72,7 +72,7 @@ class _FacadeModel(ComputationModel):  # type: ignore[misc]  # ignite has no typ
     _do_new_group = _answers(groups.new_group)
 
     def broadcast(self, tensor: Any, src: int = 0, safe_mode: bool = False) -> Any:
-        """Send a value of global rank `src` to all. Collective over all ranks."""
+        """Send a value of global rank `src` to all ranks. Collective over all ranks."""
         return broadcasts.broadcast(tensor, src, safe_mode=safe_mode)
 
     def _rank_not_in_group(self, group: Any) -> bool:
@@ -82,15 +82,15 @@ class _FacadeModel(ComputationModel):  # type: ignore[misc]  # ignite has no typ
 
     @staticmethod
     def create_from_context() -> _FacadeModel | None:
-        """Answer where the facade has a context."""
+        """Return a model if the facade has a distributed context, else None."""
         return _FacadeModel() if facts.is_distributed() else None
 
     @staticmethod
     def create_from_backend(backend: str, **kwargs: Any) -> _FacadeModel:
-        """Refuse: ignite makes no context of ours."""
+        """Raise NotImplementedError: ignite cannot create a context here."""
         raise NotImplementedError("make the context with unisono.initialize or unisono.spawn")
 
     @staticmethod
     def spawn(*args: Any, **kwargs: Any) -> None:
-        """Refuse: ignite starts no replicas of ours."""
+        """Raise NotImplementedError: ignite cannot start replicas here."""
         raise NotImplementedError("start the replicas with unisono.spawn")

@@ -1,4 +1,4 @@
-"""mmcv's names for starting a job: `init_dist`, `get_dist_info`, `infer_launcher`."""
+"""mmcv's names for job start-up: `init_dist`, `get_dist_info`, `infer_launcher`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unisono.topology import RankInfo
 
 __all__ = ("get_dist_info", "infer_launcher", "init_dist")
 
-# The environments that each launcher's name stands for, in the order in which they are asked.
+# The environments behind each launcher's name, in order of detection.
 _LAUNCHERS = {
     "pytorch": ("torchrun",),
     "slurm": ("slurm",),
@@ -52,8 +52,8 @@ def infer_launcher() -> str:
     """Return which launcher started this process, by its environment variables.
 
     Returns:
-        ``"pytorch"`` for torchrun, ``"slurm"`` for a step of Slurm, ``"mpi"`` for mpirun and its
-        like, ``"none"`` else: names that `init_dist` takes.
+        ``"pytorch"`` for torchrun, ``"slurm"`` for a Slurm step, ``"mpi"`` for mpirun and the
+        like, ``"none"`` otherwise: names for `init_dist`.
 
     Example:
         >>> import unisono as idist
@@ -73,7 +73,7 @@ def _is_there(launcher: str) -> bool:
 def init_dist(
     launcher: str | None = None, backend: str | None = None, **kwargs: Unpack[InitializeOptions]
 ) -> None:
-    """Make the context of a job that a launcher started.
+    """Create the context of a job that a launcher started.
 
     Collective over all ranks of the job.
 
@@ -82,13 +82,13 @@ def init_dist(
             ``"none"`` for a process alone; None infers it.
         backend: as in `initialize`.
         kwargs: further options of `initialize`, such as ``timeout``; ``rank`` and ``world_size``
-            together take the place of the launcher's own.
+            together replace the launcher's values.
 
     Raises:
         ArgumentError: unknown launcher; lists the known ones.
-        EnvironmentDetectionError: the launcher's variables aren't there, or are partial.
+        EnvironmentDetectionError: the launcher's variables are missing or incomplete.
         AlreadyInitializedError: a context is live.
-        ContextError: the ranks couldn't meet.
+        ContextError: the ranks couldn't connect.
 
     Example:
         >>> import unisono as idist

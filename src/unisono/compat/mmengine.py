@@ -1,7 +1,7 @@
 """The names and the semantics of ``mmengine.dist``: ``import unisono.compat.mmengine as dist``.
 
-In place where mmengine is, lists where it gives lists; on every model, on any device. The docs list
-the differences: where mmengine rounds, drops or mixes up values, this doesn't.
+In place where mmengine is, lists where it returns lists; on every model, on any device. The docs
+list the differences: where mmengine rounds, drops or mixes up values, this doesn't.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ __all__ = (
 
 
 def get_data_device(data: Any) -> torch.device:
-    """Return the one device of a tensor, or of all tensors in a container."""
+    """Return the device of a tensor, or the common device of a container's tensors."""
     if isinstance(data, Tensor):
         return data.device
     if isinstance(data, str) or not isinstance(data, Iterable):
@@ -75,7 +75,7 @@ def get_data_device(data: Any) -> torch.device:
 
 
 def cast_data_device(data: Any, device: torch.device, out: Any = None) -> Any:
-    """Move the tensors of a container to a device; with `out` copy them there too."""
+    """Move the tensors of a container to a device, and copy them to `out` if given."""
     if out is not None and (type(data) is not type(out) or isinstance(out, set)):
         raise ArgumentError(
             f"out should be a {type(data).__qualname__} as the data is, and no set: "
@@ -111,7 +111,7 @@ def _op(name: str) -> Any:
 
 
 class _RefusedError(ArgumentError, AssertionError, NotImplementedError):
-    """Raised where mmengine asserts, or says that it isn't implemented."""
+    """Raised where mmengine raises AssertionError or NotImplementedError."""
 
 
 def all_reduce(data: Tensor, op: str = "sum", group: Group = None) -> None:
@@ -140,13 +140,13 @@ def _is_int(data: object) -> bool:
 
 
 def all_gather(data: Tensor, group: Group = None) -> list[Tensor]:
-    """List the tensors of all ranks, whose shapes may differ. Collective over `group`."""
+    """Gather the tensors of all ranks, whose shapes may differ. Collective over `group`."""
     parts: list[Tensor] = gathers.all_gather(data, group, uneven=True)
     return parts if isinstance(parts, list) else [data]
 
 
 def gather(data: Tensor, dst: int = 0, group: Group = None) -> list[Tensor]:
-    """List the tensors of all ranks on global rank `dst`, [] elsewhere. Collective over `group`."""
+    """Gather all ranks' tensors on global rank `dst`, [] elsewhere. Collective over `group`."""
     rows = gathers.gather([data], dst, group)
     return [row[0] for row in rows] if rows and get_rank() == dst else []
 
@@ -172,8 +172,8 @@ def all_reduce_dict(data: dict[str, Tensor], op: str = "sum", group: Group = Non
     """Replace the tensors of a dict by those reduced over all ranks. Collective over `group`.
 
     Args:
-        data: tensors by name; each keeps its dtype, but for ints beside floats under a mean.
-        op: as in `all_reduce`. A mean of ints beside floats is a float, of ints alone an int.
+        data: tensors by name; each keeps its dtype, except ints mixed with floats under a mean.
+        op: as in `all_reduce`. A mean of ints mixed with floats is a float, of only ints an int.
         group: of ranks; None for all.
     """
     if not isinstance(data, dict):
@@ -200,14 +200,14 @@ def all_reduce_dict(data: dict[str, Tensor], op: str = "sum", group: Group = Non
 
 
 def all_gather_object(data: Any, group: Group = None) -> list[Any]:
-    """List the objects of all ranks. Collective over `group`."""
+    """Gather the objects of all ranks. Collective over `group`."""
     mine = [data]
     rows = gathers.all_gather(mine, group)
-    return mine if rows is mine else [row[0] for row in rows]  # no member gets its own back
+    return mine if rows is mine else [row[0] for row in rows]  # non-members get `mine` back
 
 
 def gather_object(data: Any, dst: int = 0, group: Group = None) -> list[Any] | None:
-    """List the objects of all ranks on global rank `dst`, None elsewhere.
+    """Gather the objects of all ranks on global rank `dst`, None elsewhere.
 
     Collective over `group`.
     """
@@ -218,14 +218,14 @@ def gather_object(data: Any, dst: int = 0, group: Group = None) -> list[Any] | N
 def collect_results(
     results: list[Any], size: int, device: str = "cpu", tmpdir: str | None = None
 ) -> list[Any] | None:
-    """Gather results in the order of the dataset on rank 0, None elsewhere.
+    """Gather results in dataset order on rank 0, None elsewhere.
 
     Collective over all ranks.
 
     Args:
-        results: of this rank, in the order of a sampler that deals samples out in turn; None among
-            them stays.
-        size: how many results there are at most: what is over, of repeated samples, is left out.
+        results: this rank's, in the order of a sampler that deals samples out in turn; None entries
+            are kept.
+        size: maximum number of results; those beyond it, of repeated samples, are dropped.
         device: ``"cpu"``, ``"gpu"`` or ``"npu"``; without effect.
         tmpdir: without effect: no file is written.
     """
@@ -268,12 +268,12 @@ def all_reduce_params(
 def init_dist(
     launcher: str, backend: str = "nccl", init_backend: str = "torch", **kwargs: Any
 ) -> None:
-    """Make the context of a launched job. Collective over all ranks of the job.
+    """Create the context of a launched job. Collective over all ranks of the job.
 
     Args:
         launcher: ``"pytorch"``, ``"mpi"`` or ``"slurm"``.
-        backend: any that the facade knows.
-        init_backend: ``"torch"`` alone.
+        backend: any backend of the facade.
+        init_backend: only ``"torch"``.
         kwargs: options of ``initialize``, such as ``timeout`` in seconds.
     """
     if init_backend != "torch":
@@ -282,13 +282,13 @@ def init_dist(
 
 
 def init_local_group(node_rank: int, num_gpus_per_node: int) -> None:
-    """Make the groups of the ranks that share a node.
+    """Create the groups of the ranks that share a node.
 
     Collective at creation, over all ranks.
 
     Args:
-        node_rank: of this rank's node.
-        num_gpus_per_node: ranks on it.
+        node_rank: this node's.
+        num_gpus_per_node: number of ranks on it.
     """
     context = current()
     nodes = gathers.all_gather([int(node_rank), int(num_gpus_per_node)])
@@ -306,7 +306,7 @@ def init_local_group(node_rank: int, num_gpus_per_node: int) -> None:
 
 
 def get_local_group() -> Group:
-    """Return the group of this node's ranks, None where nothing is distributed."""
+    """Return the group of this node's ranks, None without a distributed context."""
     if not is_distributed():
         return None
     local = current().groups.get(())
@@ -316,10 +316,10 @@ def get_local_group() -> Group:
 
 
 def get_default_group() -> Group:
-    """Return the group of all ranks, which every function here takes.
+    """Return the group of all ranks, which every function here accepts.
 
     Returns:
-        Torch's own process group where torch.distributed connects the ranks, else None.
+        Torch's process group if torch.distributed connects the ranks, else None.
     """
     world = torch.distributed.group.WORLD
     model = current_model()
@@ -332,7 +332,7 @@ def _members(group: Group) -> tuple[int, ...] | range:
 
 
 def get_backend(group: Group = None) -> str | None:
-    """Return the backend of a group, None where nothing is distributed."""
+    """Return the backend of a group, None without a distributed context."""
     context = current()
     handle = None if group is None else getattr(membership.resolve(context, group), "handle", None)
     if isinstance(handle, torch.distributed.ProcessGroup):
@@ -341,7 +341,7 @@ def get_backend(group: Group = None) -> str | None:
 
 
 def get_world_size(group: Group = None) -> int:
-    """Count the ranks of a group, 1 where nothing is distributed."""
+    """Return the number of ranks in a group, 1 without a distributed context."""
     return len(_members(group))
 
 
@@ -352,19 +352,19 @@ def get_rank(group: Group = None) -> int:
 
 
 def get_local_size() -> int:
-    """Count the ranks on this node. It needs no `init_local_group` if that is known."""
+    """Return the number of ranks on this node; `init_local_group` is only needed if unknown."""
     local = current().groups.get(())
     return facts.get_nproc_per_node() if local is None else local.size
 
 
 def get_local_rank() -> int:
-    """Return the rank within this node. It needs no `init_local_group` if that is known."""
+    """Return the rank within this node; `init_local_group` is only needed if unknown."""
     local = current().groups.get(())
     return facts.get_local_rank() if local is None else local.position(facts.get_rank())
 
 
 def get_dist_info(group: Group = None) -> tuple[int, int]:
-    """Return the rank in a group and its size, (0, 1) where nothing is distributed."""
+    """Return the rank in a group and its size, (0, 1) without a distributed context."""
     return get_rank(group), get_world_size(group)
 
 
@@ -374,10 +374,10 @@ def is_main_process(group: Group = None) -> bool:
 
 
 def barrier(group: Group = None) -> None:
-    """Wait until every rank has come. Collective over `group`."""
+    """Wait until every rank has called this. Collective over `group`."""
     groups.barrier(group)
 
 
 def get_comm_device(group: Group = None) -> torch.device:
-    """Return the device that collectives take tensors on."""
+    """Return the device on which collectives accept tensors."""
     return current_model().transport_device

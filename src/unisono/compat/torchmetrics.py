@@ -1,4 +1,4 @@
-"""Make torchmetrics' metrics work on every model: ``MeanMetric(**torchmetrics.OPTIONS)``."""
+"""Support for torchmetrics on every model: ``MeanMetric(**torchmetrics.OPTIONS)``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ("OPTIONS", "gather_all_tensors")
 
 
 def gather_all_tensors(result: Tensor, group: Any = None) -> list[Tensor]:
-    """List the tensors of all ranks, as torchmetrics' function of that name does.
+    """Gather the tensors of all ranks, like torchmetrics' function of that name.
 
     Collective over `group`.
 
@@ -24,7 +24,7 @@ def gather_all_tensors(result: Tensor, group: Any = None) -> list[Tensor]:
         group: of ranks; None for all.
 
     Returns:
-        One tensor for each rank, in rank order, in its own shape. This rank's own is `result`
+        One tensor for each rank, in rank order, in its own shape. This rank's entry is `result`
         itself, so that its gradient is kept; the others are new memory.
 
     Raises:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 def _with_groups(fn: Callable[..., Any], at: int) -> Callable[..., Any]:
-    """Wrap a function of the facade so that its argument at a place may be a group of ignite."""
+    """Wrap a facade function so that its argument at a position may be an ignite group."""
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -64,16 +64,16 @@ def broadcast(
 
     Args:
         tensor: as in the facade's.
-        src: global rank whose value travels.
+        src: global rank whose value is sent.
         safe_mode: without effect: every broadcast is safe.
-        group: a list of ranks, or what `new_group` gave; None for all ranks.
+        group: a list of ranks, or a result of `new_group`; None for all ranks.
         options: the facade's ``async_op``.
     """
     return broadcasts.broadcast(tensor, src, _group(group), safe_mode, **options)
 
 
 def new_group(ranks: Sequence[int], **kwargs: Any) -> Any:
-    """Make a group of ranks: a process group of torch's where torch connects the ranks.
+    """Create a group of ranks: torch's process group if torch connects the ranks.
 
     Collective at creation, over all ranks.
 
@@ -82,8 +82,8 @@ def new_group(ranks: Sequence[int], **kwargs: Any) -> Any:
         kwargs: as in the facade's.
 
     Returns:
-        What every ``group=`` here and in the facade takes; the list itself where nothing is
-        distributed.
+        A value for every ``group=`` here and in the facade; the list itself without a
+        distributed context.
     """
     if not is_serial(current_model()):
         return library_group(groups.new_group(ranks, **kwargs))
@@ -94,12 +94,12 @@ def new_group(ranks: Sequence[int], **kwargs: Any) -> Any:
 
 
 def _group(group: Any) -> Any:
-    """Give what the facade takes: alone, a list may name ranks that would be there with others."""
+    """Return the facade's group; without peers None for a list, which may name absent ranks."""
     is_list = isinstance(group, list) and all(type(rank) is int for rank in group)
     return None if is_list and is_serial(current_model()) else group
 
 
-# Of a group they take a list of ranks, or what `new_group` gave.
+# Their group may be a list of ranks, or a result of `new_group`.
 all_reduce: Callable[..., Any] = _with_groups(reductions.all_reduce, 2)
 all_gather: Callable[..., Any] = _with_groups(gathers.all_gather, 1)
 all_gather_tensors_with_shapes: Callable[..., Any] = _with_groups(

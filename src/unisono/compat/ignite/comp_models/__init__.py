@@ -1,4 +1,4 @@
-"""The names of ``ignite.distributed.comp_models`` that programs compare backends with."""
+"""The names of ``ignite.distributed.comp_models`` for comparing backends."""
 
 from __future__ import annotations
 

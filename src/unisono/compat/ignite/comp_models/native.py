@@ -1,4 +1,4 @@
-"""The names of ``ignite.distributed.comp_models.native``: what its backends are called."""
+"""The names of ``ignite.distributed.comp_models.native``: the names of its backends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names of ``ignite.distributed.comp_models.xla``: what its backend is called."""
+"""The names of ``ignite.distributed.comp_models.xla``: the name of its backend."""
 
 from __future__ import annotations
 
