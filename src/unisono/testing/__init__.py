@@ -1,4 +1,4 @@
-"""For authors of models and of tests: laws, and what runs them."""
+"""Laws for authors of models and launchers, and the functions that check them."""
 
 from __future__ import annotations
 
@@ -31,4 +31,4 @@ if TYPE_CHECKING:
         law_names as law_names,
     )
 else:
-    _lazy_import.attach(__name__)  # so that pytest's plug-in doesn't wait for torch
+    _lazy_import.attach(__name__)  # so that the pytest plug-in loads without torch

@@ -1,4 +1,4 @@
-"""Laws that are checked in this process rather than in replicas."""
+"""Checks of laws that run in this process rather than in replicas."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def text_of(error: BaseException) -> str:
 
 
 def outcome_of(name: str, nproc: int, check: Callable[[], None]) -> Outcome:
-    """Check one law."""
+    """Check one law, and return its outcome."""
     begin = time.perf_counter()
     status: Status = "passed"
     reason = ""
@@ -34,7 +34,7 @@ def outcome_of(name: str, nproc: int, check: Callable[[], None]) -> Outcome:
 
 
 def check_info(info: Any) -> None:
-    """Assert that every field of a RankInfo is in its range."""
+    """Check that every field of a RankInfo is in its range."""
     assert isinstance(info, RankInfo), f"got {type(info).__name__}, not RankInfo"
     limits = {
         "world_size": (1, None),

@@ -1,9 +1,9 @@
 """Hang watchdog: which law each replica runs, and all stacks when one takes too long.
 
-Each replica writes into a file of its own which law it has entered. The process that started them
-reads these files. When a law is over its time, that process asks every replica for its stack, by a
-signal that is answered in C, so that a held interpreter lock doesn't hide where it is held; then it
-kills the processes. Replicas on other hosts aren't seen.
+Each replica records the law it has entered in its own file. The process that started them reads
+these files. When a law exceeds its time limit, that process requests every replica's stack, by a
+signal that is handled in C and so works while the interpreter lock is held; then it
+kills the processes. Replicas on other hosts aren't covered.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from pathlib import Path
 from unisono.host import stack_signal
 
 _POLL_S = 0.1
-_ANSWER_S = 3.0  # for a replica to write its stack
+_ANSWER_S = 3.0  # time for a replica to write its stack
 _OURS = " in keep_laws\n"  # this frame and those around it are the kit's
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A replica's current law, its start, and the way to its stack."""
+    """A replica's current law, its start, and the facts needed to read its stack."""
 
     rank: int
     law: str
@@ -44,7 +44,7 @@ class _Entry:
 
 
 class Board:
-    """A replica's own file."""
+    """The file in which a replica records its current law."""
 
     def __init__(self, folder: str, rank: int) -> None:
         self._path = Path(folder, f"{rank}.rank") if folder and Path(folder).is_dir() else None
@@ -52,12 +52,12 @@ class Board:
         self._facts = {} if self._path is None else stack_signal.install()
 
     def enter(self, law: str) -> None:
-        """Record that this replica enters a law; an empty name means that it has finished."""
+        """Record that this replica enters a law; an empty name after the last."""
         if self._path is None:
             return
         who = os.getpid(), threading.get_native_id(), self._facts
         partial = self._path.with_suffix(".partial")
-        with contextlib.suppress(OSError):  # the folder ends with the job
+        with contextlib.suppress(OSError):  # the folder is removed with the job
             partial.write_text(json.dumps([self._rank, law, time.monotonic(), *who]))
             partial.replace(self._path)
 
@@ -87,7 +87,7 @@ class Watch:
         self._folder.cleanup()
 
     def law_of(self, rank: int) -> str:
-        """Return the law that a replica was in last; empty if none."""
+        """Return the law that a replica entered last; empty if none."""
         return next((entry.law for entry in self._entries() if entry.rank == rank), "")
 
     def _entries(self) -> list[_Entry]:

@@ -1,4 +1,4 @@
-"""Base classes for pytest that check every law on a backend, launcher or environment."""
+"""Base classes of pytest tests for every law on a backend, launcher or environment."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Conformance:
     """Further options of ``spawn``."""
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
-        """Make one test for each number of replicas."""
+        """Create one test for each number of replicas."""
         if "nproc" in metafunc.fixturenames:
             metafunc.parametrize("nproc", self.sizes)
 
     def test_every_law_holds(self, nproc: int) -> None:
-        """Check all laws with `nproc` replicas, and list those that don't hold."""
+        """Check all laws with `nproc` replicas; the failure lists the broken ones."""
         _all_hold(check(self.backend, nproc, **self.options))
 
 
@@ -55,7 +55,7 @@ class LauncherConformance:
     """Its ``launcher_options``."""
 
     def test_every_law_holds(self) -> None:
-        """Check all laws at all sizes, and list those that don't hold."""
+        """Check all laws at all sizes; the failure lists the broken ones."""
         _all_hold(
             outcome
             for size in self.sizes
@@ -79,7 +79,7 @@ class EnvironmentConformance:
     """The variables of some rank each, as the launcher sets them; None for its ``EXAMPLES``."""
 
     def test_every_law_holds(self) -> None:
-        """Check all laws, and list those that don't hold."""
+        """Check all laws; the failure lists the broken ones."""
         _all_hold(check_environment(self.environment, examples=self.examples))
 
 

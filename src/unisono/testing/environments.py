@@ -22,8 +22,8 @@ from unisono.topology import RankInfo
 
 __all__ = ("ENVIRONMENT_LAWS", "EnvironmentTrial", "check_environment")
 
-_LOAD_S = 120.0  # for an interpreter to import one module
-_IMPORTS_TORCH = 3  # its exit code then
+_LOAD_S = 120.0  # limit for an interpreter that imports one module
+_IMPORTS_TORCH = 3  # its exit code if it has imported torch
 _MALFORMED = ("x", "-1", "1.5", "1 2", "99999999999999999999", "\x00", "é")
 _FOREIGN = {
     "HOME": "/home/ada",
@@ -46,7 +46,7 @@ class EnvironmentTrial:
     examples: Sequence[Mapping[str, str]] = field(default=())
 
     def detect(self, env: Mapping[str, str]) -> RankInfo | None:
-        """Call `detect`; assert that it returns None or a valid RankInfo, or its one error."""
+        """Call `detect`; check its result, or that its error names a variable that it read."""
         reads = Recorder(MappingProxyType(dict(env)))
         try:
             info = self.environment.detect(reads)
@@ -69,7 +69,7 @@ class EnvironmentTrial:
         return info
 
     def facts(self, env: Mapping[str, str]) -> RankInfo:
-        """Return the RankInfo for the variables of a rank; assert that there is one."""
+        """Return the RankInfo for a rank's variables; raise AssertionError if there is none."""
         try:
             info = self.detect(env)
         except EnvironmentDetectionError as error:
@@ -78,20 +78,20 @@ class EnvironmentTrial:
         return info
 
     def variables(self, env: Mapping[str, str]) -> list[str]:
-        """List the variables of an example that it reads."""
+        """List the variables of an example that `detect` reads."""
         reads = Recorder(env)
         self.environment.detect(reads)
         return [name for name in reads.read if name in env]
 
     def known(self) -> Iterator[tuple[Mapping[str, str], RankInfo]]:
-        """Yield each example with its facts."""
+        """Iterate over the examples with their facts."""
         if not self.examples:
             raise UntestableError("it has no EXAMPLES: variables of a rank, as its launcher sets")
         for example in self.examples:
             yield example, self.facts(example)
 
     def answer(self, env: Mapping[str, str]) -> tuple[int, int] | str | None:
-        """Return rank and size, None for no job, or the text of the refusal."""
+        """Return rank and size, None for no job, or the text of the error."""
         try:
             return _identity(self.detect(env))
         except EnvironmentDetectionError as error:
@@ -121,7 +121,7 @@ def its_name_is_known_and_its_own(trial: EnvironmentTrial) -> None:
     """``NAME`` is the name of the entry point, and of no built-in environment."""
     name = trial.environment.NAME
     assert isinstance(name, str) and name.strip(), f"NAME={name!r}"
-    is_same = name.lower() == trial.name.lower()  # as it is found: in any case
+    is_same = name.lower() == trial.name.lower()  # lookup ignores case
     assert is_same, f"NAME={name!r}, but its entry point is {trial.name!r}"
     others = [each for each in ENVIRONMENTS if each is not trial.environment]
     assert name not in [each.NAME for each in others], f"{name!r} is built in"
@@ -129,7 +129,7 @@ def its_name_is_known_and_its_own(trial: EnvironmentTrial) -> None:
 
 @_law
 def no_variables_are_no_job(trial: EnvironmentTrial) -> None:
-    """Without any variable, and with all of its own blank, there is no job."""
+    """Without variables, or with all the environment's variables blank, there is no job."""
     assert trial.detect({}) is None, "detect({}) isn't None"
     for example in trial.examples:
         blank = dict.fromkeys(trial.variables(example), " ")
@@ -212,7 +212,7 @@ def it_says_the_same_each_time(trial: EnvironmentTrial) -> None:
 def it_is_loaded_without_torch(trial: EnvironmentTrial) -> None:
     """Loading it does not import torch, since every rank of a script loads it."""
     module = getattr(trial.environment, "__module__", None)
-    if module is None:  # it is a module itself, or an instance
+    if module is None:  # a module, or an instance
         module = getattr(trial.environment, "__name__", type(trial.environment).__module__)
     code = f"import sys, {module}; sys.exit({_IMPORTS_TORCH} * ('torch' in sys.modules))"
     path = os.pathsep.join(filter(None, sys.path))
@@ -240,15 +240,15 @@ def check_environment(
     Args:
         environment: its name: of an entry point of ``unisono.environments``, or a built-in one's.
         laws: names; all laws if None.
-        examples: the variables of some rank each, as the launcher sets them; None for those that
-            the environment has as ``EXAMPLES``.
+        examples: for each the variables of one rank, as the launcher sets them; None for the
+            environment's ``EXAMPLES``.
 
     Returns:
-        One outcome for each law, in order, of no replicas; ``"unsupported"`` where there are no
+        One outcome for each law, in order, with ``nproc=0``; ``"unsupported"`` without
         examples.
 
     Raises:
-        ArgumentError: there is no such environment.
+        ArgumentError: the environment is unknown.
         BackendUnavailableError: loading it failed.
 
     Example:

@@ -40,16 +40,16 @@ __all__ = ("LAUNCHER_LAWS", "LauncherTrial", "check_launcher")
 _T = TypeVar("_T")
 _E = TypeVar("_E", bound=BaseException)
 _MARK = "UNISONO_CHECK_MARK"
-_BLOCKS_S = (6.0, 40.0)  # deadlines of their law: the second where ranks weren't there by the first
-_COME_S = 60.0  # for all ranks to be there before they are interrupted
-_GRACE_S = 20.0  # for all ranks to end after it
+_BLOCKS_S = (6.0, 40.0)  # deadlines of their law: the second if ranks had not started by the first
+_COME_S = 60.0  # for all ranks to start before the interrupt
+_GRACE_S = 20.0  # for all ranks to end after the interrupt
 _GONE_S = 5.0
 _LOOK_S = 0.05
-_LATE = signal.SIGVTALRM  # ends a law; who calls this may have a timer of SIGALRM
+_LATE = signal.SIGVTALRM  # ends a law; the caller may use SIGALRM
 _EXIT_CODE = 7
 _OUTPUT = "output"
 _SHOWN_LINES = 15
-# Waits for the end of who holds its stdin, and is killed before where all is well.
+# Waits until the process that holds its stdin ends; killed before that if all is well.
 _WITNESS = f"""read -r _
 {{ echo "$1"; echo "  printed last:"; tail -n {_SHOWN_LINES} "$2/{_OUTPUT}" | sed 's/^/  /'; }} >&2
 rm -rf "$2"
@@ -62,7 +62,7 @@ class _TookTooLongError(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class LauncherTrial:
-    """A launcher under test, with the options of its jobs."""
+    """A launcher under test, and the options of its jobs."""
 
     launcher: str
     nproc: int
@@ -86,7 +86,7 @@ class LauncherTrial:
         return results
 
     def launch(self, environ: Mapping[str, str]) -> list[tuple[RankInfo, str | None, str | None]]:
-        """Call the launcher itself."""
+        """Call the launcher directly, with variables for its ranks."""
         launch: Callable[..., Any] = find_launcher(self.launcher)
         results: list[Any] = launch(_who, LaunchPlan(self.nproc), environ=environ, **self.options)
         return results
@@ -94,7 +94,7 @@ class LauncherTrial:
     def fails(
         self, end: Callable[..., object], *args: Any, others: Callable[[], object] = barrier
     ) -> WorkerFailedError:
-        """End the last rank while others wait; assert that the error names it."""
+        """Return the error of a job whose last rank ends while others wait; it must name it."""
         job = (_end, self.last, self.folder, end, args, others)
         error = _error_of(WorkerFailedError, partial(self.spawn, *job))
         assert error.rank == self.last, f"rank {error.rank} is named, not {self.last}: {error}"
@@ -102,7 +102,7 @@ class LauncherTrial:
         return error
 
     def signed(self) -> list[Any]:
-        """Return the processes of this host's ranks that have signed in, None for ended ones."""
+        """List the processes of this host's ranks that have signed in, None for ended ones."""
         found = []
         for file in Path(self.folder).glob("rank-*"):
             host, pid = file.read_text().split()
@@ -111,7 +111,7 @@ class LauncherTrial:
         return found
 
     def all_end(self) -> int:
-        """Assert that all ranks that have signed in end in time; return their number."""
+        """Wait for all ranks that have signed in to end; return their number."""
         limit = time.monotonic() + _GONE_S
         while (left := [*filter(None, self.signed())]) and time.monotonic() < limit:
             time.sleep(_LOOK_S)
@@ -119,7 +119,7 @@ class LauncherTrial:
         return len(self.signed())
 
     def forget(self) -> None:
-        """Kill the ranks left on this host, and remove their files."""
+        """Stop the ranks left on this host, and remove their files."""
         for process in filter(None, self.signed()):
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -140,13 +140,13 @@ def _living(pid: int, signed_at: float) -> Any:
     """Return a process, or None if it has ended or its pid has been reused."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
-        is_it = process.create_time() <= signed_at + 1.0  # the clocks' grain
+        is_it = process.create_time() <= signed_at + 1.0  # resolution of the clocks
         return process if is_it and process.status() != psutil.STATUS_ZOMBIE else None
     return None
 
 
 def _error_of(kind: type[_E], call: Callable[[], object], about: str = "") -> _E:
-    """Assert that a call raises an error; return it."""
+    """Return the error of a call that must raise `kind`."""
     try:
         result = call()
     except kind as error:
@@ -156,7 +156,7 @@ def _error_of(kind: type[_E], call: Callable[[], object], about: str = "") -> _E
     raise AssertionError(f"a {kind.__name__} was due{about}, but it returned {result!r}")
 
 
-# What ranks run.
+# Functions that run in ranks.
 
 
 def _sign(folder: str) -> None:
@@ -302,7 +302,7 @@ def arguments_and_closures_arrive(trial: LauncherTrial) -> None:
 @_law
 def classes_of_every_kind_arrive(trial: LauncherTrial) -> None:
     """An object of a local class works in a rank and after its return."""
-    # Classes over those of abc, collections.abc, contextlib, dataclasses, enum and typing.
+    # Classes derived from those of abc, collections.abc, contextlib, dataclasses, enum and typing.
     kinds = _kinds()
     known, _ = _use(0, kinds)
     for rank, (found, back) in enumerate(trial.spawn(_use, kinds)):
@@ -315,7 +315,7 @@ def classes_of_every_kind_arrive(trial: LauncherTrial) -> None:
 
 @_law
 def every_rank_is_told_who_it_is(trial: LauncherTrial) -> None:
-    """`entry` is called once in each rank with a whole RankInfo, and its results come back."""
+    """`entry` is called once in each rank with a complete RankInfo; its results are returned."""
     infos = [info for info, _, _ in trial.launch({})]
     assert [info.rank for info in infos] == list(range(trial.nproc)), infos
     for info in infos:
@@ -329,7 +329,7 @@ def every_rank_is_told_who_it_is(trial: LauncherTrial) -> None:
 
 @_law
 def variables_are_handed_over(trial: LauncherTrial) -> None:
-    """Ranks have the variables of `environ`; what is set there already stays."""
+    """Ranks have the variables of `environ`; variables already set there are kept."""
     for info, mark, home in trial.launch({_MARK: "yes", "HOME": "/nowhere"}):
         assert mark == "yes", f"rank {info.rank} has {_MARK}={mark}"
         assert home != "/nowhere" or "HOME" not in os.environ, "a variable was overwritten"
@@ -449,7 +449,7 @@ def _interrupt(trial: LauncherTrial, is_over: threading.Event) -> None:
 
 @_law
 def wrong_options_are_refused_before_anything_starts(trial: LauncherTrial) -> None:
-    """An option unknown to the launcher, or to all launchers, is refused."""
+    """An option unknown to the launcher, or to all launchers, is rejected."""
     _refused(trial, ArgumentError, launcher_options={**trial.options, "no_such_option": 1})
     _refused(trial, ArgumentError, no_such_option=1)
     _refused(trial, ArgumentError, nnodes=0)
@@ -483,7 +483,7 @@ def a_script_ends_with_the_exit_code_of_its_rank(trial: LauncherTrial) -> None:
     assert ended.failed.rank == trial.last, f"rank {ended.failed.rank} is named, not {trial.last}"
 
 
-# The run of the laws.
+# Checking of the laws.
 
 
 def check_launcher(
@@ -497,22 +497,22 @@ def check_launcher(
 ) -> list[Outcome]:
     """Check laws on a launcher with a number of ranks.
 
-    Each law has ranks of its own. If the launcher's library ends this process in the midst
-    of a law, a process of ours says so on stderr, with what was printed last.
+    Each law has separate ranks. If the launcher's library ends this process during a law,
+    a helper process reports it on stderr, with the last lines of output.
 
     Args:
         launcher: its name, as `spawn` takes it.
         nproc: number of ranks.
-        backend: what the ranks use.
+        backend: the ranks' backend.
         laws: names; all laws if None.
-        timeout_s: seconds that one law may take; heeded in the main thread.
+        timeout_s: seconds that one law may take; applies in the main thread only.
         options: its ``launcher_options``.
 
     Returns:
         One outcome for each law, in order; ``"unsupported"`` where it can't be checked here.
 
     Raises:
-        ArgumentError: there is no such launcher.
+        ArgumentError: the launcher is unknown.
         BackendUnavailableError: it can't be used here.
     """
     find_launcher(launcher)
@@ -532,8 +532,8 @@ def check_launcher(
 @contextlib.contextmanager
 def _witness(subject: str, law: str, folder: str) -> Iterator[None]:
     """Print the last output from a separate process if this one ends within the block."""
-    # A library may end it from its own code, as Ray does where its cluster has gone. Neither
-    # Ctrl-C nor what the law prints is for the witness; its stderr is ours as it is now.
+    # A library may exit in its own code, as Ray does if its cluster has ended. The witness gets
+    # neither Ctrl-C nor the law's output; its stderr is ours before the redirection.
     text = f"{subject}: the process that checks it has ended in law {law}"
     streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
     words = ("sh", "-c", _WITNESS, "sh", text, folder)
@@ -541,7 +541,7 @@ def _witness(subject: str, law: str, folder: str) -> Iterator[None]:
         try:
             yield
         finally:
-            process.kill()  # a fork that a law has left may hold its stdin open
+            process.kill()  # a fork left by a law may hold its stdin open
 
 
 def _check(law: Law, trial: LauncherTrial, timeout_s: float) -> None:
@@ -598,7 +598,7 @@ def _limited(seconds: float) -> Iterator[None]:
     finally:
         try:
             timer.cancel()
-            timer.join()  # a signal that it has sent comes while the handler is ours
+            timer.join()  # a signal already sent arrives while our handler is set
         finally:
             signal.signal(_LATE, handler)
 

@@ -1,4 +1,4 @@
-"""Run laws in the replicas of any backend and return an outcome for each."""
+"""The runner of laws in replicas of any backend, with an outcome for each law."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Status = Literal["passed", "derived", "unsupported", "failed"]
 _DERIVED = (
     *("exchange", "all_reduce", "broadcast", "reduce", "scatter", "reduce_scatter", "all_to_all"),
 )
-_GRACE = 1.5  # the model's own deadline over the law's, which comes first and shows all stacks
+_GRACE = 1.5  # model's deadline in multiples of the law's, which fires first and shows all stacks
 
 
 class LawBrokenError(AssertionError):
@@ -46,12 +46,12 @@ class Outcome:
     Args:
         law: its name.
         nproc: number of replicas.
-        status: ``"passed"``; ``"derived"`` where it holds, but the model leaves members that the
-            law used to the contract, which derives them from others, correct and slow;
-            ``"unsupported"`` where the model doesn't declare what the law needs, and says so as it
-            must; ``"failed"``.
+        status: ``"passed"``; ``"derived"`` if it holds, but the law used members that the model
+            doesn't implement and the contract derives from others, correct and slow;
+            ``"unsupported"`` if the model doesn't declare a capability that the law needs;
+            ``"failed"``.
         reason: why it isn't ``"passed"``.
-        seconds: how long it took.
+        seconds: its duration.
     """
 
     law: str
@@ -62,24 +62,24 @@ class Outcome:
 
 
 def law_names(pattern: str = "") -> list[str]:
-    """List the laws whose name has `pattern` in it.
+    """List the laws whose name contains `pattern`.
 
     Args:
         pattern: a part of a name; all laws if empty.
 
     Returns:
-        Names, in the order in which they are run.
+        Names, in the order of execution.
     """
     return [name for name in LAWS if pattern in name]
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """How one replica kept one law.
+    """The result of a law that holds in one replica.
 
     Args:
-        seconds: how long it took there.
-        derived: members that the law used and that the model leaves to the contract.
+        seconds: its duration there.
+        derived: members used by the law that the contract derives for the model.
     """
 
     seconds: float
@@ -87,17 +87,17 @@ class Kept:
 
 
 def keep_laws(local_rank: int, names: Sequence[str], folder: str = "") -> list[Kept]:
-    """Check laws in a replica, one after another; the function that `check` spawns.
+    """Check laws in a replica, one after another; `check` spawns this function.
 
     Collective over all ranks.
 
     Args:
         local_rank: not used.
         names: laws to check, the same on every rank.
-        folder: where each replica writes which law it runs; empty for nowhere.
+        folder: folder for the replicas' `Board`; empty for none.
 
     Returns:
-        How each law was kept here.
+        The result of each law.
 
     Raises:
         LawBrokenError: the first law that doesn't hold here.
@@ -120,7 +120,7 @@ def keep_laws(local_rank: int, names: Sequence[str], folder: str = "") -> list[K
 
 def _note_derived(model: ComputationModel) -> set[str]:
     """Record each derived member that is called on a model."""
-    # It gets a class of its own below its class, so that no other replica is touched.
+    # The model gets a subclass of its class, so that other replicas are unaffected.
     used: set[str] = set()
     cls: Any = type(model)
 
@@ -145,7 +145,7 @@ def _text_of(error: Exception) -> str:
 
 @dataclass(slots=True)
 class _Batch:
-    """How laws that shared replicas ended: all kept, or one broken."""
+    """Results of laws that shared replicas: all hold, or one is broken."""
 
     kept: dict[str, Kept] = field(default_factory=dict)
     broken: str = ""
@@ -164,15 +164,15 @@ def check(
 ) -> list[Outcome]:
     """Check laws on a backend with a number of replicas.
 
-    Laws share replicas until one doesn't hold; those after it run in new ones. A law that
-    takes too long has failed, and its reason has the stacks of all replicas on this host.
+    Laws share replicas until one is broken; the rest run in new ones. A law that exceeds
+    `timeout_s` fails, and its reason has the stacks of all replicas on this host.
 
     Args:
         backend: as in ``spawn``.
         nproc: number of replicas.
         laws: names; all laws if None.
         timeout_s: seconds that one law may take.
-        launch: what starts the replicas; called as ``spawn`` is.
+        launch: starts the replicas; called like ``spawn``.
         on_outcome: called with each outcome as soon as it is known.
         options: further options of `launch`.
 
@@ -226,7 +226,7 @@ def _broken_law(error: LaunchError, names: Sequence[str], watch: Watch) -> tuple
     rank = error.rank if isinstance(error, WorkerFailedError) else -1
     if isinstance(cause, LawBrokenError):
         return cause.law, f"rank {rank}: {cause.text}"
-    for name in names:  # the text has it even where the exception couldn't travel
+    for name in names:  # the text has it even if the exception couldn't be pickled
         if f"law {name} doesn't hold" in str(error):
             return name, str(error)
     last = watch.law_of(rank)

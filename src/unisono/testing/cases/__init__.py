@@ -1,7 +1,7 @@
-"""The laws that every model keeps: one function a law, and this is their only home.
+"""The laws of every model, one function each.
 
-Each law is called in every replica of a live context, at any number of replicas. What it demands
-at one replica it demands at two.
+Each law is called in every replica of a live context, at any number of replicas. It requires the
+same at one replica as at two.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a law is, and the comparisons that laws are made of."""
+"""Definition of a law, and the assertions that laws use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAWS: dict[str, Law] = {}
 
 @dataclass(frozen=True, slots=True)
 class Law:
-    """One law: a function that every replica calls, and that raises where the law is broken.
+    """One law: a function that every replica calls, and that raises if the law is broken.
 
     Args:
         name: the function's name.
@@ -51,18 +51,18 @@ def worlds() -> tuple[int, int]:
 
 
 def needs_ranks(count: int) -> bool:
-    """Return whether the job has as many replicas."""
+    """Return whether the job has at least `count` replicas."""
     return current_model().topology.world_size >= count
 
 
 def same(value: Any, expected: Any, what: object = "") -> None:
-    """Assert the same value, type, dtype, shape and bits."""
+    """Check that two values have the same type, dtype, shape and bits."""
     difference = _difference(value, expected)
     assert not difference, f"{what}: {difference}"
 
 
 def _difference(value: Any, expected: Any, path: str = "") -> str:
-    """Return the first difference of two values in one line, or an empty string."""
+    """Return a line on the first difference of two values, or an empty string."""
     at = f"at {path}: " if path else ""
 
     def wrong(got: object, due: object) -> str:
@@ -125,7 +125,7 @@ _quiet = threading.Lock()
 
 
 def quietly(make: Callable[..., T], *args: Any) -> T:
-    """Call something, without torch's warning about prototypes."""
+    """Call a function with warnings ignored, such as torch's about prototypes."""
     with _quiet, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return make(*args)
@@ -136,7 +136,7 @@ def raises(
     call: Callable[[], Any],
     parts: Sequence[str] = (),
 ) -> None:
-    """Assert that `call` raises `error` with all `parts` in its text."""
+    """Check that `call` raises `error` with all `parts` in its text."""
     try:
         value = call()
     except error as raised:
@@ -147,9 +147,9 @@ def raises(
 
 
 def tensor_of(rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Make a tensor whose content depends on the rank, small enough to be exact in every dtype."""
+    """Create a tensor with values by rank, small enough to be exact in every dtype."""
     count = torch.Size(shape).numel()
-    # Mixed, so that within a few elements any two operations differ.
+    # Random, so that any two operations differ within a few elements.
     values = torch.randint(4, (count,), generator=torch.Generator().manual_seed(rank + 4))
     if dtype is torch.bool:
         values = values % 2

@@ -1,4 +1,4 @@
-"""A model's own members compute what the derived ones compute, which are the specification."""
+"""Agreement of a model's members with the derived ones, which are the specification."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EXACT: list[ReduceOp] = [op for op in ReduceOp if op is not ReduceOp.AVERAGE]
 _OF_FLOATS: list[ReduceOp] = [
     ReduceOp.SUM,
     ReduceOp.PRODUCT,
-]  # MIN and MAX of floats come as integers
+]  # MIN and MAX of floats arrive as integers
 
 
 def _mine(model: ComputationModel, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -28,7 +28,7 @@ def _ops(dtype: torch.dtype) -> list[ReduceOp]:
 
 
 def _agree(model: ComputationModel, got: Tensor, expected: Tensor, what: Any) -> None:
-    """Assert the same bits, on the device of the model's tensors."""
+    """Check for the same bits, and for the device of the model's tensors."""
     place = torch.empty(0, device=model.transport_device).device
     assert got.device == place, f"{what}: got a tensor of device {got.device}, wanted {place}"
     same(got.cpu(), expected.cpu(), what)
@@ -75,7 +75,7 @@ def reductions_agree_with_the_derived_ones() -> None:
                 _agree(model, total, expected, (dtype, op, "reduce"))
             else:
                 assert total is None
-    for dtype in (torch.int8, torch.uint8, torch.int16):  # they wrap around, in vectors too
+    for dtype in (torch.int8, torch.uint8, torch.int16):  # they wrap around, vectorised too
         if dtype in model.dtypes:
             most = torch.full((40,), torch.iinfo(dtype).max, dtype=dtype)
             got = model.all_reduce(most.to(model.transport_device, copy=True), ReduceOp.SUM)

@@ -15,7 +15,7 @@ from unisono.testing.cases._law import law, needs_ranks, same, tensor_of, worlds
 
 
 class _Labelled(torch.Tensor):
-    """A tensor subclass that only pickle can carry."""
+    """A tensor subclass that only pickle can send."""
 
 
 class _Holder:

@@ -1,4 +1,4 @@
-"""Facts are right, and never communicate."""
+"""Facts are correct, and reading them never communicates."""
 
 from __future__ import annotations
 
@@ -48,5 +48,5 @@ def facts_never_communicate() -> None:
         _ = idist.get_rank(), idist.get_world_size(), idist.get_local_rank(), idist.device()
         _ = idist.get_nnodes(), idist.get_node_rank(), idist.get_nproc_per_node()
         _ = idist.backend(), idist.model_name(), idist.is_main_process(), idist.is_distributed()
-    idist.sync()  # a collective where others made the context: it finds who shares a host
+    idist.sync()  # collective in a context created elsewhere: it finds the ranks of each host
     idist.barrier()

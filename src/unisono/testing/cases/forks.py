@@ -1,4 +1,4 @@
-"""A fork of a rank can't use its context, and gets an error that says so."""
+"""A fork of a rank can't use its context, and gets a clear error."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def _calls() -> list[Callable[[], Any]]:
 
 @law()
 def a_fork_of_a_rank_is_told_so_in_every_call() -> None:
-    """The rank itself goes on unaffected."""
+    """Every call in a fork raises, and the rank itself is unaffected."""
     if not hasattr(os, "fork"):
-        return  # as on Windows, where nothing forks
+        return  # as on Windows
     rank, size = worlds()
     calls = _calls()
-    # So that the thread of such calls is there, which the fork hasn't.
+    # Starts the thread of asynchronous calls, which the fork lacks.
     same(idist.all_reduce(1, async_op=True).wait(), size)
     reading, writing = os.pipe()
     child = quietly(os.fork)

@@ -16,7 +16,7 @@ from unisono.testing.cases.reductions import DTYPES
 def all_gather_joins_tensors_of_every_dtype() -> None:
     rank, size = worlds()
     for dtype in DTYPES:
-        for count in (2, 200):  # within the first frame of an exchange, and beyond it
+        for count in (2, 200):  # within the first frame of an exchange, and more
             parts = [tensor_of(r, (count, 2), dtype) for r in range(size)]
             same(idist.all_gather(parts[rank]), torch.cat(parts), (dtype, count))
 
@@ -50,7 +50,7 @@ def all_gather_joins_tensors_of_uneven_length() -> None:
         same(idist.all_gather(parts[rank], uneven=True), parts)
         mixed = [torch.full((1 + r,) * (1 + r % 2), float(r)) for r in range(size)]
         same(idist.all_gather(mixed[rank], uneven=True), mixed)
-    for length in (3, 300_000):  # items that are kept or saved have no memory but their own
+    for length in (3, 300_000):  # items that are kept or saved own exactly their memory
         part = torch.full((length,), float(rank))
         shapes = [part.shape] * size
         for items in (

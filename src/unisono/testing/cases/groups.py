@@ -91,7 +91,7 @@ def a_list_of_ranks_makes_one_group_however_often_it_is_used() -> None:
 
 @law("groups")
 def two_groups_of_the_same_ranks_are_two_communicators() -> None:
-    """Rank 0 calls both at once, each in a thread of its own; the others one after the other.
+    """Rank 0 calls both at once, each in a separate thread; the others one after the other.
 
     On a model that records graphs, which have one order, every rank calls one after the other.
     """
@@ -169,7 +169,7 @@ def a_root_outside_of_the_group_is_refused_on_every_rank() -> None:
 
 @law("groups")
 def a_group_of_nobody_leaves_every_value_as_it_is() -> None:
-    """As `range(1, world_size)` gives it where a program runs alone."""
+    """Such a group results from `range(1, world_size)` in a program with one rank."""
     rank, _ = worlds()
     nobody: tuple[Any, ...] = (idist.new_group([]), [])
     for group in nobody:

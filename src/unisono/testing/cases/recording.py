@@ -12,12 +12,12 @@ from unisono.recording import CollectiveRecord
 from unisono.testing.cases._law import law, same, worlds
 from unisono.topology import EVERYBODY
 
-_LATE_S = 0.15  # more than a busy machine's hiccup
+_LATE_S = 0.15  # more than the jitter of a busy machine
 _LATE_CALLS = 4
 
 
 class _Seen:
-    """Calls that hooks receive for this rank: other replicas have hooks of their own."""
+    """Calls that hooks receive for this rank; other replicas have separate hooks."""
 
     def __init__(self) -> None:
         self.begun: list[CollectiveRecord] = []
@@ -85,7 +85,7 @@ def hooks_see_the_group_of_a_call() -> None:
 
 @law()
 def a_call_that_fails_is_recorded_with_its_error() -> None:
-    """The record of a call that raises says what it raised, on every rank."""
+    """The record of a call that raises has its error, on every rank."""
     with _Seen() as seen, suppress(idist.UnisonoError):
         idist.all_reduce("text")  # type: ignore[call-overload]
     for each in seen.done:

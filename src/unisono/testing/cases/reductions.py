@@ -44,7 +44,7 @@ def _ops(dtype: torch.dtype) -> tuple[Any, ...]:
 
 
 def expected(op: str, parts: list[Tensor]) -> Tensor:
-    """Reduce with python's own numbers, which no model shares code with."""
+    """Reduce with Python's numbers, independently of every model's code."""
     dtype, shape = parts[0].dtype, parts[0].shape
     columns = list(zip(*(_numbers(part) for part in parts), strict=True))
     if op == "AVERAGE":
@@ -171,7 +171,7 @@ def number_sums_are_the_same_on_every_rank() -> None:
 
 @dataclass
 class Metrics:
-    """A dataclass of metrics, with a tensor among them."""
+    """A dataclass of metrics, including a tensor."""
 
     loss: float
     seen: int

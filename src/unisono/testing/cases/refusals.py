@@ -1,4 +1,4 @@
-"""Bad input is refused with one replica as with many, and later calls work."""
+"""Bad input is rejected at any number of replicas, and later calls work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from unisono.testing.cases._law import law, quietly, raises, same, worlds
 
 
 class Spread(torch.Tensor):
-    """A tensor without memory that is spread over ranks, as DTensor is."""
+    """A tensor without memory that is sharded over ranks, like DTensor."""
 
     @staticmethod
     def __new__(cls: type[Spread]) -> Spread:
@@ -44,7 +44,7 @@ class Spread(torch.Tensor):
         return torch.ones(2)
 
     def full_tensor(self) -> torch.Tensor:
-        """Return the whole."""
+        """Return the full tensor."""
         return torch.ones(4)
 
 
@@ -110,7 +110,7 @@ def what_isnt_a_number_cant_be_reduced() -> None:
 
 
 class Pair(tuple[float, float]):
-    """A container that is not made of its items alone."""
+    """A container that cannot be rebuilt from its items."""
 
     def __new__(cls, one: float, other: float) -> Pair:
         return super().__new__(cls, (one, other))
@@ -118,7 +118,7 @@ class Pair(tuple[float, float]):
 
 @dataclass
 class Scaled:
-    """A dataclass that is not made of its fields alone."""
+    """A dataclass that cannot be rebuilt from its fields."""
 
     value: float
     by: InitVar[int]
@@ -136,7 +136,7 @@ class Rude:
 
 @law()
 def what_a_users_class_raises_leaves_the_ranks_in_step() -> None:
-    """Both during the checks of a call and after its exchange."""
+    """Errors during the checks of a call and after its exchange keep the ranks in step."""
     _, size = worlds()
     wrong: Any = torch.ones(2), Rude()
     for value in (Pair(1.0, 2.0), Scaled(1.0, 2)):
@@ -200,7 +200,7 @@ def tensors_without_memory_of_their_own_are_refused_by_name() -> None:
 
 @law()
 def a_tensor_that_one_rank_refuses_is_an_error_on_every_rank() -> None:
-    """Where calls are compared, which some models do only with UNISONO_DEBUG=1."""
+    """Holds if calls are compared, which some models do only with UNISONO_DEBUG=1."""
     control = communicator().control
     control.checks = lambda group: True  # type: ignore[method-assign]
     try:
@@ -239,7 +239,7 @@ def what_is_several_times_in_memory_isnt_overwritten() -> None:
     for view in (
         base[:1].expand(4),
         base.as_strided((4, 4), (1, 1)),
-        base.as_strided((2, 2), (2, 2)),  # no more than its elements from end to end
+        base.as_strided((2, 2), (2, 2)),  # spans no more than its elements
     ):
         raises(PayloadError, partial(idist.all_reduce_, view), ["all_reduce_", "contiguous()"])
         raises(PayloadError, partial(idist.broadcast_, view), ["broadcast_", "contiguous()"])

@@ -1,4 +1,4 @@
-"""Tensors and trees in memory that ranks share: as any others, however they are carried."""
+"""Tensors and trees in shared memory: they work like any others, by any transport."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unisono.control.rendezvous import host_of_this_process
 from unisono.errors import ArgumentError, CollectiveMismatchError, PeerFailedError
 from unisono.testing.cases._law import law, needs_ranks, raises, same, worlds
 
-_LONG = 1 << 16  # where ranks share memory nothing is copied from 256 KiB on
+_LONG = 1 << 16  # with shared memory, 256 KiB or more are not copied
 
 
 @law()

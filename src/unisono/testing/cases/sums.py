@@ -1,4 +1,4 @@
-"""The bits of sums: the same on every rank and every run; those of exact sums everywhere."""
+"""Bits of sums: equal on every rank and run; those of exact sums on every model, too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unisono.testing.cases._law import law, needs_ranks, raises, same, worlds
 
 INF, NAN = math.inf, math.nan
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Fraction bits, and the exponent of the least number.
+# Fraction bits, and the exponent of the smallest number.
 _FORMATS = {
     torch.float16: (10, -24),
     torch.bfloat16: (7, -133),
@@ -29,7 +29,7 @@ _FORMATS = {
 
 
 def rough(seed: int, count: int, dtype: torch.dtype, spread: int = 20) -> Tensor:
-    """Make numbers whose sum depends on the order: of both signs, and of many exponents."""
+    """Create numbers of both signs and many exponents, whose sum depends on the order."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(count, generator=generator, dtype=torch.float64)
     exponents = torch.randint(-spread, spread + 1, (count,), generator=generator)
@@ -50,7 +50,7 @@ def correctly_rounded(column: Sequence[float], dtype: torch.dtype) -> float:
     first = size.numerator.bit_length() - size.denominator.bit_length()
     first -= size < Fraction(2) ** first
     step = Fraction(2) ** max(first - fraction_bits, least)
-    nearest = round(size / step) * step  # to the even one where two are
+    nearest = round(size / step) * step  # ties to even
     return sign * (INF if nearest > Fraction(torch.finfo(dtype).max) else float(nearest))
 
 
@@ -62,11 +62,11 @@ def _expected(parts: Sequence[Tensor]) -> Tensor:
 def _sums(columns: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
     sums = [correctly_rounded(column, dtype) for column in columns]
     total = torch.tensor(sums, dtype=torch.float64).to(dtype)
-    return total.masked_fill(total.isnan(), NAN)  # conversions give it other bits, here and there
+    return total.masked_fill(total.isnan(), NAN)  # conversions may change its bits
 
 
 def _hard(rank: int, size: int, dtype: torch.dtype) -> Tensor:
-    """Make numbers that cancel, lie half-way between two floats, or are close to the limits."""
+    """Create numbers that cancel, lie half-way between floats, or are close to the limits."""
     info = torch.finfo(dtype)
     pairs = [(info.max, -info.max), (1.0, info.eps / 2), (1 + info.eps, info.eps / 2)]
     pairs += [(info.smallest_normal / 4, -info.smallest_normal / 2), (-0.0, -0.0), (-0.0, 0.0)]
@@ -82,7 +82,7 @@ def _hard(rank: int, size: int, dtype: torch.dtype) -> Tensor:
 
 @law()
 def sums_have_the_same_bits_on_every_rank() -> None:
-    """Whichever way a tensor takes: short ones and long ones, with each operation that rounds."""
+    """On every path: short and long tensors, and each operation that rounds."""
     rank, _ = worlds()
     for count in (5, 3_000, 40_000):
         totals = []
@@ -185,7 +185,7 @@ def an_exact_sum_doesnt_depend_on_which_rank_has_which_terms() -> None:
     rank, size = worlds()
     terms = torch.stack([_hard(r, 5, torch.float32) for r in range(5)])
     whole = _expected(list(terms))
-    for ways in (size, 1):  # the second leaves all ranks but one without any
+    for ways in (size, 1):  # the second leaves only one rank with values
         mine = terms[rank::ways] if rank < ways else terms[:0]
         same(idist.exact_sum(mine), whole, ways)
     backwards = terms.flip(0)[(size - 1 - rank) :: size]

@@ -1,4 +1,4 @@
-"""Support for training scripts: positions, preemption, agreement of ranks."""
+"""Training support: loader positions, preemption, agreement of ranks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def a_signal_to_one_rank_is_told_to_all_at_the_same_point() -> None:
             signal.raise_signal(signal.SIGUSR1)
         same(idist.preemption_point(), True)
         same(idist.preemption_point(), True)
-        if rank != size - 1:  # the signal to all ranks reaches this one later, and kills it no more
+        if rank != size - 1:  # a signal to all ranks reaches this one later, harmlessly
             signal.raise_signal(signal.SIGUSR1)
         idist.barrier()
 
@@ -73,7 +73,7 @@ def values_that_differ_are_named_with_their_ranks() -> None:
             parameter.fill_(0.5)
     idist.assert_equal(tree)
     idist.assert_equal([float("nan"), -0.0, {}, torch.tensor([float("nan")]), object()])
-    numbers = [0, 8, 2**70] if rank else [2**70, 8, 0]  # a set keeps them in the order they came in
+    numbers = [0, 8, 2**70] if rank else [2**70, 8, 0]  # collide: a set's order differs
     idist.assert_equal([set(numbers), frozenset([frozenset(numbers), "a"]), set(map(str, numbers))])
     same(idist.all_reduce(1), size)
     if not needs_ranks(2):

@@ -1,4 +1,4 @@
-"""Plain values, containers and objects arrive exact in value and type."""
+"""Plain values, containers and objects arrive with exact value and type."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Record:
 
 
 class Mine(torch.Tensor):
-    """A class of tensors with nothing of its own."""
+    """A tensor subclass without members."""
 
 
 class NoRepr:
-    """A key of a dict that can't be shown."""
+    """A dict key whose repr() raises."""
 
     def __repr__(self) -> str:
         raise ValueError("no repr")
@@ -50,7 +50,7 @@ class NoRepr:
 
 @dataclass
 class NoValue:
-    """A dataclass one of whose fields can't be read."""
+    """A dataclass with an unreadable field."""
 
     loss: float
 
@@ -61,14 +61,14 @@ class NoValue:
 
 
 class NoFloat(float):
-    """A number that can't become a float."""
+    """A number that can't be converted to a float."""
 
     def __float__(self) -> float:
         raise OverflowError("no float")
 
 
 class NoReduce:
-    """An object that can't even say why it can't be pickled."""
+    """An object whose pickling raises an error without a readable text."""
 
     def __reduce__(self) -> str:
         class Mute(Exception):
@@ -207,7 +207,7 @@ def whatever_is_raised_while_a_value_is_encoded_is_an_error_on_every_rank() -> N
 
 @law()
 def classes_of_tensors_arrive_as_they_are_where_a_value_is_carried() -> None:
-    """And as torch's own class where tensors are joined or reduced."""
+    """They arrive as torch's own class if tensors are joined or reduced."""
     rank, size = worlds()
     src = size - 1
     for count in (3, 200_000):

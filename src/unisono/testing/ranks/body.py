@@ -1,8 +1,8 @@
-"""The rank's side: a small session of pytest within each rank, which runs one test at a time.
+"""The rank's side: a small pytest session within each rank that runs one test at a time.
 
 It collects the same files as the parent's session, so a test and its parameters are found by the
-test's id and nothing of it is pickled. Fixtures run in the rank, and live there as long as they
-would in the parent.
+test's id, without pickling. Fixtures run in the rank, with the same lifetime as in the
+parent.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from unisono.launchers.job.pickling import load_from_parent
 from unisono.launchers.job.worker import describe
 from unisono.testing.ranks.place import IN_RANK, OF_A_PROCESS
 
-# Plug-ins that talk to the terminal, keep the time, or watch the whole session: the parent's do.
+# Plug-ins for the terminal, timing or the whole session, which run in the parent.
 _PARENTS = (
     *("terminal", "terminalprogress", "junitxml", "pastebin", "faulthandler", "stepwise"),
     *("doctest", "timeout", "unisono-ranks", "rerunfailures"),
 )
 _NOT_LOADED = ("pytest_cov", "xdist", "xdist.looponfail")
-# What changes the whole process, which ranks that are threads share with the parent.
+# Plug-ins that change the whole process, which thread ranks share with the parent.
 _OF_A_PROCESS = (
     *("capture", "logging", "recwarn", "monkeypatch", "assertion", "warnings"),
     *("unraisableexception", "threadexception", "debugging"),
 )
 _CURRENT_TEST = "PYTEST_CURRENT_TEST"  # the variable that pytest sets in each phase of a test
 _lock = threading.Lock()
-_here = threading.local()  # the session of this rank, which may be a thread
+_here = threading.local()  # this rank's session; the rank may be a thread
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What the sessions of the ranks have from the parent's."""
+    """Settings that the ranks' sessions take over from the parent's."""
 
     options: Mapping[str, Any]
     root: str
@@ -58,7 +58,7 @@ class Setting:
 
 @dataclass
 class RankReport:
-    """One rank's report of one test: those of pytest as data, and facts that they don't have."""
+    """One rank's report of one test: pytest's reports, serialized, and further facts."""
 
     phases: list[dict[str, Any]] = field(default_factory=list)
     failed_at: float = 0.0
@@ -68,9 +68,9 @@ class RankReport:
 
 
 class TestFailed(Exception):
-    """Raised in a rank whose test didn't pass, so that no other rank is waited for."""
+    """Raised in a rank whose test didn't pass, so that the job ends without waiting for others."""
 
-    __test__ = False  # for pytest, which looks at names
+    __test__ = False  # pytest would collect it by its name
 
     def __init__(self, report: RankReport) -> None:
         super().__init__(report)
@@ -78,7 +78,7 @@ class TestFailed(Exception):
 
 
 def begin(local_rank: int, setting: Setting) -> None:
-    """Make the session of this rank."""
+    """Start this rank's session."""
     with _lock:  # threads import the same modules
         _here.session = RankSession(setting)
 
@@ -89,7 +89,7 @@ def in_session(local_rank: int, method: Callable[..., Any], *arguments: Any) -> 
 
 
 class RankSession:
-    """A session of pytest without terminal or main loop, which runs one test at a time."""
+    """A pytest session without terminal or main loop that runs one test at a time."""
 
     def __init__(self, setting: Setting) -> None:
         self.is_process: bool = os.getpid() != setting.process
@@ -110,7 +110,7 @@ class RankSession:
         place = f"{facts.get_world_size()}-{facts.backend()}-rank{self._rank}-{os.getpid()}"
         options = {**setting.options, IN_RANK: self._rank}
         options["basetemp"] = str(Path(setting.temporary, place))
-        # This package is here already, which pytest would warn of.
+        # pytest would warn that this package is already imported.
         ignored = "ignore::pytest.PytestAssertRewriteWarning"
         options["pythonwarnings"] = [*(options.get("pythonwarnings") or ()), ignored]
         off = list(_NOT_LOADED)
@@ -118,7 +118,7 @@ class RankSession:
             options["capture"] = "sys" if options.get("capture") == "fd" else options["capture"]
         else:
             off += _OF_A_PROCESS
-            options["assertmode"] = "plain"  # the parent's is in force
+            options["assertmode"] = "plain"  # the parent's rewriting applies
             options["override_ini"] = [*(options.get("override_ini") or ()), "pythonpath="]
         ini = ["-c", setting.ini] if setting.ini else []
         arguments = [f"-pno:{name}" for name in off]
@@ -142,7 +142,7 @@ class RankSession:
             raise UnisonoError(self._why_not_here(nodeid))
         self._report, self._failure, self._tmp_path = RankReport(), None, Path(tmp_path)
         self._session._setupstate.teardown_exact(item)
-        around: Any = item.parent  # its fixtures stay
+        around: Any = item.parent  # keeps its fixtures
         item.ihook.pytest_runtest_protocol(item=item, nextitem=around)
         self._report.has_lost_context = context.current_model() is not self._model
         if any(phase["outcome"] != "passed" for phase in self._report.phases):
@@ -150,15 +150,14 @@ class RankSession:
         return self._report
 
     def call(self, pickled: bytes) -> Any:
-        """Run a function of the parent's."""
+        """Run a function sent by the parent."""
         function, args, kwargs = load_from_parent(pickled, defines=self.is_process)
         return function(*args, **kwargs)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_teardown(self) -> Generator[None, Any, Any]:
-        """Let ranks that share a process end a test side by side."""
-        # The last thing that pytest does here is to take its variable back, as another rank may
-        # have.
+        """Ignore the error if another rank of this process has deleted pytest's variable."""
+        # pytest deletes PYTEST_CURRENT_TEST last, so the teardown is complete.
         try:
             return (yield)
         except KeyError as error:
@@ -177,14 +176,14 @@ class RankSession:
         )
 
     def leave(self, stay: Sequence[str]) -> None:
-        """End the fixtures of all modules and classes but those named."""
+        """Close the fixtures of all modules and classes except those in `stay`."""
         state = self._session._setupstate
         chain = [node for node in state.stack if node.nodeid in stay]
         around: Any = _Chain(chain) if stay else None
         state.teardown_exact(around)
 
     def debug(self, stdin: str) -> None:
-        """Let the user look at the last failure; what this prints is where the session prints."""
+        """Start the debugger at the last failure; a process rank reads from `stdin`."""
         if self._failure is None:
             return
         at = self._failure.value if sys.version_info >= (3, 13) else self._failure.tb
@@ -202,7 +201,7 @@ class RankSession:
             _read_from(kept)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Keep why a file can't be collected."""
+        """Record why a file can't be collected."""
         if report.failed:
             self._errors[report.nodeid] = str(report.longrepr)
 
@@ -210,7 +209,7 @@ class RankSession:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, Any, Any]:
-        """Take note of when and why this rank failed."""
+        """Record when and why this rank failed."""
         del item
         report = yield
         if report.failed and call.excinfo is not None and not self._report.failed_at:
@@ -220,32 +219,32 @@ class RankSession:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep a report for the parent."""
+        """Record a report for the parent."""
         hook = self._config.hook
         data = hook.pytest_report_to_serializable(config=self._config, report=report)
         self._report.phases.append(data)
 
     def pytest_warning_recorded(self, warning_message: WarningMessage) -> None:
-        """Keep a warning for the parent's summary."""
+        """Record a warning for the parent's summary."""
         text, line = str(warning_message.message), warning_message.lineno
         known = (text, warning_message.category, warning_message.filename, line)
         self._report.warnings.append(known)
 
     @pytest.fixture
     def tmp_path(self) -> Path:
-        """Return a directory that all ranks of the test have in common."""
+        """Return a directory that all ranks of the test share."""
         self._tmp_path.mkdir(parents=True, exist_ok=True)
         return self._tmp_path
 
 
 def _read_from(fd: int) -> None:
-    """Let stdin be a descriptor, which is closed."""
+    """Redirect stdin to a descriptor, and close the descriptor."""
     os.dup2(fd, 0)
     os.close(fd)
 
 
 class _NoTerminal:
-    """In place of the terminal, for what asks it how to write: pytest 8's comparisons do."""
+    """Terminal reporter without output; pytest 8's comparisons use its writer."""
 
     def __init__(self, config: Config) -> None:
         self._tw = create_terminal_writer(config, io.StringIO())
@@ -253,7 +252,7 @@ class _NoTerminal:
 
 @dataclass(frozen=True)
 class _Chain:
-    """What of a session stays, in place of the next test."""
+    """The nodes of a session to keep, in place of the next test."""
 
     nodes: Sequence[Any]
 

@@ -1,4 +1,4 @@
-"""What ranks that are threads print, apart from each other."""
+"""Separate output streams for ranks that are threads."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any, TextIO
 from unisono.launchers.job.output import ByThread, with_rank
 
 Printed = dict[tuple[int, str], io.StringIO]
-_NAME = "unisono-rank-"  # of their threads
+_NAME = "unisono-rank-"  # prefix of their threads' names
 
 
 @contextmanager
 def of_threads(is_kept: bool) -> Iterator[Printed]:
-    """Keep apart what threads print that are ranks."""
+    """Separate the output of thread ranks: record it if `is_kept`, else prefix lines."""
     printed: Printed = {}
     kept = printed if is_kept else None
     out: Any = _ByRank(sys.stdout, "stdout", kept)
@@ -27,11 +27,11 @@ def of_threads(is_kept: bool) -> Iterator[Printed]:
             yield printed
         finally:
             for stream in (*out.streams.values(), *err.streams.values()):
-                stream.flush()  # lines that aren't whole
+                stream.flush()  # incomplete lines
 
 
 class _ByRank(ByThread):
-    """A text stream that is another one for each rank."""
+    """A text stream with a separate target for each rank."""
 
     def __init__(self, stream: TextIO, name: str, kept: Printed | None) -> None:
         super().__init__(stream)

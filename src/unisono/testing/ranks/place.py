@@ -1,4 +1,4 @@
-"""Where a test runs: what the session's plug-in and the sessions in ranks both look at."""
+"""Where a test runs: shared by the session's plug-in and the sessions in ranks."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 import pytest
 
 PLACE = "_ranks"
-"""The parameter that has a test's `Place`."""
+"""The name of the parameter with a test's `Place`."""
 IN_RANK = "unisono_rank"
-"""The option that a rank's own configuration has, and the session's hasn't."""
+"""An option that only the configuration within a rank has."""
 OF_A_PROCESS = frozenset(
     {
         *("caplog", "capfd", "capfdbinary", "capsys", "capsysbinary", "capteesys"),
         *("monkeypatch", "recwarn"),
     }
 )
-"""Fixtures that change the whole process, which ranks that are threads share."""
+"""Fixtures that change the whole process, which thread ranks share."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """How many ranks a test runs in, on which backend, and for how long at most."""
+    """Number of ranks, backend and time limit of a test."""
 
     size: int
     backend: str
@@ -32,12 +32,12 @@ class Place:
 
 
 def place_of(item: object) -> Place | None:
-    """Return where a test runs; None for a test of the parent's own."""
+    """Return where a test runs; None for a test in the parent."""
     callspec = getattr(item, "callspec", None)
     place = None if callspec is None else callspec.params.get(PLACE)
     return place if isinstance(place, Place) else None
 
 
 def timeout_of(config: pytest.Config, given: float | None) -> float:
-    """Return the seconds that a test may take: what is given, else what the ini file says."""
+    """Return a test's time limit in seconds: `given`, else the ini file's value."""
     return float(config.getini("ranks_timeout") if given is None else given)

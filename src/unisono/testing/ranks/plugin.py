@@ -1,7 +1,7 @@
-"""What pytest loads: options, the mark ``ranks``, and the fixtures ``world`` and ``ranks``.
+"""The pytest plug-in: options, the mark ``ranks``, and the fixtures ``world`` and ``ranks``.
 
-It is loaded in every session where unisono is installed, so torch and the rest of unisono wait
-until the first test that is marked, or asks for ``ranks``.
+It is loaded in every session where unisono is installed, so torch and the rest of unisono are
+imported by the first test that is marked, or uses ``ranks``.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the mark; in the session itself, take over the tests that bear it."""
+    """Register the mark, and in the parent the hooks that run marked tests in ranks."""
     config.addinivalue_line("markers", _MARK)
     if not hasattr(config.option, IN_RANK):
         config.pluginmanager.register(_Session(), "unisono-ranks")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make one test for each size and backend, by the marks of the test, its class or module."""
+    """Create one test per size and backend, by the marks of the test, its class or module."""
     found = [*metafunc.definition.iter_markers_with_node("ranks")]
     marks = [mark for node, mark in reversed(found) if node is found[0][0]]
     places = {str(place): place for mark in marks for place in _places(mark, metafunc)}
@@ -80,7 +80,7 @@ def _places(mark: pytest.Mark, metafunc: pytest.Metafunc) -> Iterator[Place]:
 
 
 def _backends(mark: pytest.Mark, metafunc: pytest.Metafunc) -> list[str]:
-    """Choose what a test runs on: option, mark, ini file, default."""
+    """List a test's backends: by option, mark, ini file or default."""
     config = metafunc.config
     for given in (config.getoption("ranks_on"), mark.kwargs.get("on"), config.getini("ranks_on")):
         parts: Iterable[str] = [given] if isinstance(given, str) else given or ()
@@ -93,10 +93,7 @@ def _backends(mark: pytest.Mark, metafunc: pytest.Metafunc) -> list[str]:
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> Any:
-    """The ranks of a test that is marked ``ranks``, as its body sees them: a `World`.
-
-    What its methods do with other ranks, they say.
-    """
+    """Return the `World` of a test marked ``ranks``: this rank, the size, and shared assertions."""
     if not hasattr(request.config.option, IN_RANK):
         pytest.fail(
             "the fixture world is for tests that run in ranks: mark this one @pytest.mark.ranks(2)",
@@ -107,11 +104,11 @@ def world(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="session")
 def ranks(request: pytest.FixtureRequest) -> Any:
-    """Ranks for a test that stays in the parent.
+    """Return a factory of ranks for a test that runs in the parent.
 
     ``ranks(3, on="gloo", timeout=10).run(work, 5)`` runs ``work(5)`` in three ranks, which
-    stay warm for the next test, and gives what each returned, by rank. Fixtures of any scope may
-    use it, and tests of hypothesis.
+    stay warm for the next test, and returns their results by rank. Fixtures of any scope and
+    hypothesis tests may use it.
     """
     session = request.config.pluginmanager.get_plugin("unisono-ranks")
     if session is None:
@@ -124,13 +121,13 @@ def ranks(request: pytest.FixtureRequest) -> Any:
 
 
 class _Session:
-    """What this plug-in does in the session itself: it lets ranks run what is marked."""
+    """The plug-in's hooks in the parent session, which run marked tests in ranks."""
 
     def __init__(self) -> None:
         self._pools: Any = None
 
     def pools(self, session: pytest.Session) -> Any:
-        """Return the warm pools of this session; torch is imported here, at the first."""
+        """Return the warm pools of this session; the first call imports torch."""
         if self._pools is None:
             self._pools = importlib.import_module("unisono.testing.ranks.pools").Pools(session)
             session.config.pluginmanager.register(self._pools)
@@ -138,7 +135,7 @@ class _Session:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """Leave a marked test's fixtures to its ranks; let others be alone here."""
+        """Drop a marked test's fixtures, which its ranks run; end thread ranks before others."""
         if place_of(item) is not None:
             if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
                 pytest.fail(
@@ -168,7 +165,7 @@ class _Session:
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtestloop(self) -> Iterator[Any]:
-        """End the ranks after the last test, before what others make of the session."""
+        """Close the ranks after the last test, before other plug-ins finish the session."""
         try:
             return (yield)
         finally:

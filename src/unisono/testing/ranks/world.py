@@ -1,4 +1,4 @@
-"""The ranks of a test, as its body sees them."""
+"""`World`: a test's view of the ranks that run it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class World:
     """The ranks that run a test.
 
     Args:
-        rank: this one.
-        size: how many there are.
+        rank: this rank.
+        size: number of ranks.
     """
 
     rank: int
@@ -30,11 +30,11 @@ class World:
 
     @classmethod
     def here(cls) -> World:
-        """Tell which rank this is."""
+        """Create the world of this rank."""
         return cls(facts.get_rank(), facts.get_world_size())
 
     def same(self, value: object, *, among: Collection[int] | None = None) -> None:
-        """Demand the same value on all ranks: type, dtype, shape and every bit of it."""
+        """Check that type, dtype, shape and bits are the same on all ranks, or `among` some."""
         # Collective over all ranks.
         __tracebackhide__ = hides  # here as well, for the debugger
         pickles = all_gather(dumps(value))
@@ -55,11 +55,11 @@ class World:
 
     @contextmanager
     def raises_on(self, rank: int | Collection[int], error: type[BaseException]) -> Iterator[None]:
-        """Demand that a block raises on certain ranks, and on no other.
+        """Check that a block raises on certain ranks, and on no others.
 
         Args:
             rank: the rank that should raise, or several.
-            error: what it should raise, which ends the block; other errors pass.
+            error: the expected error, which ends the block; other errors propagate.
 
         Raises:
             AssertionError: the block didn't raise there (on these ranks).
@@ -75,12 +75,12 @@ class World:
         raise AssertionError(f"rank {self.rank} of {self.size} didn't raise {error.__name__}")
 
     def only(self, rank: int | Collection[int]) -> bool:
-        """Return whether this is a certain rank, or one of several: ``if world.only(0): ...``."""
+        """Return whether this rank is among the given ones: ``if world.only(0): ...``."""
         return self.rank == rank if isinstance(rank, int) else self.rank in rank
 
 
 def ranks_text(ranks: Collection[int]) -> str:
-    """Write "rank 2" or "ranks 0,2-5"."""
+    """Return "rank 2" or "ranks 0,2-5"."""
     parts: list[list[int]] = []
     for rank in sorted(ranks):
         if parts and rank == parts[-1][-1] + 1:
