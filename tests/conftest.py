@@ -92,8 +92,8 @@ def _processes_left(before: set[Any]) -> list[str]:
 
 
 def _environ() -> dict[str, str]:
-    # sklearn and torch's compiler set theirs when they are imported.
-    others = ("PYTEST_CURRENT_TEST", "KMP_", "TORCHINDUCTOR_")
+    # sklearn, torch's compiler, and ignite beside Horovod set theirs when they are imported.
+    others = ("PYTEST_CURRENT_TEST", "KMP_", "TORCHINDUCTOR_", "HOROVOD_DYNAMIC_PROCESS_SETS")
     return {name: value for name, value in os.environ.items() if not name.startswith(others)}
 
 
