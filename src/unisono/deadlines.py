@@ -19,7 +19,6 @@ __all__ = (
     "DEFAULT_TIMEOUT_S",
     "Limit",
     "Limited",
-    "Recall",
     "allowed_s",
     "deadline",
     "end_of_block",
@@ -29,7 +28,6 @@ __all__ = (
     "limit_of",
     "overdue",
     "require_time",
-    "until_recalled",
     "within",
 )
 
@@ -38,28 +36,7 @@ DEFAULT_TIMEOUT_S = 1800.0
 
 _RATE = 1.0  # of the clock of limits and warnings: a test lets it run faster, or hardly at all
 
-_until: ContextVar[float | Recall | None] = ContextVar("_until", default=None)
-
-
-@dataclass(slots=True)
-class Recall:
-    """A deadline without a time: it passes when any thread calls `now`."""
-
-    at: float | None = None
-
-    def now(self) -> None:
-        """Let the deadline pass."""
-        self.at = time.monotonic()
-
-
-@contextmanager
-def until_recalled(recall: Recall) -> Iterator[None]:
-    """Give a block of this thread a deadline that passes when `recall` says so."""
-    token = _until.set(recall)
-    try:
-        yield
-    finally:
-        _until.reset(token)
+_until: ContextVar[float | None] = ContextVar("_until", default=None)
 
 
 @contextmanager
@@ -129,8 +106,7 @@ def within(limit: Limit | None) -> Iterator[None]:
 
 def end_of_block() -> float | None:
     """Return the deadline of this thread, by ``time.monotonic()``; None if none."""
-    until = _until.get()
-    return until.at if isinstance(until, Recall) else until
+    return _until.get()
 
 
 class Limited(Protocol):
@@ -168,10 +144,7 @@ def end_of_call(timeout_s: float | None) -> float:
     """Give until when a collective may take that starts now, by ``time.monotonic()``."""
     # As `limit_of`; infinity where nothing limits it.
     until = math.inf if timeout_s is None else time.monotonic() + timeout_s / _RATE
-    block = _until.get()
-    if block is None:
-        return until
-    at = block.at if isinstance(block, Recall) else block
+    at = _until.get()
     return until if at is None else min(at, until)
 
 

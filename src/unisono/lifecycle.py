@@ -477,18 +477,12 @@ def start(
     """Implement `spawn` without its warning about nested ranks."""
     name, cls, plan = check_job("spawn", backend, nproc_per_node, options)
     _check_call(fn, args, kwargs_dict)
-    given = {key: value for key, value in options.items() if key not in _LAUNCH_OPTIONS}
-    if options.get("timeout") is not None:
-        given["timeout"] = seconds("timeout", options["timeout"])
-    if plan.init_method is not None:
-        given["init_method"] = plan.init_method
     limit = Limit.here() if options.get("join", True) is not False else None
-    prefix = options.get("prefix_output") is not False
-    replica = Replica(name.lower(), fn, tuple(args), dict(kwargs_dict or {}), given, limit, prefix)
+    replica = _replica(name, plan, options, fn, args, kwargs_dict)
     if limit is not None and limit.left_s == 0:
         raise CollectiveTimeoutError("nothing was spawned: the block's deadline is over")
     try:
-        return _launch(cls, replica, plan, options)
+        return _launch(cls, replace(replica, limit=limit), plan, options)
     except WorkerFailedError as error:
         if not _is_of_the_block(error, limit):
             raise raised_here(error) from error.__cause__
@@ -496,6 +490,36 @@ def start(
     except KeyboardInterrupt as error:
         say_instead(error, interrupted("spawn"))
         raise
+
+
+def _replica(
+    name: str,
+    plan: LaunchPlan,
+    options: Mapping[str, Any],
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs_dict: Mapping[str, Any] | None = None,
+) -> Replica:
+    given = {key: value for key, value in options.items() if key not in _LAUNCH_OPTIONS}
+    if options.get("timeout") is not None:
+        given["timeout"] = seconds("timeout", options["timeout"])
+    if plan.init_method is not None:
+        given["init_method"] = plan.init_method
+    prefix = options.get("prefix_output") is not False
+    kwargs = dict(kwargs_dict or {})
+    return Replica(name.lower(), fn, tuple(args), kwargs, given, prefix_output=prefix)
+
+
+def start_to_stay(
+    backend: str | None, fn: Callable[..., Any], args: Sequence[Any], size: int, **options: Any
+) -> Job[Any] | None:
+    """Start ranks that stay within `fn`; None where their model makes them in this process."""
+    name, cls, plan = check_job("WorkerPool", backend, size, options)
+    if options.get("launcher") is None and "launch" in cls.capabilities:
+        return None
+    replica = _replica(name, plan, options, fn, args)
+    job: Job[Any] = _launch(cls, replica, plan, {**options, "join": True}, join=False)
+    return job
 
 
 def interrupted(call: str) -> str:
@@ -507,7 +531,12 @@ def interrupted(call: str) -> str:
 
 
 def _launch(
-    cls: type[ComputationModel], replica: Replica, plan: LaunchPlan, options: Mapping[str, Any]
+    cls: type[ComputationModel],
+    replica: Replica,
+    plan: LaunchPlan,
+    options: Mapping[str, Any],
+    *,
+    join: bool = True,
 ) -> Any:
     """Start the replicas through the model or a launcher."""
     plan, hooks = replace(plan, backend=replica.backend), launch_hooks_of(cls)
@@ -526,6 +555,12 @@ def _launch(
         launch, extra = _launcher(replica.backend, cls, options)
     if replica.options.get("timeout") is not None and _takes(launch, "stop_limit_s"):
         extra["stop_limit_s"] = replica.options["timeout"].total_seconds()
+    if not join and not _takes(launch, "join"):
+        raise ArgumentError(
+            f"launcher {options.get('launcher')!r} makes no replicas that stay: leave it out"
+        )
+    if not join:
+        extra["join"] = False
     return launch(replica, plan, environ=hooks.worker_environ(plan), **extra)
 
 

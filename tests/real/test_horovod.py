@@ -141,7 +141,7 @@ def test_what_needs_no_peers() -> None:
     run_job(JOB, "glance,alone", 1)
 
 
-def launch(entry: Callable[[Any], Any], plan: LaunchPlan | int = 2, **options: Any) -> list[Any]:
+def launch(entry: Callable[[Any], Any], plan: LaunchPlan | int = 2, **options: Any) -> Any:
     """Launch with a model in each replica."""
     from unisono.launchers import horovod as launcher
     from unisono.models.horovod.model import HorovodModel

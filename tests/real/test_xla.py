@@ -41,7 +41,7 @@ def _torch_xla() -> None:
     require("xla", None if importlib.util.find_spec("torch_xla") else text)
 
 
-def launch(entry: Callable[[XlaModel], Any], n: int) -> list[Any]:
+def launch(entry: Callable[[XlaModel], Any], n: int) -> Any:
     plan = LaunchPlan(n, backend="xla-cpu")
     run = partial(with_model, XlaModel, "xla-cpu", entry, {})
     return launcher.launch(run, plan, environ=XlaModel.worker_environ(plan))
@@ -51,7 +51,8 @@ def check_in(n: int, folder: Path, *names: str) -> Rows:
     """Run checks in one launch of n replicas; give what each found, by rank and name."""
     plan = LaunchPlan(n, backend="xla-cpu")
     environ = {**XlaModel.worker_environ(plan), xla_job.FOLDER: str(folder)}
-    return launcher.launch(partial(xla_job.run_checks, names), plan, environ=environ)
+    rows: Rows = launcher.launch(partial(xla_job.run_checks, names), plan, environ=environ)
+    return rows
 
 
 @pytest.fixture(scope="module")

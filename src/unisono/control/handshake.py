@@ -159,19 +159,16 @@ def accept(
     admit: Callable[[socket.socket], T | None],
     strangers: set[str],
     until: float = math.inf,
-    stop: socket.socket | None = None,
 ) -> Generator[tuple[socket.socket, T], None, None]:
     """Accept connections, and yield those that `admit`, in a thread for each, lets in."""
     # Members of a busy host are slow: each has until the end, and none waits for another.
     listener.setblocking(False)
     readable = select.poll()
     with contextlib.closing(Pending(admit, _MOST_PENDING, strangers)) as pending:
-        for watched in (listener, pending.wake, *([] if stop is None else [stop])):
+        for watched in (listener, pending.wake):
             readable.register(watched.fileno(), select.POLLIN)
         while (left_s := until - time.monotonic()) > 0:
             ready = [fd for fd, _ in readable.poll(min(left_s, _LONGEST_WAIT_S) * 1000)]
-            if stop is not None and stop.fileno() in ready:
-                return
             if pending.wake.fileno() in ready:
                 pending.wake.recv(4096)
             yield from pending.served()

@@ -45,11 +45,12 @@ def launch(
     plan: LaunchPlan,
     *,
     environ: Mapping[str, str] | None = None,
+    join: bool = True,
     hosts: str | None = None,
     verbose: int | bool | None = None,
     use_gloo: bool | None = None,
     stop_limit_s: float = DEFAULT_TIMEOUT_S,
-) -> list[Any]:
+) -> Any:
     """Run `entry` in ranks of a Horovod job."""
     if use_gloo is False:
         raise ArgumentError("use_gloo=False: ranks are started over gloo; start others by mpirun")
@@ -66,7 +67,7 @@ def launch(
     prepare = partial(_prepare, slots, bool(verbose))
     nodes = [node for node, count in enumerate(slots.values()) for _ in range(count)]
     ranks = partial(_Ranks, nodes, bool(verbose))
-    return run_function(entry, Script.of(plan), spec, prepare, environ or {}, ranks)
+    return run_function(entry, Script.of(plan), spec, prepare, environ or {}, ranks, join=join)
 
 
 class _Ranks(RemoteWorkers):

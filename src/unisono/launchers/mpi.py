@@ -122,9 +122,10 @@ def launch(
     plan: LaunchPlan,
     *,
     environ: Mapping[str, str] | None = None,
+    join: bool = True,
     timeout_s: float | None = None,
     stop_limit_s: float = DEFAULT_TIMEOUT_S,
-) -> list[Any]:
+) -> Any:
     """Run `entry` in the ranks of an MPI job on this host, whatever model it uses."""
     if plan.nnodes > 1:
         raise UnsupportedOperation(
@@ -136,4 +137,4 @@ def launch(
     script = replace(Script.of(plan), master_addr=None, master_port=None)
     size = plan.nproc_per_node
     spec = LauncherSpec("mpiexec", size, limit_s=timeout_s, stop_limit_s=stop_limit_s)
-    return run_function(entry, script, spec, _prepare, {**_AT_ONCE, **(environ or {})})
+    return run_function(entry, script, spec, _prepare, {**_AT_ONCE, **(environ or {})}, join=join)

@@ -140,7 +140,7 @@ def launch(
     timeout_s: float | None = None,
     options: Mapping[str, str | int | bool] | None = None,
     stop_limit_s: float = DEFAULT_TIMEOUT_S,
-) -> list[Any]:
+) -> Any:
     """Run `entry` in tasks of a Slurm step, which connect to `port` of this host."""
     options_given = tuple(_texts(options or {}))
     script = replace(Script.of(plan), timeout_s=timeout_s, options=options_given)

@@ -131,11 +131,12 @@ def launch(
     plan: LaunchPlan,
     *,
     environ: Mapping[str, str] | None = None,
+    join: bool = True,
     max_restarts: int = 0,
     max_nnodes: int | None = None,
     timeout_s: float | None = None,
     stop_limit_s: float = DEFAULT_TIMEOUT_S,
-) -> list[Any]:
+) -> Any:
     """Run `entry` in ranks of torch's agent on this node."""
     is_elastic = max_nnodes is not None and max_nnodes > plan.nnodes
     script = replace(
@@ -154,4 +155,4 @@ def launch(
         exit_s=timeout_s or _TIMEOUT_S,  # until other nodes are done, too
         stop_limit_s=stop_limit_s,
     )
-    return run_function(entry, script, spec, _prepare, environ or {})
+    return run_function(entry, script, spec, _prepare, environ or {}, join=join)

@@ -12,7 +12,6 @@ from unisono.lifecycle import best_backend
 from unisono.notebook.output import shown_once
 from unisono.notebook.rank_set import RankSet
 from unisono.notebook.reports import briefly, raise_failure
-from unisono.notebook.run import run
 
 _NAME = "ranks"
 
@@ -59,9 +58,8 @@ class Magics:
         filename = f"In[{self._count()}]"
         compile(source, filename, "exec")  # a SyntaxError is this process's own
         rank_set = self._choose(options.size, options.on)
-        result = run(
-            rank_set, source, filename, _checked(options.rank, rank_set.size), options.timeout
-        )
+        ranks = _checked(options.rank, rank_set.size)
+        result = rank_set.run(source, filename, ranks, options.timeout)
         raise_failure(result, options.timeout, self._names)
         if result.stays:
             print(f"{result.stays}.")

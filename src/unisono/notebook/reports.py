@@ -37,25 +37,22 @@ def raise_failure(run: Run, timeout_s: float | None, names: Container[str]) -> N
     """Raise what went wrong in a cell, if anything did."""
     # A notebook shows the ranks' tracebacks in place of this process's.
     failures = {rank: o.failure for rank, o in run.outcomes.items() if o.failure is not None}
-    cut = [rank for rank in failures if run.outcomes[rank].is_interrupted]
-    own = {rank: failure for rank, failure in failures.items() if rank not in cut}
+    own = {rank: failure for rank, failure in failures.items() if rank not in run.stacks}
     if run.cut_by == INTERRUPT:
-        text = f"the cell was interrupted\n\n{_places(run, failures)}"
+        text = f"the cell was interrupted\n\n{_places(run, own)}"
         _raise(KeyboardInterrupt(), text, run.stays)
     if run.cut_by == TIMEOUT:
-        late = sorted({*cut, *run.stacks})
-        text = f"{named(late)} of {run.size} weren't done after {format_s(timeout_s or 0.0)}"
-        _raise(CollectiveTimeoutError(text), f"{text}\n\n{_places(run, failures)}", run.stays)
+        text = f"{named(sorted(run.stacks))} of {run.size} weren't done after "
+        text += format_s(timeout_s or 0.0)
+        _raise(CollectiveTimeoutError(text), f"{text}\n\n{_places(run, own)}", run.stays)
     first = min(own, key=lambda rank: own[rank].doubt, default=None)
     if run.error is not None and (first is None or own[first].doubt):
         _raise(run.error, str(run.error), run.stays)
     if first is not None:
         ranks = [rank for rank in own if own[rank].traceback == own[first].traceback]
-        others = {rank: failure for rank, failure in failures.items() if rank not in ranks}
+        others = {rank: failure for rank, failure in own.items() if rank not in ranks}
         text = _text(ranks, own[first], run, others) + _remedy(own[first], names)
         _raise(_error(own[first], first, run.size), text, run.stays)
-    if failures:
-        _raise(KeyboardInterrupt(), _places(run, failures), run.stays)
 
 
 def _error(failure: Failure, rank: int, size: int) -> BaseException:
@@ -88,7 +85,7 @@ def _places(run: Run, failures: dict[int, Failure]) -> str:
     for rank, failure in failures.items():
         texts.setdefault(failure.traceback, []).append(rank)
     for rank, stack in run.stacks.items():
-        texts.setdefault(stack or "it says nothing\n", []).append(rank)
+        texts.setdefault(stack or "it doesn't answer\n", []).append(rank)
     parts = ((named(sorted(ranks)), text) for text, ranks in texts.items())
     return "\n".join(f"{who} of {run.size}:\n{text}" for who, text in parts)
 

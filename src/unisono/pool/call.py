@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
+from traceback import FrameSummary
+from typing import Any
 
 from unisono.errors import LaunchError
-from unisono.launchers.job import channel
+from unisono.launchers.job.failure import Fault
 from unisono.launchers.job.job import Job, Ranks
 from unisono.launchers.job.signals import TO_SAVE
 from unisono.pool.replicas import Replicas
-from unisono.pool.worker import BROKEN
+from unisono.pool.worker import ANSWER, BROKEN
 from unisono.tracebacks import hides
 
 __tracebackhide__ = hides
 
-_TICK_S = 0.1  # between two looks at replicas that are busy when another one has failed
-_STRIKES = 2  # looks in a row at which one says nothing, or that it waits
-_PATIENCE_S = 5.0  # with those that say that they compute
-_GRACE_S = 0.2  # for those whose context is lost anyway
+_LOOK_S = 0.15  # between two looks at replicas that are at work when another one has failed
+_LOOKS = 2  # in a row that find one which waits
+_PATIENCE_S = 5.0  # with those that compute
+_Give = Callable[[int], bytes | None]
+
+
+class LateError(LaunchError):
+    """Raised where a call isn't done at its limit."""
 
 
 class Call(Ranks):
@@ -30,102 +36,103 @@ class Call(Ranks):
     takes: Sequence[int] = TO_SAVE
 
     def __init__(
-        self,
-        replicas: Replicas,
-        give: Callable[[int], bytes | None],
-        too_late: Callable[[list[int]], NoReturn],
-        limit: float | None,
-        *,
-        is_together: bool,
+        self, replicas: Replicas, give: _Give, limit: float | None, *, is_together: bool
     ) -> None:
         self.answers: dict[int, list[bytes]] = {}
+        self.failures: dict[int, Fault | LaunchError | None] = {}
+        self.busy: set[int] = set()
+        """Replicas at work: after the call, those that were late or waited for a failed one."""
+        self.stacks: dict[int, list[FrameSummary]] = {}
+        """Where these were, once that has been asked."""
+        self.error: BaseException | None = None
+        """Why it ended, where that is neither a failure nor its limit."""
         self.replicas_stay: bool = False
         """Whether the call has ended, and all replicas wait for the next one."""
-        self._replicas = replicas
+        self.replicas = replicas
         self._give = give
-        self._too_late = too_late
         self._limit = limit
         self._is_together = is_together
-        self._busy: set[int] = set()
-        self._broken_at: float | None = None
-        self._is_cut = False
+        self._is_broken = self._is_cut = False
 
-    def begin(self, job: Job[Any]) -> None:
-        """Give each replica its first call."""
-        for rank in range(job.world_size):
-            self._go_on(job, rank)
+    @property
+    def late(self) -> list[int]:
+        """Ranks that weren't done at the limit."""
+        return [] if self.failures or self.error else sorted(self.busy)
+
+    def run(self, size: int, grace_s: float | None = None) -> None:
+        """Give each replica its first call, and wait until all are done."""
+        job: Job[Any] = Job(self, size, grace_s=grace_s if self.replicas.are_processes else None)
+        try:
+            for rank in range(size):
+                self._go_on(job, rank)
+            job.finish()
+        finally:
+            self.failures = job.failures.by_rank
 
     def poll(self, job: Job[Any], until: float) -> None:
         """Wait for the next answer, and take it in."""
-        limit = None if job.failures else self._limit
+        limit = math.inf if job.failures else self._until
         try:
-            if not self._hear(job, _sooner(until, limit)) and _is_past(limit):
-                self._too_late(job.late)
+            if not self._hear(job, min(until, limit)) and time.monotonic() >= limit:
+                raise LateError(f"ranks {sorted(self.busy)} weren't done in time")
         except BaseException:  # Ctrl-C, or a replica that died: nobody else is waited for
             self._is_cut = True
             raise
 
     def signal(self, number: int) -> None:
         """Signal the replicas at work; idle ones have nothing to save."""
-        self._replicas.signal(self._busy, number)
+        self.replicas.signal(self.busy, number)
 
     def end(self, job: Job[Any]) -> None:
         """Wait for replicas that still are at work where another one has failed."""
         if job.failures and not self._is_cut:
             with suppress(LaunchError):  # a replica died, after the first failure
-                self._drain(job)
-        self.replicas_stay = not self._busy and self._broken_at is None
+                self._wait_for_others(job)
+        self.replicas_stay = not self.busy and not self._is_broken
 
-    def _drain(self, job: Job[Any]) -> None:
-        """Wait while all that are busy compute: what waits for the failed one waits forever."""
-        now = time.monotonic()
-        until, look_at = now + _PATIENCE_S, now + _TICK_S
-        strikes = dict.fromkeys(self._busy, -1)  # at the first look nobody has been asked yet
-        while self._busy:
-            at = look_at if self._is_together else None
-            if self._broken_at is not None:
-                at = self._broken_at + _GRACE_S
-            if self._hear(job, _sooner(at, self._limit)):
+    def _wait_for_others(self, job: Job[Any]) -> None:
+        patience_s = _PATIENCE_S if self._is_together else math.inf
+        end, n_looks = min(time.monotonic() + patience_s, self._until), 0
+        while self.busy and time.monotonic() < end and n_looks < _LOOKS:
+            if self._hear(job, time.monotonic() + _LOOK_S):
+                n_looks = 0
+            elif self._is_broken:
+                return
+            elif self._is_together:
+                n_looks = n_looks + 1 if self.replicas.may_wait(self.busy) else 0
+
+    @property
+    def _until(self) -> float:
+        return math.inf if self._limit is None else self._limit
+
+    def _hear(self, job: Job[Any], until: float) -> bool:
+        """Take in what replicas have answered by then, and tell whether one has."""
+        answers = self.replicas.news(until)
+        for rank, kind, body in answers:
+            if rank not in self.busy:  # the end of an earlier call, which a debugger has kept
                 continue
-            now = time.monotonic()
-            if self._broken_at is not None or _is_past(self._limit) or now > until:
-                return
-            computing = self._replicas.ask(self._busy)
-            for rank in self._busy:
-                strikes[rank] = 0 if rank in computing else strikes[rank] + 1
-            if any(strikes[rank] >= _STRIKES for rank in self._busy):
-                return
-            look_at = now + _TICK_S
-
-    def _hear(self, job: Job[Any], limit: float | None) -> bool:
-        """Take in the next answer; tell whether one came by the limit."""
-        heard = self._replicas.hear(self._busy, limit)
-        if heard is None:
-            return False
-        rank, (kind, body) = heard
-        if kind == channel.RESULT:
-            self.answers.setdefault(rank, []).append(body)
-        else:
-            job.fail(rank, pickle.loads(body))
-        if kind == BROKEN:
-            self._broken_at = self._broken_at or time.monotonic()
-        self._go_on(job, rank)
-        return True
+            if kind == ANSWER:
+                self.answers.setdefault(rank, []).append(body)
+            else:
+                job.fail(rank, pickle.loads(body))
+            self._is_broken = self._is_broken or kind == BROKEN
+            self._go_on(job, rank)
+        return bool(answers)
 
     def _go_on(self, job: Job[Any], rank: int) -> None:
         body = None if job.failures else self._give(rank)
         if body is not None:
-            self._busy.add(rank)
-            self._replicas.send(rank, body, self._limit)
+            self.busy.add(rank)
+            self.replicas.send(rank, body)
             return
-        self._busy.discard(rank)
+        self.busy.discard(rank)
         if rank not in job.failures.by_rank:
             job.succeed(rank, b"")
 
 
-def once(body: bytes, size: int) -> Callable[[int], bytes | None]:
-    """Return what gives each of `size` replicas the same call, once."""
-    waiting = set(range(size))
+def once(body: bytes, ranks: Collection[int]) -> _Give:
+    """Return a function that gives each of these ranks the same call, once."""
+    waiting = set(ranks)
 
     def give(rank: int) -> bytes | None:
         if rank not in waiting:
@@ -134,11 +141,3 @@ def once(body: bytes, size: int) -> Callable[[int], bytes | None]:
         return body
 
     return give
-
-
-def _sooner(one: float | None, other: float | None) -> float | None:
-    return min((at for at in (one, other) if at is not None), default=None)
-
-
-def _is_past(limit: float | None) -> bool:
-    return limit is not None and time.monotonic() >= limit

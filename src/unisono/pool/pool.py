@@ -6,10 +6,9 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, TypeVar
 
 from typing_extensions import ParamSpec, Unpack
 
@@ -19,21 +18,19 @@ from unisono.errors import (
     ArgumentError,
     CollectiveTimeoutError,
     ContextError,
+    LaunchError,
     NotInitializedError,
 )
-from unisono.launchers.job.job import Job
 from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.lifecycle import check_job, interrupted, warn_in_a_rank
 from unisono.options import PoolOptions
 from unisono.plugins import seats_nodes
-from unisono.pool.call import Call, once
+from unisono.pool.call import Call, LateError, once
 from unisono.pool.replicas import Replicas
 from unisono.tracebacks import hides, say_instead
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-__all__ = ("WorkerPool",)
 
 __tracebackhide__ = hides
 
@@ -96,7 +93,7 @@ class WorkerPool:
         if deadline_s is not None:
             self._deadline_s = seconds("deadline_s", deadline_s).total_seconds()
         self._backend = backend
-        self._spawning = (backend, prefix_output, given)
+        self._options = {**given, "prefix_output": prefix_output}
         self._owner = os.getpid()
         self._replicas: Replicas | None = None
         self._is_closed = False
@@ -106,12 +103,12 @@ class WorkerPool:
         state = "closed" if self._is_closed else "warm" if self._is_warm() else "not started yet"
         limit = "" if self._deadline_s is None else f", deadline_s={self._deadline_s:g}"
         arguments = f"{self._backend!r}, nproc_per_node={self._size}{limit}"
-        others = sorted(pid for pid in self.pids if pid not in (None, os.getpid()))
+        others = sorted({*self.pids} - {os.getpid()})
         processes = f", processes {', '.join(map(str, others))}" if others else ""
         return f"<WorkerPool({arguments}): {state}{processes}>"
 
     @property
-    def pids(self) -> list[int | None]:
+    def pids(self) -> list[int]:
         """Process of each replica, by rank; this process where they are threads of it.
 
         Empty while the pool isn't warm.
@@ -149,7 +146,8 @@ class WorkerPool:
         self._check_owner()
         body = _pickled(fn, args, kwargs, True)
         with self._lock:
-            answers = self._collect(once(body, self._size), _name(fn), is_together=True)
+            give = once(body, range(self._size))
+            answers = self._collect(give, _name(fn), is_together=True)
             return [pickle.loads(answers[rank][0]) for rank in range(self._size)]
 
     def map(self, fn: Callable[[U], T], items: Iterable[U]) -> list[T]:
@@ -206,19 +204,15 @@ class WorkerPool:
         with self._lock:
             self._is_closed = True
             replicas, self._replicas = self._replicas, None
-        if replicas is None:
-            return
-        try:
-            replicas.stop(is_orderly=True)
-        except BaseException:  # Ctrl-C: they aren't waited for any longer
-            replicas.stop(is_orderly=False)
-            raise
-        if replicas.is_late:
-            raise CollectiveTimeoutError(
-                "the block's deadline is over, but replicas still had threads or exit handlers"
-            )
-        if replicas.ending_error is not None:
-            raise replicas.ending_error
+        if replicas is not None and replicas.has_ended():
+            replicas.end()
+        elif replicas is not None:
+            try:
+                replicas.close()
+            except CollectiveTimeoutError as error:
+                raise CollectiveTimeoutError(
+                    "the block's deadline is over, but replicas still had threads or exit handlers"
+                ) from error
 
     def __enter__(self) -> Self:
         return self
@@ -244,12 +238,13 @@ class WorkerPool:
         if self._replicas is not None and self._replicas.has_ended():
             self._drop()
         if self._replicas is None:
-            self._replicas = Replicas(self._size, *self._spawning, limit)
+            self._replicas = Replicas(self._size, self._backend, self._options, limit)
         return self._replicas
 
-    def _drop(self) -> bool:
-        replicas, self._replicas = self._replicas, None
-        return replicas is None or replicas.stop(is_orderly=False)
+    def _drop(self) -> None:
+        if self._replicas is not None:
+            self._replicas.end()
+            self._replicas = None
 
     def _collect(
         self, give: Callable[[int], bytes | None], name: str, *, is_together: bool
@@ -259,30 +254,69 @@ class WorkerPool:
         if limit_s == 0:
             raise CollectiveTimeoutError(f"{name} wasn't begun: the block's deadline is over")
         limit = None if limit_s is None else time.monotonic() + host_s(limit_s)
-        too_late = partial(self._give_up, name, limit_s)
         replicas = self._ready(limit)
-        call = Call(replicas, give, too_late, limit, is_together=is_together)
-        grace_s = self._grace_s if replicas.are_processes else None
-        job: Job[Any] = Job(call, self._size, grace_s=grace_s)
+        call = Call(replicas, give, limit, is_together=is_together)
         try:
-            call.begin(job)
-            job.finish()
+            call.run(self._size, self._grace_s)
         except BaseException as error:
             if not call.replicas_stay:  # nothing is left half done
                 self._drop()
             if isinstance(error, KeyboardInterrupt):
                 say_instead(error, interrupted("the call of a pool"))
+            if isinstance(error, LateError):
+                raise self._late(name, limit_s or 0, call, replicas) from None
             raise
         return call.answers
 
-    def _give_up(self, name: str, limit_s: float | None, late: list[int]) -> NoReturn:
-        is_over = self._drop()
-        spent_s = round(limit_s or 0, 2)
-        what = "ended" if is_over else "told to end, which they haven't yet"
-        raise CollectiveTimeoutError(
-            f"{name} wasn't done on ranks {late} of {self._size} after {spent_s:g} s: "
-            f"their replicas are {what}; the next call makes new ones"
+    def _late(
+        self, name: str, limit_s: float, call: Call, replicas: Replicas
+    ) -> CollectiveTimeoutError:
+        what = "ended" if replicas.are_processes else "told to end, which they may not have yet"
+        return CollectiveTimeoutError(
+            f"{name} wasn't done on ranks {sorted(call.busy)} of {self._size} after "
+            f"{round(limit_s, 2):g} s: their replicas are {what}; the next call makes new ones"
         )
+
+
+def end_replicas(pool: WorkerPool) -> None:
+    """End the replicas of a pool, whatever they do; its next call makes others."""
+    with pool._lock:
+        pool._drop()
+
+
+def outcome(
+    pool: WorkerPool,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    limit_s: float | None = None,
+    *,
+    only: Collection[int] | None = None,
+    keep: bool = False,
+    begun: Callable[[Call], object] = lambda _: None,
+) -> Call:
+    """Run a function in a pool, and return what became of it on each rank."""
+    # For tests and notebooks, which show all failures. `keep` leaves replicas there that another
+    # one's failure has left at work, for a debugger.
+    body = _pickled(fn, args, {}, True)
+    limit = None if limit_s is None else time.monotonic() + limit_s
+    ranks = range(pool._size) if only is None else only
+    with pool._lock:
+        replicas = pool._ready(limit)
+        call = Call(replicas, once(body, ranks), limit, is_together=True)
+        begun(call)
+        try:
+            call.run(pool._size)
+        except LaunchError as error:
+            is_told = call.failures or isinstance(error, LateError)
+            call.error = None if is_told else error
+        except BaseException:  # Ctrl-C, another plug-in's limit: the ranks are still at work
+            pool._drop()
+            raise
+        if call.busy and call.error is None:
+            call.stacks = replicas.stacks(call.busy)
+        if not call.replicas_stay and not (keep and call.failures):
+            pool._drop()
+    return call
 
 
 def _check_host(options: Mapping[str, Any]) -> None:

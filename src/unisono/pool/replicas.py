@@ -1,307 +1,234 @@
-"""The replicas of a pool as the pool's process sees them."""
+"""The replicas of a pool as its process sees them: ranks of a job that isn't over."""
 
 from __future__ import annotations
 
-import math
 import os
 import pickle
-import secrets
-import select
-import selectors
-import signal
+import re
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterable
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from traceback import FrameSummary
 from typing import Any
 
-from unisono.control.addresses import listen_locally, local_address, peer
-from unisono.control.handshake import accept, answer, hang_up
-from unisono.deadlines import Recall, limit_of, until_recalled
+from unisono.deadlines import DEFAULT_TIMEOUT_S
 from unisono.errors import CollectiveTimeoutError, LaunchError
+from unisono.host import stack_signal
 from unisono.launchers.job import channel
-from unisono.lifecycle import start
-from unisono.pool.worker import CALL, OUTPUT, SECRET_BYTES, STACK, WHERE, serve
+from unisono.launchers.job.job import Job
+from unisono.launchers.job.worker_handles import Worker, Workers
+from unisono.lifecycle import start, start_to_stay
+from unisono.model.contract import ComputationModel
+from unisono.pool import worker as inside
+from unisono.tracebacks import frame_of, hides, is_ours
 
-_LEAST_S = 0.001
-_LEAVE_S = 1.0  # for an idle replica to take its leave, before it is killed
-_QUIT_S = 0.3  # for a replica told to abandon its call
-_END_S = 10.0  # for the end of those that were told to drop what they do
-_Answer = tuple[bytes, bytes]
-Frame = tuple[str, int, str, str]
+__tracebackhide__ = hides
 
-
-class _Spawning:
-    """A spawn within a thread of its own, without a reference to its `Replicas`."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self.error: BaseException | None = None
-        self.recall = Recall()
-        self._end = end
-
-    def run(
-        self, backend: str | None, args: tuple[Any, ...], size: int, options: dict[str, Any]
-    ) -> None:
-        """Make the replicas, and wait for their end."""
-        try:
-            with until_recalled(self.recall):
-                start(backend, serve, args, None, size, prefix_output=False, **options)
-        except BaseException as error:  # it is raised where the pool is used
-            self.error = error.with_traceback(None)  # whose frames would keep what they hold
-        finally:
-            self._end.close()
+_QUIT_S = 0.3  # for threads whose context has been aborted
+_STOPPED_S = 1.0  # for a replica that was told to end
+_STACK_S = 1.0  # for a process to write a stack
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)  # as faulthandler does
+_NEVER_WAITS = re.compile(
+    r"/unisono/(testing|notebook|pool|launchers|pickling\.py|tracebacks\.py)\b"
+)
+_Answer = tuple[int, bytes, bytes]
 
 
 class Replicas:
-    """One set of replicas: the thread that spawned them, and a connection to each."""
-
-    # They end with it, also where nobody stops them.
+    """One set of replicas, each of which has told that it is ready."""
 
     def __init__(
-        self,
-        size: int,
-        backend: str | None,
-        has_prefix: bool,
-        options: dict[str, Any],
-        limit: float | None = None,
+        self, size: int, backend: str | None, options: dict[str, Any], limit: float | None = None
     ) -> None:
         self._size = size
-        self._sockets: dict[int, socket.socket] = {}
-        self._inboxes: dict[int, channel.Inbox] = {}
-        self._computing: set[int] = set()
-        self._outputs: dict[int, list[tuple[int, int]]] = {}
-        self._outputs_at_start = _outputs()
-        self._ended, end = socket.socketpair()
-        self._spawning = _Spawning(end)
-        self.is_late: bool = False
-        """Whether replicas were still at their end when the block's deadline was over."""
-        self.ending_error: BaseException | None = None
-        """Why a replica that had left its last call couldn't end in good order."""
-        self._secret = secrets.token_bytes(SECRET_BYTES)
-        with ExitStack() as stack:
-            listener, address = _listener(stack)
-            args = (address, self._secret, os.getpid(), has_prefix)
-            self._thread = threading.Thread(
-                target=self._spawning.run,
-                args=(backend, args, size, options),
-                name="unisono-pool-spawn",
-                daemon=True,
-            )
-            try:
-                self._thread.start()
-                self._welcome(listener, size, limit)
-            except BaseException:  # Ctrl-C too: no replica is left behind
-                self._spawning.recall.now()
-                listener.close()  # a replica that waits to be let in leaves
-                if self._thread.is_alive():  # else it begins with the recall, if ever
-                    self.stop(is_orderly=False)
-                raise
-        self.are_processes: bool = os.getpid() not in self.pids
-        weakref.finalize(self, _hang_up_at_home, self._all_sockets(), os.getpid())
+        self._places: dict[int, tuple[int, int, int, Mapping[str, int]]] = {}
+        job = start_to_stay(backend, inside.serve, (os.getpid(),), size, **options)
+        self._job: Job[Any] = job or Job(_Threads(backend, size, options), size)
+        assert isinstance(self._job.ranks, Workers)
+        self._workers: Workers = self._job.ranks
+        weakref.finalize(self, _end, self._job, os.getpid())
+        try:
+            self._welcome(limit)
+        except BaseException:  # Ctrl-C too: no replica is left behind
+            self._job.terminate()
+            raise
 
-    def _welcome(self, listener: socket.socket, size: int, limit: float | None) -> None:
-        """Let the replicas in, which know the secret, until the limit."""
-
-        def admit(sock: socket.socket) -> int | None:
-            hello = answer(sock, self._secret, 4)
-            return None if hello is None else int.from_bytes(hello, "little")
-
-        until = math.inf if limit is None else limit
-        with closing(accept(listener, admit, set(), until, self._ended)) as replicas:
-            for sock, rank in replicas:
-                sock.setblocking(True)
-                self._sockets[rank] = sock
-                self._inboxes[rank] = channel.Inbox(sock)
-                if len(self._sockets) == size:
-                    return
-        if limit is not None and time.monotonic() >= limit and self._thread.is_alive():
-            late = [rank for rank in range(size) if rank not in self._sockets]
-            raise CollectiveTimeoutError(
-                f"the replicas of ranks {late} of {size} weren't there when the deadline was over"
-            )
-        raise self._why()
-
-    def _all_sockets(self) -> list[socket.socket]:
-        return [*self._sockets.values(), self._ended]
-
-    def _why(self) -> BaseException:
-        self._thread.join(_END_S)
-        error, self._spawning.error = self._spawning.error, None
-        return error or LaunchError("the replicas of the pool have ended")
+    def _welcome(self, limit: float | None) -> None:
+        while late := sorted(set(range(self._size)) - self._places.keys()):
+            if limit is not None and time.monotonic() >= limit:
+                raise CollectiveTimeoutError(
+                    f"the replicas of ranks {late} of {self._size} weren't there when the deadline "
+                    "was over"
+                )
+            self._places |= {rank: pickle.loads(body) for rank, _, body in self.news(limit)}
 
     @property
-    def pids(self) -> list[int | None]:
+    def pids(self) -> list[int]:
         """Process of each replica, by rank; the pool's own where it is a thread of that."""
-        return [peer(self._sockets[rank]).pid for rank in range(self._size)]
+        return [self._places[rank][0] for rank in range(self._size)]
 
-    def signal(self, ranks: Iterable[int], number: int) -> None:
-        """Send replicas that are processes a signal."""
-        _kill([peer(self._sockets[rank]).pid for rank in ranks], number)
+    @property
+    def are_processes(self) -> bool:
+        """Whether none of them is a thread of this process."""
+        return os.getpid() not in self.pids
+
+    def thread_of(self, rank: int) -> int:
+        """Return the thread that runs calls of a replica, by its id in Python."""
+        return self._places[rank][1]
 
     def has_ended(self) -> bool:
         """Return whether a replica is gone."""
-        return not self._thread.is_alive() or any(map(_is_closed, self._sockets.values()))
+        return any(_is_closed(worker.channel) for worker in self._workers.workers)
 
-    def send(self, rank: int, body: bytes, limit: float | None) -> None:
-        """Give a replica its next call; nothing more once the limit has passed."""
-        sock = self._sockets[rank]
-        with suppress(OSError):  # `hear` says why it is gone, or late
-            sock.settimeout(None if limit is None else max(_LEAST_S, limit - time.monotonic()))
-            self._send_output(rank)
-            channel.send(sock, CALL, body)
-        sock.setblocking(True)
+    def send(self, rank: int, body: bytes) -> None:
+        """Give a replica its next call, as far as it reads it while there is news."""
+        worker = self._worker(rank)
+        worker.task = channel.task(body)
+        worker.send_task()
 
-    def _send_output(self, rank: int) -> None:
-        """Let a replica print where this process does by now, if that isn't where it did before."""
-        now = _outputs()
-        if now is not None and now != self._outputs.get(rank, self._outputs_at_start):
-            channel.send(self._sockets[rank], OUTPUT)
-            socket.send_fds(self._sockets[rank], [b"o"], [1, 2])
-            self._outputs[rank] = now
+    def news(self, until: float | None) -> list[_Answer]:
+        """Wait for answers until then; raise once a replica has died."""
+        workers = self._workers
+        if not workers.answers:
+            self._job.watch(until)
+        if not workers.answers:
+            self._job.require_ranks()
+        answers, workers.answers = workers.answers, []
+        return answers
 
-    def ask(self, ranks: Iterable[int]) -> set[int]:
-        """Ask replicas what they do."""
-        # Local; never waits.
-        computing, self._computing = self._computing, set()
-        for rank in ranks:
-            with suppress(OSError):  # it doesn't even read: then it says nothing
-                self._sockets[rank].send(channel.head(WHERE), socket.MSG_DONTWAIT)
-        return computing | {rank for rank in ranks if self._inboxes[rank].is_within}
+    def signal(self, ranks: Iterable[int], number: int) -> None:
+        """Send replicas that are processes a signal."""
+        for rank in ranks if self.are_processes else ():
+            self._worker(rank).signal(number)
 
-    def stacks(self, ranks: Iterable[int], within_s: float) -> dict[int, list[Frame]]:
-        """Ask replicas at work where they are."""
-        # Their answers to the call that they run are lost.
-        stacks: dict[int, list[Frame]] = {}
-        waiting = set(ranks)
-        for rank in waiting:
-            with suppress(OSError):
-                self._sockets[rank].send(channel.head(STACK), socket.MSG_DONTWAIT)
-        limit = time.monotonic() + within_s
-        with suppress(Exception):  # they may end meanwhile
-            while waiting and (heard := self.hear(waiting, limit)) is not None:
-                rank, (kind, body) = heard
-                waiting.discard(rank)
-                if kind == STACK:
-                    stacks[rank] = pickle.loads(body)
-        return stacks
+    def may_wait(self, ranks: Iterable[int]) -> bool:
+        """Return whether one of these replicas may wait for another one, or doesn't answer."""
+        stacks = self.stacks(ranks).values()
+        return any(not s or any(_may_wait(frame.filename) for frame in s) for s in stacks)
 
-    def hear(self, busy: Iterable[int], limit: float | None) -> tuple[int, _Answer] | None:
-        """Wait for the next answer; None once the limit has passed."""
-        with selectors.DefaultSelector() as selector:
-            for rank in busy:
-                selector.register(self._sockets[rank], selectors.EVENT_READ, rank)
-            selector.register(self._ended, selectors.EVENT_READ)
-            while limit is None or time.monotonic() < limit:
-                left = None if limit is None else max(0.0, limit - time.monotonic())
-                ranks = [key.data for key, _ in selector.select(left)]
-                for rank in [rank for rank in ranks if rank is not None]:
-                    try:
-                        answer = self._inboxes[rank].take()
-                    except EOFError:  # its end is seen, and told, by those who made it
-                        selector.unregister(self._sockets[rank])
-                        continue
-                    if answer is not None and answer[0] != WHERE:
-                        return rank, answer
-                    if answer is not None and not answer[1]:
-                        self._computing.add(rank)
-                if None in ranks:
-                    raise self._why()
-        return None
+    def stacks(self, ranks: Iterable[int]) -> dict[int, list[FrameSummary]]:
+        """Return what replicas at work have called, outermost first; empty without an answer."""
+        return {rank: self._stack(rank) for rank in ranks}
 
-    def stop(self, is_orderly: bool) -> bool:
-        """End the replicas: in their own time, or at once; processes that don't go are killed."""
-        # Local; harmless the second time. What they still do in their own time is waited for as
-        # long as the block's deadline allows: threads that aren't daemons, exit handlers.
-        if any(sock.fileno() < 0 for sock in self._all_sockets()):
-            _hang_up(self._all_sockets())  # it is what Ctrl-C left undone the first time
-            return not self._thread.is_alive()
-        is_recalled = len(self._sockets) < self._size
-        if is_recalled:
-            self._spawning.recall.now()  # those that aren't there yet can't be told
-        was_whole = is_orderly and not self.has_ended()
-        for sock in self._sockets.values():
-            with suppress(OSError):
-                if is_orderly:
-                    sock.setblocking(False)
-                    channel.send(sock, channel.END)
-                else:
-                    sock.shutdown(socket.SHUT_WR)
-        has_killed = self._see_off(_LEAVE_S if is_orderly else _QUIT_S)
-        pids = {peer(sock).pid for sock in self._sockets.values()} - {os.getpid()}
-        if is_orderly and pids:  # threads and exit handlers end in their own time, as spawn's do
-            self._thread.join(limit_of(None))
-            self.is_late = self._thread.is_alive()
-            _kill(pids if self.is_late else ())
-        self._thread.join(_END_S if pids or is_orderly or is_recalled else _QUIT_S)
-        _hang_up(self._all_sockets())
-        if was_whole and not has_killed:
-            self.ending_error = self._spawning.error
-        return not self._thread.is_alive()
+    def _stack(self, rank: int) -> list[FrameSummary]:
+        pid, thread_id, native_id, facts = self._places[rank]
+        if pid == os.getpid():
+            frames, frame = [], frame_of(thread_id)
+            while frame is not None:
+                frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+                frame = frame.f_back
+        else:
+            text = stack_signal.ask(pid, facts, native_id, _STACK_S) or ""
+            frames = [(file, int(line), name) for file, line, name in _FRAME.findall(text)]
+        files = [file for file, *_ in frames]
+        own = frames[: files.index(inside.__file__) if inside.__file__ in files else None]
+        return [FrameSummary(*frame, lookup_line=False) for frame in reversed(own)]
 
-    def _see_off(self, patience_s: float) -> bool:
-        """Wait until replicas close their connections; kill those that don't, and tell so."""
-        until = time.monotonic() + patience_s
-        waiting = select.poll()
-        sockets = {sock.fileno(): sock for sock in self._sockets.values()}
-        for sock in sockets.values():
-            waiting.register(sock, 0)  # an end alone is reported
-        waiting.register(self._ended, select.POLLIN)
-        while sockets and (left := until - time.monotonic()) > 0:
-            for fd, _ in waiting.poll(left * 1000):
-                if fd == self._ended.fileno():
-                    return False
-                waiting.unregister(fd)
-                del sockets[fd]
-        _kill({peer(sock).pid for sock in sockets.values()} - {os.getpid()})
-        return bool(sockets)
+    def abort(self) -> None:
+        """End the contexts of replicas that are threads, so that none waits for another one."""
+        if isinstance(self._workers, _Threads):
+            self._workers.abort()
+
+    def close(self) -> None:
+        """End idle replicas in good order, which takes what they left behind."""
+        self._workers.stop_limit_s = _STOPPED_S
+        for worker in self._workers.workers:
+            worker.task = channel.task(b"")
+        self._job.finish()
+
+    def end(self) -> None:
+        """End the replicas, whatever they do."""
+        self._job.terminate()
+
+    def _worker(self, rank: int) -> Worker:
+        return next(worker for worker in self._workers.workers if worker.rank == rank)
 
 
-def _outputs() -> list[tuple[int, int]] | None:
-    """Tell which files stdout and stderr are; None where one is closed."""
+class _Threads(Workers):
+    """Replicas that their model makes in this process; each has a channel all the same."""
+
+    def __init__(self, backend: str | None, size: int, options: dict[str, Any]) -> None:
+        super().__init__(size, ExitStack(), DEFAULT_TIMEOUT_S)
+        self._models: dict[int, ComputationModel] = {}
+        self._errors: list[BaseException] = []
+        self._is_ending = False
+        ends, statuses = [], []
+        for rank in range(size):
+            (ours, theirs), (status, their_status) = socket.socketpair(), socket.socketpair()
+            self.workers.append(Worker(rank, ours, status, pid=os.getpid()))
+            ends.append(theirs)
+            statuses.append(their_status)
+        arguments = (backend, size, options, ends, statuses, self._models, self._errors)
+        name = "unisono-pool-spawn"
+        threading.Thread(target=_spawn, args=arguments, name=name, daemon=True).start()
+
+    def abort(self) -> None:
+        """End the contexts of all replicas."""
+        for model in list(self._models.values()):
+            model.abort()
+
+    def poll(self, job: Job[Any], until: float) -> None:
+        """Wait for news of any replica; raise why they couldn't be made."""
+        super().poll(job, until)
+        if self._errors and not self._is_ending:
+            self._is_ending = True
+            raise self._errors[0]
+
+    def end(self, job: Job[Any]) -> None:
+        """Let the replicas end; a thread that computes does so once its call is over."""
+        self._is_ending = True
+        self.abort()
+        for worker in self.workers:
+            if not worker.has_ended:
+                worker.channel.close()
+                worker.is_silent = True
+        until = time.monotonic() + _QUIT_S
+        while time.monotonic() < until and not all(worker.has_ended for worker in self.workers):
+            self.poll(job, until)
+        for worker in self.workers:
+            worker.close()
+
+    def lost(self, job: Job[Any], rank: int) -> LaunchError:
+        """Return the error of replicas that ended by themselves."""
+        del job, rank
+        return LaunchError("the replicas of the pool have ended")
+
+
+def _spawn(
+    backend: str | None,
+    size: int,
+    options: dict[str, Any],
+    ends: list[socket.socket],
+    statuses: list[socket.socket],
+    models: dict[int, ComputationModel],
+    errors: list[BaseException],
+) -> None:
+    """Make the replicas, and wait for their end; no reference leads to those who wait for them."""
     try:
-        stats = [os.fstat(fd) for fd in (1, 2)]
-    except OSError:
-        return None
-    return [(stat.st_dev, stat.st_ino) for stat in stats]
+        start(backend, inside.serve, (os.getpid(), ends, models), None, size, **options)
+    except BaseException as error:  # it is raised where the pool is used
+        errors.append(error.with_traceback(None))  # whose frames would keep what they hold
+    finally:
+        for sock in (*ends, *statuses):
+            sock.close()
 
 
-def _listener(stack: ExitStack) -> tuple[socket.socket, str]:
-    try:
-        listener, address = listen_locally(stack)
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.connect(local_address(address))
-            peer(probe)  # a sandbox may forbid to ask
-            listener.accept()[0].close()
-    except OSError as error:
-        raise LaunchError(
-            "a pool talks to its replicas over Unix-domain sockets and asks the kernel who is at "
-            f"the other end, which can't be done here: {error}. Use spawn, or allow both"
-        ) from error
-    return listener, address
-
-
-def _hang_up(sockets: list[socket.socket]) -> None:
-    for sock in sockets:
-        hang_up(sock)
-
-
-def _hang_up_at_home(sockets: list[socket.socket], owner: int) -> None:
-    """Hang up, but in a fork of the owner: what that shuts down is shut down for both."""
+def _end(job: Job[Any], owner: int) -> None:
+    """End replicas that nothing refers to any more, but not in a fork."""
     if os.getpid() == owner:
-        _hang_up(sockets)
+        job.terminate()
 
 
-def _kill(pids: Iterable[int | None], number: int = signal.SIGKILL) -> None:
-    for pid in pids:
-        if pid is not None:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
+def _may_wait(file: str) -> bool:
+    """Return whether code of a file may wait for other ranks."""
+    return "/torch/distributed/" in file or (is_ours(file) and not _NEVER_WAITS.search(file))
 
 
 def _is_closed(sock: socket.socket) -> bool:
-    """Return whether the other side is gone; between calls it has nothing to say."""
+    """Return whether the other side is gone; between calls it sends nothing."""
     try:
         return sock.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK) == b""
     except BlockingIOError:

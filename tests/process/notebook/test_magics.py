@@ -131,7 +131,7 @@ def test_a_rank_that_cannot_be_interrupted_is_given_up(shown: Shown) -> None:
     )
     text = raised(shown, CollectiveTimeoutError, "2 --on gloo --timeout 0.5", stuck)
     assert "rank 1 of 2 weren't done after 0.5 s" in text
-    assert "line 5 in <module>" in text
+    assert "line 5, in <module>" in text
     assert "their names are lost" in text
     assert shown("", "idist.all_reduce(1)") == ["2"]
 

@@ -147,13 +147,6 @@ def test_a_caller_that_drips_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch
             receive(ours, 2, time.monotonic() + 10)
 
 
-def test_a_stop_ends_it(listener: socket.socket, held: ExitStack) -> None:
-    stop, theirs = socket.socketpair()
-    with stop:
-        theirs.close()
-        assert list(accept(listener, admit, set(), stop=stop)) == []
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux's kernel")
 def test_the_kernel_says_who_connected(held: ExitStack) -> None:
     listener, _ = listen_locally(held)

@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
+import queue
 import socket
 import struct
+from contextvars import ContextVar
+from dataclasses import dataclass
 
 TASK, RESULT, ERROR, DONE, END = b"t", b"r", b"e", b"d", b"q"
 _HEAD = struct.Struct("<Qc")
+
+
+@dataclass(frozen=True, slots=True)
+class OwnChannel:
+    """A worker's end of its channel, for an entry that stays: further tasks, and their answers."""
+
+    socket: socket.socket
+    tasks: queue.SimpleQueue[bytes] | None = None
+    """Where another thread puts tasks; None where nobody else reads the channel."""
+
+    def next_task(self) -> bytes | None:
+        """Wait for the next task; empty for the end, None once the parent is gone."""
+        if self.tasks is not None:
+            return self.tasks.get()
+        message = receive(self.socket)
+        return None if message is None else message[1]
+
+
+OWN: ContextVar[OwnChannel] = ContextVar("OWN")
 
 
 def send(channel: socket.socket, kind: bytes, body: bytes = b"") -> None:
     """Send one message."""
     channel.sendall(head(kind, len(body)))
     channel.sendall(body)
+
+
+def task(body: bytes) -> memoryview:
+    """Write the message of a task, to be sent bit by bit."""
+    return memoryview(head(TASK, len(body)) + body)
 
 
 def head(kind: bytes, size: int = 0) -> bytes:
@@ -32,11 +59,6 @@ class Inbox:
         self._kind = kind
         self._data = bytearray(size)
         self._room = memoryview(self._data)
-
-    @property
-    def is_within(self) -> bool:
-        """Whether a message has begun to come."""
-        return self._kind is not None or len(self._room) < len(self._data)
 
     def take(self) -> tuple[bytes, bytes] | None:
         """Take the next message as far as it is there."""

@@ -177,6 +177,15 @@ class Job(Generic[T]):
             self._poll(limit)
         return True
 
+    def watch(self, until: float | None) -> None:
+        """Take in news of ranks that stay, until then at most."""
+        self._poll(until)
+
+    def require_ranks(self) -> None:
+        """Raise how a rank ended that was to stay, once that is known; then all have been ended."""
+        if self._is_over():
+            self._finish(None)
+
     def send_tasks(self) -> None:
         """Wait until every rank knows what to do, or one has failed."""
         try:

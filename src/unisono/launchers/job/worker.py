@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import os
 import pickle
+import queue
 import signal
 import socket
 import sys
@@ -57,8 +58,7 @@ class Task:
 
     def message(self) -> memoryview:
         """Write the message that tells it a worker."""
-        body = pickle.dumps(self)
-        return memoryview(messages.head(messages.TASK, len(body)) + body)
+        return messages.task(pickle.dumps(self))
 
 
 def work(channel_fd: int, parent: int) -> NoReturn:
@@ -71,9 +71,10 @@ def work(channel_fd: int, parent: int) -> NoReturn:
         os._exit(1)
     task: Task = pickle.loads(message[1])
     ended, all_done = threading.Event(), threading.Event()
-    threading.Thread(
-        target=_watch, args=(channel, ended, all_done), name="unisono-parent", daemon=True
-    ).start()
+    tasks: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    watched = (channel, tasks, ended, all_done)
+    threading.Thread(target=_watch, args=watched, name="unisono-parent", daemon=True).start()
+    messages.OWN.set(messages.OwnChannel(channel, tasks))
     Lifetime.begin()
     try:
         _settle_in(task)
@@ -135,9 +136,17 @@ def _settle_in(task: Task) -> None:
         sys.modules["torch"].set_num_threads(int(threads))
 
 
-def _watch(channel: socket.socket, ended: threading.Event, all_done: threading.Event) -> None:
-    while (message := messages.receive(channel)) is not None and message[0] == messages.DONE:
-        all_done.set()
+def _watch(
+    channel: socket.socket,
+    tasks: queue.SimpleQueue[bytes],
+    ended: threading.Event,
+    all_done: threading.Event,
+) -> None:
+    while (message := messages.receive(channel)) is not None and message[0] != messages.END:
+        if message[0] == messages.DONE:
+            all_done.set()
+        else:
+            tasks.put(message[1])
     if message is None:
         os.kill(os.getpid(), signal.SIGKILL)
     flush()

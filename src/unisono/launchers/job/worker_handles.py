@@ -67,6 +67,13 @@ class Worker:
         with contextlib.suppress(OSError):
             self.status.send(bytes([number]), socket.MSG_DONTWAIT)
 
+    def send_task(self) -> None:
+        """Send what is left of its task, as far as there is room."""
+        with contextlib.suppress(OSError):  # its end is seen when it is listened to
+            if self.task:
+                sent = self.channel.send(self.task, socket.MSG_DONTWAIT)
+                self.task = self.task[sent:]
+
     def close(self) -> None:
         """Close its sockets, which ends it."""
         self.channel.close()
@@ -82,8 +89,11 @@ class Workers(Ranks):
         self.workers: list[Worker] = []
         self.world_size: int = world_size
         self.fork_server: subprocess.Popen[bytes] | None = None
+        self.answers: list[tuple[int, bytes, bytes]] = []
+        """Messages of ranks that stay: rank, kind and body."""
         self._held = held
-        self._stop_limit_s = stop_limit_s + _STOP_GRACE_S
+        self.stop_limit_s: float = stop_limit_s + _STOP_GRACE_S
+        """Seconds that a rank may be stopped."""
         self._begin = self._looked_at = self._roused_at = time.monotonic()
 
     def are_starting(self) -> bool:
@@ -203,7 +213,7 @@ class Workers(Ranks):
         for worker in self.workers:
             if worker.stopped_by is not None:
                 worker.stopped_s += passed
-                if worker.stopped_s > self._stop_limit_s and worker.rank not in job.results:
+                if worker.stopped_s > self.stop_limit_s and worker.rank not in job.results:
                     job.stop(self._stopped(worker))
         unmade = [
             w.rank
@@ -222,10 +232,7 @@ class Workers(Ranks):
                 self.fork_server.send_signal(signal.SIGCONT)  # nobody but us has a use for its stop
 
     def _talk(self, job: Job[Any], worker: Worker) -> None:
-        with contextlib.suppress(OSError):  # its end is seen when it is listened to
-            if worker.task:
-                sent = worker.channel.send(worker.task, socket.MSG_DONTWAIT)
-                worker.task = worker.task[sent:]
+        worker.send_task()
         self._hear(job, worker)
 
     def _hear(self, job: Job[Any], worker: Worker) -> bool:
@@ -239,8 +246,10 @@ class Workers(Ranks):
             return False
         if message[0] == messages.RESULT:
             job.succeed(worker.rank, message[1])
-        else:
+        elif message[0] == messages.ERROR:
             job.fail(worker.rank, pickle.loads(message[1]))
+        else:
+            self.answers.append((worker.rank, *message))
         return True
 
     def _silence(self, job: Job[Any], worker: Worker) -> None:

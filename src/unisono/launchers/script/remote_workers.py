@@ -380,10 +380,13 @@ def run_function(
     prepare: Callable[[Script, ExitStack], tuple[Sequence[str], Mapping[str, str]]],
     environ: Mapping[str, str],
     ranks: Callable[..., RemoteWorkers] = RemoteWorkers,
-) -> list[Any]:
+    *,
+    join: bool = True,
+) -> Any:
     """Run `entry` in ranks of a launcher, whose command line and variables `prepare` writes."""
     pickled = pickle_for_worker(entry)
-    with ExitStack() as held:
+    with ExitStack() as failing:
+        held = failing.enter_context(ExitStack())
         arguments, variables = prepare(replace(script, program=boot(), is_function=True), held)
         workers = ranks(spec, pickled, environ, held)
         first = (script.node_rank or 0) * (spec.n_own or 0)
@@ -391,6 +394,10 @@ def run_function(
         job: Job[Any] = Job(workers, spec.world_size, own, grace_s=script.grace_s or None)
         try:
             workers.start(dying_with(os.getpid(), spec.end_signal, list(arguments)), variables)
-            return job.join()
-        finally:
+            if join:
+                return job.join()
+        except BaseException:
             job.terminate()
+            raise
+        failing.pop_all()  # the job closes what is held
+    return job

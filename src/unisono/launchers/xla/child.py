@@ -83,6 +83,7 @@ def _replica(_rank: int) -> None:
     if message is None:
         os._exit(1)
     task: Task = pickle.loads(message[1])
+    messages.OWN.set(messages.OwnChannel(channel))
     try:
         entry = load_from_parent(task.entry)
         # Autograd's own threads would run hooks outside of the replica.

@@ -39,8 +39,12 @@ _SERVE = "from unisono.launchers.xla.child import serve; serve({})"
 
 
 def launch(
-    entry: Callable[[RankInfo], Any], plan: LaunchPlan, *, environ: Mapping[str, str]
-) -> list[Any]:
+    entry: Callable[[RankInfo], Any],
+    plan: LaunchPlan,
+    *,
+    environ: Mapping[str, str],
+    join: bool = True,
+) -> Any:
     """Run `entry` in the replicas that XLA's runtime makes."""
     if plan.start_method not in (None, "fork"):
         raise ArgumentError(
@@ -59,7 +63,8 @@ def launch(
         plan.nproc_per_node,
         end_signal=signal.SIGKILL,  # it ignores SIGTERM, so that those that it forks end first
     )
-    return run_function(entry, Script.of(plan), spec, prepare, environ, partial(_Replicas, plan))
+    ranks = partial(_Replicas, plan)
+    return run_function(entry, Script.of(plan), spec, prepare, environ, ranks, join=join)
 
 
 class _Replicas(RemoteWorkers):

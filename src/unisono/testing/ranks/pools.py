@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import pickle
 import re
-import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
 from unisono.errors import (
     ArgumentError,
     BackendUnavailableError,
-    LaunchError,
+    UnisonoError,
     UnknownBackendError,
 )
 from unisono.launchers.job.failure import Failure
-from unisono.launchers.job.job import Job
 from unisono.launchers.job.pickling import pickle_for_worker
-from unisono.lifecycle import check_job
-from unisono.pool.call import Call, once
-from unisono.pool.replicas import Replicas
+from unisono.pool.call import Call
+from unisono.pool.pool import WorkerPool, end_replicas, outcome
 from unisono.testing.ranks import reports
 from unisono.testing.ranks.body import RankSession, Setting, begin, in_session
 from unisono.testing.ranks.output import of_threads
 from unisono.testing.ranks.place import Place, place_of, timeout_of
-from unisono.testing.ranks.reports import Answers
 from unisono.tracebacks import hides
 
 __tracebackhide__ = hides
 
-_STACKS_S = 0.5  # for the stacks of ranks that are late
 _START_S = 120.0  # for ranks to start, and to collect the tests
 _PLAIN = (type(None), bool, int, float, str)
 # Options of the session that aren't for its ranks, which run single tests.
@@ -52,12 +48,8 @@ _OFF: dict[str, Any] = {
 }
 
 
-class _Late(LaunchError):
-    """Raised where a call isn't done in time."""
-
-
 class Pool:
-    """So many ranks on one backend; they are made when they are needed, and again after a loss."""
+    """So many ranks on one backend, with a session of pytest in each while they are there."""
 
     def __init__(
         self, backend: str, size: int, setting: Callable[[], Setting], keeps_failures: bool
@@ -66,105 +58,54 @@ class Pool:
         self.size = size
         self._setting = setting
         self._keeps_failures = keeps_failures  # for the debugger
-        self._replicas: Replicas | None = None
         self._is_held = False
+        self._pool = WorkerPool(backend, size)
 
     @property
     def is_warm(self) -> bool:
         """Whether its ranks are there."""
-        return self._replicas is not None
+        return bool(self._pool.pids)
 
     @property
     def are_threads(self) -> bool:
         """Whether its ranks are there, as threads of this process."""
-        return self._replicas is not None and set(self._replicas.pids) == {os.getpid()}
+        return {*self._pool.pids} == {os.getpid()}
 
-    def run(self, method: Callable[..., Any], *args: Any, timeout_s: float | None) -> Answers:
+    def run(self, method: Callable[..., Any], *args: Any, timeout_s: float | None) -> Call:
         """Call a method of every rank's session."""
-        if self._replicas is not None and (self._is_held or self._replicas.has_ended()):
+        if self._is_held:
             self.drop()
-        if self._replicas is None:
-            self._start()
-        return self._run(in_session, (method, *args), timeout_s)
-
-    def _start(self) -> None:
-        check_job("a test in ranks", self.backend, self.size, {})
-        limit = time.monotonic() + _START_S
-        self._replicas = Replicas(self.size, self.backend, True, {}, limit)
-        begun = self._run(begin, (self._setting(),), _START_S)
-        if len(begun.values) < self.size:
-            self.drop()
-            raise reports.error_of(begun, self.size, "starting the ranks", _START_S)
-
-    def _run(
-        self, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float | None
-    ) -> Answers:
-        replicas = self._replicas
-        assert replicas is not None
-        pickled = pickle_for_worker((function, args, {}, True))
-        limit = None if timeout_s is None else time.monotonic() + timeout_s
-        call = Call(replicas, once(pickled, self.size), _too_late, limit, is_together=True)
-        job: Job[Any] = Job(call, self.size)
-        answers = Answers()
-        try:
-            call.begin(job)
-            job.finish()
-        except _Late:
-            answers.late = job.late
-        except LaunchError as error:
-            answers.error = None if job.failures else error
-        except BaseException:  # Ctrl-C, another plug-in's limit: the ranks are still at work
-            self.drop()
-            raise
-        answers.failures = dict(job.failures.by_rank)
-        answers.values = {rank: pickle.loads(given[0]) for rank, given in call.answers.items()}
-        if not call.replicas_stay:
-            self._lose(answers)
-        return answers
-
-    def _lose(self, answers: Answers) -> None:
-        """Ask ranks that didn't end where they are, and end them."""
-        ended = answers.values.keys() | answers.failures.keys()
-        busy = [rank for rank in range(self.size) if rank not in ended]
-        if answers.error is None and busy and self._replicas is not None:
-            answers.stacks = dict.fromkeys(busy, [])
-            answers.stacks.update(self._replicas.stacks(busy, _STACKS_S))
-        if self._keeps_failures and answers.failures:
-            self._is_held = True
-        else:
-            self.drop()
+        if not self.is_warm:
+            begun = outcome(self._pool, begin, (self._setting(),), _START_S)
+            if len(begun.answers) < self.size:
+                self.drop()
+                raise reports.error_of(begun, self.size, "starting the ranks", _START_S)
+        keep = self._keeps_failures
+        call = outcome(self._pool, in_session, (method, *args), timeout_s, keep=keep)
+        self._is_held = not call.replicas_stay
+        return call
 
     def debug(self, rank: int) -> None:
         """Let the user look at the last failure of a rank."""
-        replicas = self._replicas
-        if replicas is None:
-            return
         own = f"/proc/{os.getpid()}/fd/0"
         stdin = own if Path(own).exists() else "/dev/tty"
-        replicas.send(
-            rank, pickle_for_worker((in_session, (RankSession.debug, stdin), {}, True)), None
-        )
-        answer = replicas.hear([rank], None)
-        fault = pickle.loads(answer[1][1]) if answer is not None else None
+        asked = outcome(self._pool, in_session, (RankSession.debug, stdin), only=[rank], keep=True)
+        fault = asked.failures.get(rank)
         if isinstance(fault, Failure) and fault.cause is not None:
             raise pickle.loads(fault.cause)
 
     def drop(self) -> None:
         """End the ranks, whatever they do."""
         self._is_held = False
-        replicas, self._replicas = self._replicas, None
-        if replicas is not None:
-            replicas.stop(is_orderly=False)
+        end_replicas(self._pool)
 
     def close(self) -> None:
         """End idle ranks in good order."""
-        replicas, self._replicas = self._replicas, None
-        if replicas is not None:
-            replicas.stop(is_orderly=True)
-
-
-def _too_late(late: list[int]) -> NoReturn:
-    raise _Late(f"ranks {late} weren't done in time")
+        if self._is_held:
+            self.drop()
+        with contextlib.suppress(UnisonoError):  # what they left behind has failed
+            self._pool.close()
+        self._pool = WorkerPool(self.backend, self.size)
 
 
 class Pools:
@@ -216,17 +157,20 @@ class Pools:
 
     def run_test(self, item: pytest.Function, place: Place) -> None:
         """Run a marked test in its ranks, and raise unless it passes."""
-        pool = self._pool(place.backend, place.size)
+        self._merged = None
+        try:
+            pool = self._pool(place.backend, place.size)
+        except UnknownBackendError as error:
+            raise pytest.fail.Exception(str(error), pytrace=False) from None
         name = re.sub(r"\W", "_", item.name)[:30]
         tmp_path = str(self._temporary() / f"{name}-{next(self._numbers)}")
         is_debugged = item.config.getoption("usepdb", False)
         limit_s = None if is_debugged else place.timeout_s
         is_kept = item.config.getoption("capture", "fd") != "no"
-        self._merged = None
         try:
             with of_threads(is_kept) as printed:
                 answers = pool.run(RankSession.run, item.nodeid, tmp_path, timeout_s=limit_s)
-        except (UnknownBackendError, ArgumentError) as error:
+        except ArgumentError as error:
             raise pytest.fail.Exception(str(error), pytrace=False) from None
         except BackendUnavailableError as error:
             raise pytest.skip.Exception(str(error), _use_item_location=True) from None
@@ -305,7 +249,7 @@ class Pools:
 
 def _end_fixtures(pool: Pool, stay: list[str]) -> None:
     answers = pool.run(RankSession.leave, stay, timeout_s=_START_S)
-    if len(answers.values) < pool.size:
+    if len(answers.answers) < pool.size:
         error = reports.error_of(answers, pool.size, "ending fixtures", _START_S)
         pytest.fail(str(error), pytrace=False)
 
@@ -323,10 +267,10 @@ class Ranks:
         pickled = pickle_for_worker((function, args, kwargs))
         answers = self._pool.run(RankSession.call, pickled, timeout_s=self._timeout_s)
         size = self._pool.size
-        if len(answers.values) < size:
+        if len(answers.answers) < size:
             name = str(getattr(function, "__qualname__", function))
             raise reports.error_of(answers, size, name, self._timeout_s)
-        return [answers.values[rank] for rank in range(size)]
+        return [pickle.loads(answers.answers[rank][0]) for rank in range(size)]
 
 
 def _is_plain(value: object) -> bool:

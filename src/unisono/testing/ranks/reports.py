@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from traceback import StackSummary
 from typing import Any, Literal
 from warnings import WarningMessage
 
@@ -20,9 +21,9 @@ from _pytest._code.code import (
 )
 
 from unisono.deadlines import format_s
-from unisono.errors import CollectiveTimeoutError, LaunchError, WorkerFailedError
-from unisono.launchers.job.failure import Failure, Fault
-from unisono.pool.replicas import Frame
+from unisono.errors import CollectiveTimeoutError, WorkerFailedError
+from unisono.launchers.job.failure import Failure
+from unisono.pool.call import Call
 from unisono.testing.ranks.body import RankReport, TestFailed
 from unisono.testing.ranks.output import Printed
 from unisono.testing.ranks.place import Place
@@ -33,17 +34,6 @@ _ADDRESS = re.compile(r"\b0x[0-9a-f]+")
 _BODY = os.sep + os.path.join("_pytest", "python.py")  # calls a test's body
 _STRICT = "[XPASS(strict)]"
 _Outcome = Literal["passed", "failed", "skipped"]
-
-
-@dataclass
-class Answers:
-    """What ranks made of one call."""
-
-    values: dict[int, Any] = field(default_factory=dict)
-    failures: dict[int, Fault | LaunchError | None] = field(default_factory=dict)
-    stacks: dict[int, list[Frame]] = field(default_factory=dict)
-    late: list[int] = field(default_factory=list)
-    error: LaunchError | None = None
 
 
 class RanksFailed(Exception):
@@ -102,7 +92,7 @@ class _Rank:
         return str(self.decisive.longrepr).startswith(_STRICT)
 
 
-def merge(answers: Answers, place: Place, item: pytest.Item, printed: Printed) -> Merged:
+def merge(answers: Call, place: Place, item: pytest.Item, printed: Printed) -> Merged:
     """Make one report of those of the ranks."""
     ranks = [_loaded(rank, report, item) for rank, report in _by_rank(answers, item)]
     warned = [warning for each in ranks for warning in each.report.warnings]
@@ -119,7 +109,7 @@ def merge(answers: Answers, place: Place, item: pytest.Item, printed: Printed) -
     return merged
 
 
-def _merged(answers: Answers, place: Place, item: pytest.Item, ranks: list[_Rank]) -> Merged:
+def _merged(answers: Call, place: Place, item: pytest.Item, ranks: list[_Rank]) -> Merged:
     failed = [one for one in ranks if one.decisive.failed]
     skips = [one.decisive for one in ranks if one.decisive.skipped]
     is_lost = answers.error is not None or bool(answers.late)
@@ -134,9 +124,11 @@ def _merged(answers: Answers, place: Place, item: pytest.Item, ranks: list[_Rank
     return Merged(wasxfail=reasons[0] if reasons else None)
 
 
-def _by_rank(answers: Answers, item: pytest.Item) -> list[tuple[int, RankReport]]:
+def _by_rank(answers: Call, item: pytest.Item) -> list[tuple[int, RankReport]]:
     """Return each rank's report, also of one that failed outside of the test's phases."""
-    by_rank: dict[int, RankReport] = dict(answers.values)
+    by_rank: dict[int, RankReport] = {
+        rank: pickle.loads(given[0]) for rank, given in answers.answers.items()
+    }
     for rank, fault in answers.failures.items():
         cause = None
         if isinstance(fault, Failure) and fault.cause is not None:
@@ -160,7 +152,7 @@ def _loaded(rank: int, report: RankReport, item: pytest.Item) -> _Rank:
     return _Rank(rank, report, [load(config=item.config, data=data) for data in report.phases])
 
 
-def _failure(answers: Answers, place: Place, item: pytest.Item, failed: Sequence[_Rank]) -> Merged:
+def _failure(answers: Call, place: Place, item: pytest.Item, failed: Sequence[_Rank]) -> Merged:
     """Write the failure: what is lost, else the first cause; then the others."""
     groups = others = _groups(failed)
     longrepr: Any
@@ -232,21 +224,15 @@ def _crash(longrepr: Any) -> str:
     return str(longrepr) if crash is None else f"{crash.path}:{crash.lineno}: {crash.message}"
 
 
-def _stacks(answers: Answers, size: int) -> str:
+def _stacks(answers: Call, size: int) -> str:
     """Write where ranks are: the frames of the test's body, and what it calls; or are done."""
-    done = sorted(answers.values)
+    done = sorted(answers.answers)
     was = "was" if len(done) == 1 else "were"
     parts = [f"{ranks_text(done)} of {size} {was} done\n"] if done else []
     for rank, frames in sorted(answers.stacks.items()):
-        starts = [index for index, frame in enumerate(frames, 1) if frame[0].endswith(_BODY)]
-        own = frames[max(starts, default=0) :]
-        lines = [
-            f'  File "{file}", line {line}, in {name}\n    {source}\n'
-            for file, line, name, source in own
-        ]
-        shown = fold_text("".join(lines)) or (
-            "  it doesn't answer: it is stopped, or in code that holds Python's lock\n"
-        )
+        starts = [at for at, frame in enumerate(frames, 1) if frame.filename.endswith(_BODY)]
+        own = StackSummary.from_list(frames[max(starts, default=0) :])
+        shown = fold_text("".join(own.format())) or "  it doesn't answer: it is stopped\n"
         parts.append(f"rank {rank} of {size}:\n{shown}")
     return "\n".join(parts)
 
@@ -264,7 +250,7 @@ def _sections(ranks: Sequence[_Rank], printed: Printed, size: int) -> Iterable[t
             yield f"{name} ({ranks_text(those)} of {size})", text
 
 
-def error_of(answers: Answers, size: int, what: str, timeout_s: float) -> Exception:
+def error_of(answers: Call, size: int, what: str, timeout_s: float) -> BaseException:
     """Make the error of a call that isn't a test's."""
     if answers.error is not None:
         return answers.error
