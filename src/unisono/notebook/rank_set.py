@@ -89,11 +89,14 @@ class RankSet:
 
     def _settle(self, result: Run, are_threads: bool) -> str:
         """Make anew what a cell that went wrong has left unusable, and say what stays."""
-        is_lost = any(outcome.is_out_of_step for outcome in result.outcomes.values())
+        is_lost = result.is_aborted
+        is_lost |= any(outcome.is_out_of_step for outcome in result.outcomes.values())
         if not (result.cut_by or result.error or is_lost):
             return ""
         again = f"{_STAY}. {_AGAIN}" if is_lost else _STAY
         late = named(result.late) if result.late else ""
+        if are_threads and not (late or is_lost or result.error):
+            return _STAY
         if are_threads:
             if not late:
                 end_replicas(self._pool)

@@ -24,6 +24,7 @@ _TICK_S = 0.05
 _ALONE_S = 1.0  # for the others, once a rank has failed, and after an interrupt
 _LEAVE_S = 3.0  # after an interrupt that no user has sent, until ranks are ended
 _END_S = 10.0  # for ranks that have been killed
+_WENT_ON = "it was done in spite of the interrupt\n"
 
 
 @dataclass(slots=True)
@@ -38,6 +39,8 @@ class Run:
     """What ended it early, if anything did: `INTERRUPT`, `TIMEOUT` or `FAILURE`."""
     stacks: dict[int, str] = field(default_factory=dict)
     """Where each rank was that was interrupted; empty without an answer."""
+    is_aborted: bool = False
+    """Whether the contexts of ranks that are threads were ended."""
     late: list[int] = field(default_factory=list)
     """Ranks that were given up."""
     stays: str = ""
@@ -58,11 +61,11 @@ class Watch:
         self._timeout_at = None if timeout_s is None else time.monotonic() + timeout_s
         self._failed_at: float | None = None
         self._cut_at = 0.0
-        self._is_told = False
+        self._is_begun = self._is_told = False
+        self._turn = threading.Lock()  # of the first thread that works
 
     def run(self) -> Run:
         """Run the cell, which another thread waits for, and show what ranks print."""
-        threading.Thread(target=self._work, daemon=True).start()
         try:
             while not self._is_over.is_set() and not self._result.late:
                 self._tick()
@@ -72,10 +75,15 @@ class Watch:
             self._take_outcomes()
             self._transcript.show(is_over=True)
             self._transcript.close()
+        for rank in [rank for rank, stack in self._result.stacks.items() if not stack]:
+            if (ended := self._result.outcomes.get(rank)) is not None:
+                self._result.stacks[rank] = ended.failure.traceback if ended.failure else _WENT_ON
         self._result.outcomes = dict(sorted(self._result.outcomes.items()))
         return self._result
 
     def _work(self) -> None:
+        if not self._turn.acquire(blocking=False):  # Ctrl-C came while another one was started
+            return
         result = self._result
         try:
             result.error = outcome(self._pool, run_cell, (self._cell,), begun=self._begun).error
@@ -89,6 +97,9 @@ class Watch:
 
     def _tick(self) -> None:
         try:
+            if not self._is_begun:
+                threading.Thread(target=self._work, daemon=True).start()
+                self._is_begun = True
             self._is_over.wait(_TICK_S)
             self._transcript.show()
             self._take_outcomes()
@@ -116,6 +127,8 @@ class Watch:
             self._failed_at = self._failed_at or now
         if result.cut_by == INTERRUPT and now >= self._cut_at + _ALONE_S and not self._is_told:
             self._is_told = True
+            if self._call is not None and self._call.replicas.are_processes:
+                self._signal(self._late, signal.SIGINT)  # the first may have come before the cell
             print(f"{named(self._late)} can't stop yet: interrupt again to end what is left")
         elif result.cut_by:
             if result.cut_by != INTERRUPT and now >= self._cut_at + _LEAVE_S:
@@ -126,32 +139,42 @@ class Watch:
             self._cut(FAILURE)
 
     def _cut(self, reason: str) -> None:
-        """Interrupt the ranks that are late, once it is known where they are."""
+        """Interrupt the ranks that are late."""
         self._result.cut_by = reason
         self._cut_at = time.monotonic()
         if self._call is None:
             return
         replicas, late = self._call.replicas, self._late
+        if replicas.are_processes:  # their tracebacks show where they were
+            self._result.stacks = dict.fromkeys(late, "")
+            self._signal(late, signal.SIGINT)
+            return
+        computing = self._keep_stacks(late)
+        for rank in computing:
+            thread_id = ctypes.c_ulong(replicas.thread_of(rank))
+            kind = ctypes.py_object(KeyboardInterrupt)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, kind)
+        if len(computing) < len(late):  # the others wait in a collective, and raise there
+            self._result.is_aborted = True
+            replicas.abort()
+
+    def _keep_stacks(self, ranks: list[int]) -> list[int]:
+        """Record where ranks are, and return those that are in no call of ours."""
+        assert self._call is not None
         computing = []
-        for rank, frames in replicas.stacks(late).items():
+        for rank, frames in self._call.replicas.stacks(ranks).items():
             names = [frame.filename for frame in frames]
             own = frames[names.index(self._cell.filename) if self._cell.filename in names else 0 :]
             text = fold_text("".join(StackSummary.from_list(own).format()))
             self._result.stacks[rank] = text and f"Traceback (most recent call last):\n{text}"
             computing += [] if any(is_ours(frame.filename) for frame in own) else [rank]
-        if replicas.are_processes:
-            self._signal(late, signal.SIGINT)
-            return
-        for rank in computing:
-            thread_id = ctypes.c_ulong(replicas.thread_of(rank))
-            kind = ctypes.py_object(KeyboardInterrupt)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, kind)
-        replicas.abort()  # others wait in a collective, and raise there
+        return computing
 
     def _give_up(self) -> None:
         """End all ranks, or leave threads to themselves."""
         self._result.late = self._late
         if self._call is not None and self._call.replicas.are_processes:
+            self._keep_stacks(self._result.late)
             self._signal(range(self._result.size), signal.SIGKILL)
             self._is_over.wait(_END_S)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -103,15 +104,24 @@ def test_ranks_that_wait_for_a_failed_one_stay(shown: Shown, backend: str) -> No
     assert shown("", "idist.all_reduce(1), x") == ["[rank 0] (2, 0)", "[rank 1] (2, 1)"]
 
 
-@pytest.mark.parametrize("backend", ["threads", "gloo"])
-def test_an_interrupt_leaves_the_names(shown: Shown, tmp_path: Path, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "is_of_group"), [("threads", False), ("gloo", False), ("gloo", True)]
+)
+def test_an_interrupt_leaves_the_names(
+    shown: Shown, tmp_path: Path, backend: str, is_of_group: bool
+) -> None:
     folder = tmp_path / "busy"
     folder.mkdir()
-    cell = f"x = rank + 1\nopen({str(folder)!r} + f'/{{rank}}', 'w').close()\nwhile True: pass"
+    cell = (
+        "import os\nx = rank + 1\ngroup = idist.new_group([0, 1])\n"
+        f"os.mkdir({str(folder)!r} + f'/{{rank}}-{{os.getpid()}}')\nwhile True: pass"
+    )
 
     def interrupt() -> None:
         until(lambda: len(os.listdir(folder)) == 2, 60)
-        os.kill(os.getpid(), signal.SIGINT)
+        pids = [int(name[2:]) for name in os.listdir(folder)]
+        for pid in [*(pids if is_of_group else ()), os.getpid()]:
+            os.kill(pid, signal.SIGINT)
 
     watcher = threading.Thread(target=interrupt)
     watcher.start()
@@ -120,6 +130,27 @@ def test_an_interrupt_leaves_the_names(shown: Shown, tmp_path: Path, backend: st
     assert "while True: pass" in text
     assert text.endswith("The ranks and all their names stay.")
     assert shown("", "x") == ["[rank 0] 1", "[rank 1] 2"]
+    assert shown("", "idist.all_reduce(1, group=group)") == ["2"]
+
+
+def test_an_interrupt_before_the_cell_has_begun_is_sent_again(
+    shown: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+    came: list[threading.Thread] = []
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if not came:
+            came.append(thread)
+            raise KeyboardInterrupt
+
+    shown("2 --on gloo", "import time\nx = rank")
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    begin = time.monotonic()
+    raised(shown, KeyboardInterrupt, "", "for _ in range(100): time.sleep(0.1)")
+    assert time.monotonic() - begin < 6
+    assert shown("", "x") == ["[rank 0] 0", "[rank 1] 1"]
 
 
 def test_a_rank_that_cannot_be_interrupted_is_given_up(shown: Shown) -> None:
