@@ -20,7 +20,7 @@ import torch
 
 import unisono
 from tests.support.faults import HANGS
-from tests.support.processes import gone, in_fork
+from tests.support.processes import gone, in_fork, until
 from unisono import WorkerPool
 from unisono.deadlines import limit_of
 from unisono.errors import (
@@ -374,6 +374,22 @@ def test_output_is_there_with_its_rank_when_the_call_returns(
             assert sorted(out.splitlines()) == wanted
             assert err.count("straight\n") == 3
     assert "[rank 0] without an end" in err
+
+
+def test_replicas_of_torchrun_print_between_calls(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def print_later(local_rank: int, over: Path) -> None:
+        def go() -> None:
+            sys.stderr.write(f"{'x' * 99}\n" * 3000)  # more than a pipe takes
+            over.touch()
+
+        threading.Timer(0.5, go).start()
+
+    with WorkerPool("gloo", launcher="torchrun") as pool:
+        pool.run(print_later, tmp_path / "over")
+        until((tmp_path / "over").exists, 20)
+    assert capfd.readouterr().err.count("x" * 99) == 3000
 
 
 def test_output_without_an_end_is_cut_into_long_lines(capfd: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import secrets
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -173,6 +174,8 @@ class RemoteWorkers(Workers):
         super().__init__(spec.world_size, held, spec.stop_limit_s)
         self.process: subprocess.Popen[bytes] | None = None
         self.pipes: Pipes = Pipes()
+        self._reader: threading.Thread | None = None
+        self._has_read = threading.Event()
         self.last: deque[str] = deque(maxlen=self.n_last)
         self._spec, self._entry, self._environ = spec, entry, environ
         self._listener = _RankListener(spec, held)
@@ -197,7 +200,23 @@ class RemoteWorkers(Workers):
         show(target, line)
 
     def pass_on(self, timeout_s: float = 0.0) -> None:
-        """Print the launcher's lines; wait a little for them."""
+        """Print the launcher's lines, from now on in this thread; wait a little for them."""
+        if self._reader is not None:
+            self._has_read.set()
+            self._reader.join()
+            self._reader = None
+        self._print_lines(timeout_s)
+
+    def read_on(self) -> None:
+        """Start a thread that prints the launcher's lines until `pass_on` does."""
+        self._reader = threading.Thread(target=self._read_on, name="unisono-lines", daemon=True)
+        self._reader.start()
+
+    def _read_on(self) -> None:
+        while self.pipes.open and not self._has_read.is_set():
+            self._print_lines(_POLL_S)
+
+    def _print_lines(self, timeout_s: float) -> None:
         for target, line in self.pipes.read(timeout_s):
             self.print(target, line)
 
@@ -212,6 +231,7 @@ class RemoteWorkers(Workers):
 
     def last_lines(self, within_s: float = 1.0) -> str:
         """Return the launcher's last lines; wait so long for more."""
+        self.pass_on()
         until = time.monotonic() + within_s
         while self.pipes.open and time.monotonic() < until:
             self.pass_on(_POLL_S)
@@ -290,7 +310,7 @@ class RemoteWorkers(Workers):
     def _register(self, job: Job[Any], selector: BaseSelector) -> None:
         super()._register(job, selector)
         self._listener.register(selector)
-        for pipe in self.pipes.open:
+        for pipe in self.pipes.open if self._reader is None else ():
             selector.register(pipe, EVENT_READ, self.pass_on)
 
     def _look_after(self, job: Job[Any]) -> None:
@@ -396,6 +416,7 @@ def run_function(
             workers.start(dying_with(os.getpid(), spec.end_signal, list(arguments)), variables)
             if join:
                 return job.join()
+            workers.read_on()
         except BaseException:
             job.terminate()
             raise
