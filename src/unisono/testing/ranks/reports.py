@@ -33,6 +33,7 @@ from unisono.tracebacks import fold_text
 _ADDRESS = re.compile(r"\b0x[0-9a-f]+")
 _BODY = os.sep + os.path.join("_pytest", "python.py")  # calls a test's body
 _STRICT = "[XPASS(strict)]"
+_NO_ANSWER = "  it doesn't answer: it is stopped, or Python is 3.10\n"
 _Outcome = Literal["passed", "failed", "skipped"]
 
 
@@ -232,7 +233,7 @@ def _stacks(answers: Call, size: int) -> str:
     for rank, frames in sorted(answers.stacks.items()):
         starts = [at for at, frame in enumerate(frames, 1) if frame.filename.endswith(_BODY)]
         own = StackSummary.from_list(frames[max(starts, default=0) :])
-        shown = fold_text("".join(own.format())) or "  it doesn't answer: it is stopped\n"
+        shown = fold_text("".join(own.format())) or _NO_ANSWER
         parts.append(f"rank {rank} of {size}:\n{shown}")
     return "\n".join(parts)
 
