@@ -522,6 +522,22 @@ def start_to_stay(
     return job
 
 
+def check_stay(cls: type[ComputationModel], options: Mapping[str, Any]) -> None:
+    """Raise if the launcher of a pool's ranks can't make any that stay."""
+    given, own = options.get("launcher"), by_name(OF_MODELS).get(cls.launcher)
+    if given is None and "launch" in cls.capabilities:
+        return
+    if given is None and own is not None:
+        launch = load(own.path)
+    else:
+        launch = find_launcher(given or cls.launcher)
+    if not _takes(launch, "join"):
+        raise ArgumentError(
+            f"launcher {given or cls.launcher!r} makes no replicas that stay: leave it out, or run "
+            "functions with spawn()"
+        )
+
+
 def interrupted(call: str) -> str:
     """Return the text for a user's call that Ctrl-C ended, in place of a traceback."""
     return (
@@ -555,10 +571,6 @@ def _launch(
         launch, extra = _launcher(replica.backend, cls, options)
     if replica.options.get("timeout") is not None and _takes(launch, "stop_limit_s"):
         extra["stop_limit_s"] = replica.options["timeout"].total_seconds()
-    if not join and not _takes(launch, "join"):
-        raise ArgumentError(
-            f"launcher {options.get('launcher')!r} makes no replicas that stay: leave it out"
-        )
     if not join:
         extra["join"] = False
     return launch(replica, plan, environ=hooks.worker_environ(plan), **extra)

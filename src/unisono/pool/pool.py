@@ -22,7 +22,7 @@ from unisono.errors import (
     NotInitializedError,
 )
 from unisono.launchers.job.pickling import pickle_for_worker
-from unisono.lifecycle import check_job, interrupted, warn_in_a_rank
+from unisono.lifecycle import check_job, check_stay, interrupted, warn_in_a_rank
 from unisono.options import PoolOptions
 from unisono.plugins import seats_nodes
 from unisono.pool.call import Call, LateError, once
@@ -50,8 +50,8 @@ class WorkerPool:
         nproc_per_node: replicas, at least 1.
         deadline_s: seconds that a call may take; None for no limit. Within ``deadline`` a call has
             the time that is left there, if that is less.
-        prefix_output: whether each line that a replica prints begins with its rank (replicas that
-            are processes).
+        prefix_output: whether each line that one of several processes prints begins with its rank.
+            Lines go where this process's stdout and stderr led when the replicas were made.
         options: as in ``spawn``, but for ``join`` and for what is about other hosts: the replicas
             of a pool are on this one.
 
@@ -85,7 +85,8 @@ class WorkerPool:
         if "join" in given:
             raise ArgumentError("a pool takes no join: its calls wait, its replicas stay")
         _check_host(given)
-        _, _, plan = check_job("WorkerPool", backend, nproc_per_node, given)
+        _, cls, plan = check_job("WorkerPool", backend, nproc_per_node, given)
+        check_stay(cls, given)
         warn_in_a_rank("WorkerPool", nproc_per_node, given)
         self._size = nproc_per_node
         self._grace_s = plan.grace_s or None
@@ -191,12 +192,13 @@ class WorkerPool:
     def close(self) -> None:
         """End the replicas.
 
-        Harmless the second time, and in a fork of this process. Threads that their functions
-        left behind, unless they are daemons, and exit handlers end first: within ``deadline``, in
-        the time that is left there.
+        Does nothing the second time, and in a fork of this process. Threads that their functions
+        started, unless they are daemons, and exit handlers end first: within ``deadline``, in the
+        time that is left there. Replicas that don't answer within 1 s, as one that is stopped, are
+        ended without an error.
 
         Raises:
-            WorkerFailedError: a replica died of what it still did.
+            WorkerFailedError: a replica failed in its threads or exit handlers.
             CollectiveTimeoutError: the block's deadline is over; the replicas have been ended.
         """
         if self._owner != os.getpid():
@@ -235,6 +237,8 @@ class WorkerPool:
     def _ready(self, limit: float | None) -> Replicas:
         if self._is_closed:
             raise NotInitializedError("this pool is closed: make another one")
+        if self._replicas is not None and not self._replicas.has_ended():
+            self._replicas.watch()
         if self._replicas is not None and self._replicas.has_ended():
             self._drop()
         if self._replicas is None:
@@ -297,6 +301,7 @@ def outcome(
     """Run a function in a pool, and return what became of it on each rank."""
     # For tests and notebooks, which show all failures. `keep` leaves replicas there that another
     # one's failure has left at work, for a debugger.
+    pool._check_owner()
     body = _pickled(fn, args, {}, True)
     limit = None if limit_s is None else time.monotonic() + limit_s
     ranks = range(pool._size) if only is None else only
@@ -330,6 +335,11 @@ def _check_host(options: Mapping[str, Any]) -> None:
         raise ArgumentError(
             f"{name}={value!r}: all replicas of a pool are on this host; leave {name} out, or run "
             "a function on several hosts with spawn()"
+        )
+    for name in {"max_restarts", "max_nnodes"} & {*(options.get("launcher_options") or {})}:
+        raise ArgumentError(
+            f"launcher_options has {name}, but a pool makes its replicas again itself at the next "
+            "call: leave it out"
         )
 
 

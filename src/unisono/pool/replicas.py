@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import re
@@ -10,11 +11,11 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from traceback import FrameSummary
 from typing import Any
 
-from unisono.deadlines import DEFAULT_TIMEOUT_S
+from unisono.deadlines import DEFAULT_TIMEOUT_S, end_of_block
 from unisono.errors import CollectiveTimeoutError, LaunchError
 from unisono.host import stack_signal
 from unisono.launchers.job import channel
@@ -28,8 +29,10 @@ from unisono.tracebacks import frame_of, hides, is_ours
 __tracebackhide__ = hides
 
 _QUIT_S = 0.3  # for threads whose context has been aborted
-_STOPPED_S = 1.0  # for a replica that was told to end
-_STACK_S = 1.0  # for a process to write a stack
+_LEAVE_S = 1.0  # for idle replicas to answer the end
+_STACK_S = 1.0  # for all processes to write their stacks
+_LEAST_S = 0.1  # for each
+_ESCAPED = re.compile(r"\\(?:x(..)|u(.{4})|U(.{8}))")  # as faulthandler writes other than ASCII
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)  # as faulthandler does
 _NEVER_WAITS = re.compile(
     r"/unisono/(testing|notebook|pool|launchers|pickling\.py|tracebacks\.py)\b"
@@ -81,7 +84,12 @@ class Replicas:
 
     def has_ended(self) -> bool:
         """Return whether a replica is gone."""
-        return any(_is_closed(worker.channel) for worker in self._workers.workers)
+        return any(w.has_ended or _peek(w.channel) == b"" for w in self._workers.workers)
+
+    def watch(self) -> None:
+        """Take in news of replicas that wait: a child of one that has died may hold its channel."""
+        if any(_peek(worker.status) is not None for worker in self._workers.workers):
+            self._job.watch(time.monotonic())
 
     def send(self, rank: int, body: bytes) -> None:
         """Give a replica its next call, as far as it reads it while there is news."""
@@ -106,14 +114,16 @@ class Replicas:
 
     def may_wait(self, ranks: Iterable[int]) -> bool:
         """Return whether one of these replicas may wait for another one, or doesn't answer."""
-        stacks = self.stacks(ranks).values()
-        return any(not s or any(_may_wait(frame.filename) for frame in s) for s in stacks)
+        until = time.monotonic() + _STACK_S
+        stacks = (self._stack(rank, until) for rank in ranks)
+        return any(s is None or any(_may_wait(frame.filename) for frame in s) for s in stacks)
 
     def stacks(self, ranks: Iterable[int]) -> dict[int, list[FrameSummary]]:
         """Return what replicas at work have called, outermost first; empty without an answer."""
-        return {rank: self._stack(rank) for rank in ranks}
+        until = time.monotonic() + _STACK_S
+        return {rank: self._stack(rank, until) or [] for rank in ranks}
 
-    def _stack(self, rank: int) -> list[FrameSummary]:
+    def _stack(self, rank: int, until: float) -> list[FrameSummary] | None:
         pid, thread_id, native_id, facts = self._places[rank]
         if pid == os.getpid():
             frames, frame = [], frame_of(thread_id)
@@ -121,7 +131,11 @@ class Replicas:
                 frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
                 frame = frame.f_back
         else:
-            text = stack_signal.ask(pid, facts, native_id, _STACK_S) or ""
+            limit_s = max(until - time.monotonic(), _LEAST_S)
+            text = stack_signal.ask(pid, facts, native_id, limit_s)
+            if text is None:
+                return None
+            text = _ESCAPED.sub(lambda m: chr(int(m[1] or m[2] or m[3], 16)), text)
             frames = [(file, int(line), name) for file, line, name in _FRAME.findall(text)]
         files = [file for file, *_ in frames]
         own = frames[: files.index(inside.__file__) if inside.__file__ in files else None]
@@ -134,10 +148,16 @@ class Replicas:
 
     def close(self) -> None:
         """End idle replicas in good order, which takes what they left behind."""
-        self._workers.stop_limit_s = _STOPPED_S
         for worker in self._workers.workers:
             worker.task = channel.task(b"")
-        self._job.finish()
+        late, until = {*self._places}, time.monotonic() + _LEAVE_S
+        block_end = end_of_block() or math.inf
+        while late and time.monotonic() < min(until, block_end):
+            late -= {rank for rank, kind, _ in self.news(until) if kind == inside.LEFT}
+        if late and until < block_end:  # stopped, or a thread holds the interpreter lock
+            self._job.terminate()
+        else:
+            self._job.finish()
 
     def end(self) -> None:
         """End the replicas, whatever they do."""
@@ -183,6 +203,8 @@ class _Threads(Workers):
         self.abort()
         for worker in self.workers:
             if not worker.has_ended:
+                with suppress(OSError):  # a fork of this process may hold it open
+                    worker.channel.shutdown(socket.SHUT_RDWR)
                 worker.channel.close()
                 worker.is_silent = True
         until = time.monotonic() + _QUIT_S
@@ -227,11 +249,11 @@ def _may_wait(file: str) -> bool:
     return "/torch/distributed/" in file or (is_ours(file) and not _NEVER_WAITS.search(file))
 
 
-def _is_closed(sock: socket.socket) -> bool:
-    """Return whether the other side is gone; between calls it sends nothing."""
+def _peek(sock: socket.socket) -> bytes | None:
+    """Return the next byte of a socket, and leave it there; None for no news, empty for its end."""
     try:
-        return sock.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK) == b""
+        return sock.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
     except BlockingIOError:
-        return False
+        return None
     except OSError:
-        return True
+        return b""

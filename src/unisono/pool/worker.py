@@ -23,6 +23,7 @@ from unisono.tracebacks import hides
 __tracebackhide__ = hides
 
 READY = b"y"  # with where the replica is: process, thread, and how it is asked for its stack
+LEFT = b"l"  # the end has come; threads and exit handlers may still run
 ANSWER = b"a"
 FAILED = b"f"
 BROKEN = b"b"  # as FAILED, by an error that leaves the context unusable
@@ -44,6 +45,7 @@ def serve(
     with suppress(OSError):  # the pool is gone, and so is this replica
         while task := own.next_task():
             channel.send(own.socket, *_outcome(local_rank, task, is_process))
+        channel.send(own.socket, LEFT)
         if ends:
             channel.send(own.socket, channel.RESULT)
 

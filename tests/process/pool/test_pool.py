@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import signal
 import sys
 import threading
@@ -21,7 +22,7 @@ import torch
 import unisono
 from tests.support.faults import HANGS
 from tests.support.processes import gone, in_fork, until
-from unisono import WorkerPool
+from unisono import WorkerPool, lifecycle
 from unisono.deadlines import limit_of
 from unisono.errors import (
     ArgumentError,
@@ -33,6 +34,8 @@ from unisono.errors import (
     UnknownBackendError,
     WorkerFailedError,
 )
+from unisono.pool import replicas, worker
+from unisono.pool.pool import outcome
 
 SOON_S = 8.0  # on a busy host; all that this bounds else takes 10 s or has no end
 
@@ -172,6 +175,10 @@ def test_ranks_out_of_step_get_a_new_context_whatever_they_raise(fresh: WorkerPo
         assert fresh._replicas is not before
 
 
+def holds_and_computes() -> None:
+    re.match(r"(a+)+$", "a" * 40 + "b")  # as a call in C, but without a pause
+
+
 STOPS, HOLDS_THE_LOCK, COMPUTES = (
     HANGS[name].do for name in ("SIGSTOP", "a call in C that holds the GIL", "a loop in Python")
 )
@@ -181,7 +188,7 @@ def test_a_call_that_raises_ends_those_that_never_come_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with WorkerPool("gloo", nproc_per_node=2) as pool:
-        for others in (STOPS, torch.distributed.barrier, COMPUTES):
+        for others in (STOPS, torch.distributed.barrier, COMPUTES, holds_and_computes):
             before = pool.run(ident)
             if others is COMPUTES:
                 monkeypatch.setattr("unisono.pool.call._PATIENCE_S", 0.5)
@@ -222,6 +229,55 @@ def test_a_replica_that_dies_is_named_and_replaced() -> None:
         psutil.wait_procs([psutil.Process(again[1])], timeout=20)
         assert pool.run(facts, 1)[1] == (1, 2, 2)
     assert not any(psutil.pid_exists(pid) for pid in again)
+
+
+def leave_a_child(local_rank: int) -> tuple[int, int]:
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    return os.getpid(), child
+
+
+def test_a_replica_that_dies_is_replaced_though_a_child_of_it_lives() -> None:
+    with WorkerPool("gloo", nproc_per_node=2) as pool:
+        left = pool.run(leave_a_child)
+        try:
+            os.kill(left[1][0], signal.SIGKILL)
+            assert not gone([left[1][0]], 10)
+            until(lambda: replicas._peek(workers(pool)[1].status), 10)
+            assert pool.run(facts, 1)[1] == (1, 2, 2)
+        finally:
+            for _, child in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+
+
+def workers(pool: WorkerPool) -> list[Any]:
+    assert pool._replicas is not None
+    return pool._replicas._workers.workers
+
+
+def test_where_replicas_are_is_asked_of_all_within_one_time(
+    processes: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids, start = processes.pids, time.monotonic()
+    assert processes._replicas is not None
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        assert processes._replicas.stacks(range(3)) == {0: [], 1: [], 2: []}
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    assert time.monotonic() - start < 2 * replicas._STACK_S
+    own = f'  File "{worker.__file__}", line 1 in _outcome\n'
+    above = '  File "/tmp/caf\\xe9/\\u2603.py", line 2 in work\n'
+    for text, files in ((own, []), (above + own, ["/tmp/caf\xe9/\u2603.py"]), (None, [])):
+        monkeypatch.setattr("unisono.host.stack_signal.ask", lambda *_, text=text: text)
+        stack = processes._replicas.stacks([0])[0]
+        assert [frame.filename for frame in stack] == files
+        assert processes._replicas.may_wait([0]) == (text is None)
 
 
 @contextlib.contextmanager
@@ -324,12 +380,22 @@ def test_replicas_that_are_all_stuck_are_ended_at_the_deadline(how: str) -> None
         assert {*threading.enumerate()} <= before
 
 
-def test_replicas_that_are_stuck_between_calls_are_ended_at_the_end() -> None:
-    stopped = pytest.raises(WorkerFailedError, match="was stopped by SIGSTOP")
-    with stopped, WorkerPool("gloo", nproc_per_node=2) as pool:
+def hold_the_lock_later(local_rank: int) -> None:
+    threading.Timer(0.3, HOLDS_THE_LOCK).start()
+
+
+def stop_later(local_rank: int) -> None:
+    threading.Timer(0.3, STOPS).start()
+
+
+@pytest.mark.parametrize("sticks", [hold_the_lock_later, stop_later])
+def test_replicas_that_are_stuck_between_calls_are_ended_at_the_end(
+    sticks: Callable[[int], None],
+) -> None:
+    with WorkerPool("gloo", nproc_per_node=2) as pool:
         pids = pool.run(lambda local_rank: os.getpid())
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
+        pool.run(sticks)
+        time.sleep(1)
         start = time.monotonic()
     assert time.monotonic() - start < SOON_S
     assert not any(psutil.pid_exists(pid) for pid in pids)
@@ -420,7 +486,42 @@ def test_a_pool_that_is_dropped_ends_its_replicas(backend: str) -> None:
     assert backend == "threads" or not gone(pids, 10)
 
 
-def test_bad_input_is_refused_before_anything_starts() -> None:
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_pool_of_threads_is_dropped_though_a_fork_of_this_process_lives() -> None:
+    before = {*threading.enumerate()}
+    pool = WorkerPool("threads", nproc_per_node=2)
+    pool.run(ident)
+    threads = {*threading.enumerate()} - before
+
+    with beside_a_fork():
+        del pool
+        gc.collect()
+        for thread in threads:
+            thread.join(10)
+        assert {*threading.enumerate()} <= before
+
+
+@contextlib.contextmanager
+def beside_a_fork() -> Iterator[None]:
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(theirs)
+        os.read(ours, 1)
+        os._exit(0)
+    try:
+        yield
+    finally:
+        os.close(theirs)
+        os.close(ours)
+        os.waitpid(child, 0)
+
+
+def theirs(entry: Any, plan: Any, *, environ: Any = None) -> list[Any]:
+    raise AssertionError
+
+
+def test_bad_input_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = {"nproc_per_node": 0, "deadline_s": -1, "join": False, "timeot": 3}
     for name, value in wrong.items():
         with pytest.raises(ArgumentError, match=name):
@@ -428,6 +529,13 @@ def test_bad_input_is_refused_before_anything_starts() -> None:
     for elsewhere in ({"nnodes": 2}, {"hosts": "one:1,two:1"}, {"launcher": "slurm"}):
         with pytest.raises(ArgumentError, match=rf"{next(iter(elsewhere))}=.*on this host.*spawn"):
             WorkerPool("gloo", **elsewhere)
+    for name in ("max_restarts", "max_nnodes"):
+        with pytest.raises(ArgumentError, match=f"{name}, but a pool makes its replicas again"):
+            WorkerPool("gloo", launcher="torchrun", launcher_options={name: 2})
+    monkeypatch.setattr(lifecycle, "find_launcher", lambda _: theirs)
+    with pytest.raises(ArgumentError, match="launcher 'theirs' makes no replicas that stay"):
+        WorkerPool("gloo", launcher="theirs")
+    monkeypatch.undo()
     with WorkerPool("gloo", nnodes=1) as pool:
         assert pool.run(facts, 1) == [(0, 1, 1)]
     with WorkerPool("gloo") as pool, pytest.raises(ArgumentError, match="callable"):
@@ -445,6 +553,8 @@ def test_a_fork_is_told_that_the_pool_is_not_its_own() -> None:
             for call in (partial(pool.run, abs), partial(pool.map, abs, [1])):
                 with pytest.raises(ContextError, match="is a fork of process"):
                     call()
+            with pytest.raises(ContextError, match="is a fork of process"):
+                outcome(pool, abs, ())
             pool.close()
 
         assert in_fork(look) == 0

@@ -92,8 +92,7 @@ class Workers(Ranks):
         self.answers: list[tuple[int, bytes, bytes]] = []
         """Messages of ranks that stay: rank, kind and body."""
         self._held = held
-        self.stop_limit_s: float = stop_limit_s + _STOP_GRACE_S
-        """Seconds that a rank may be stopped."""
+        self._stop_limit_s = stop_limit_s + _STOP_GRACE_S
         self._begin = self._looked_at = self._roused_at = time.monotonic()
 
     def are_starting(self) -> bool:
@@ -213,7 +212,7 @@ class Workers(Ranks):
         for worker in self.workers:
             if worker.stopped_by is not None:
                 worker.stopped_s += passed
-                if worker.stopped_s > self.stop_limit_s and worker.rank not in job.results:
+                if worker.stopped_s > self._stop_limit_s and worker.rank not in job.results:
                     job.stop(self._stopped(worker))
         unmade = [
             w.rank
