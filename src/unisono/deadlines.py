@@ -34,7 +34,7 @@ __all__ = (
 DEFAULT_TIMEOUT_S = 1800.0
 """Seconds that a collective may take by default, as on torch's gloo."""
 
-_RATE = 1.0  # of the clock of limits and warnings: a test lets it run faster, or hardly at all
+_RATE = 1.0  # of the clock of limits and warnings: tests make it faster, or almost stop it
 
 _until: ContextVar[float | None] = ContextVar("_until", default=None)
 
@@ -99,7 +99,7 @@ def within(limit: Limit | None) -> Iterator[None]:
     if limit is None:
         yield
         return
-    until = time.monotonic() + limit.left_s  # no clock of another host says more
+    until = time.monotonic() + limit.left_s  # the clocks of other hosts differ
     with _until_sooner(min(until, limit.until) if limit.host == boot_id() else until):
         yield
 
@@ -141,7 +141,7 @@ def limit_of(timeout_s: float | None, until: float | None = None) -> float | Non
 
 
 def end_of_call(timeout_s: float | None) -> float:
-    """Give until when a collective may take that starts now, by ``time.monotonic()``."""
+    """Return the end of a collective that starts now, by ``time.monotonic()``."""
     # As `limit_of`; infinity where nothing limits it.
     until = math.inf if timeout_s is None else time.monotonic() + timeout_s / _RATE
     at = _until.get()

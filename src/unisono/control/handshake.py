@@ -6,8 +6,8 @@
     proof               ---->
                         <----         proof
 
-A proof is the HMAC of the hello, which says what the connection is for, and of both nonces, under a
-secret of the job.
+A proof is the HMAC of the hello, which contains the connection's purpose, and of both nonces, under
+a secret of the job.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from unisono.control.addresses import peer
 
 _NONCE_BYTES, _PROOF_BYTES = 16, 32
 _CALLER, _LISTENER = b"caller", b"listener"
-_MOST_PENDING = 256  # handshakes at a time; the oldest one makes room
-_LONGEST_WAIT_S = 3600.0  # `poll` takes no infinity
+_MOST_PENDING = 256  # handshakes at a time; the oldest one is closed for another
+_LONGEST_WAIT_S = 3600.0  # `poll` rejects infinity
 T = TypeVar("T")
 
 
 def call(sock: socket.socket, secret: bytes, hello: bytes, until: float) -> bool:
-    """Prove the end that has connected; return whether the listener proves itself, too."""
+    """Run the caller's handshake; return whether the listener proves itself, too."""
     return _prove(sock, secret, hello, (_CALLER, _LISTENER), hello, until)
 
 
 def answer(
     sock: socket.socket, secret: bytes, hello_bytes: int, until: float = math.inf
 ) -> bytes | None:
-    """Prove the end that has accepted; return the caller's hello, None if it proves nothing."""
+    """Run the listener's handshake; return the caller's hello, None without a proof."""
     hello = receive(sock, hello_bytes, until)
     return hello if _prove(sock, secret, hello, (_LISTENER, _CALLER), b"", until) else None
 
@@ -67,7 +67,7 @@ def _prove(
 
 
 def receive(sock: socket.socket, size: int, until: float = math.inf) -> bytes:
-    """Receive that many bytes; without a limit until the connection ends."""
+    """Receive `size` bytes; without a limit until the connection ends."""
     data = b""
     while len(data) < size:
         if until != math.inf:  # all of them in time, not each
@@ -98,14 +98,14 @@ class Pending(Generic[T]):
         self.wake: socket.socket
         """Becomes readable once `served` has something."""
         self.wake, self._waker = socket.socketpair()
-        self._waker.setblocking(False)  # one byte that nobody has read does as well as many
+        self._waker.setblocking(False)  # one unread byte suffices
 
     def accept(self, listener: socket.socket) -> bool:
-        """Serve the next connection, if there is one; raise OSError where no thread can be had."""
+        """Accept the next connection, if any; raise OSError if a thread can't be started."""
         # At a Unix-domain socket processes of other users are dropped at once.
         try:
             sock, _ = listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):  # it has changed its mind
+        except (BlockingIOError, ConnectionAbortedError):  # the caller has closed it
             return False
         if sock.family == socket.AF_UNIX and not (caller := peer(sock)).is_own_user:
             self._strangers.add(str(caller))
@@ -161,7 +161,7 @@ def accept(
     until: float = math.inf,
 ) -> Generator[tuple[socket.socket, T], None, None]:
     """Accept connections, and yield those that `admit`, in a thread for each, lets in."""
-    # Members of a busy host are slow: each has until the end, and none waits for another.
+    # Peers on a busy host are slow: each has until the end, and none waits for another.
     listener.setblocking(False)
     readable = select.poll()
     with contextlib.closing(Pending(admit, _MOST_PENDING, strangers)) as pending:

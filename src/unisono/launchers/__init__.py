@@ -1,1 +1,1 @@
-"""How replicas come to exist; each launcher is reached by its name in the registry only."""
+"""Launchers of replicas; each is reached by its name in the registry only."""

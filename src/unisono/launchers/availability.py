@@ -1,4 +1,4 @@
-"""Why a launcher can't be used here: light answers that import no library."""
+"""Availability of launchers, checked without importing a library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def mpiexec() -> str | None:
-    """Find the launcher beside the MPI library that mpi4py's wheels would find."""
+    """Find the launcher beside the MPI library that mpi4py's wheels would load."""
     for prefix in dict.fromkeys((sys.exec_prefix, site.getuserbase(), sys.base_exec_prefix)):
         program = shutil.which("mpiexec", path=str(Path(prefix, "bin")))
         if program is not None:
@@ -18,7 +18,7 @@ def mpiexec() -> str | None:
 
 
 def why_no_mpi() -> str | None:
-    """Say why no MPI job can be started here and what to do, or None if one can."""
+    """Return why an MPI job can't be started here and what to do; None if it can."""
     if mpiexec() is not None:
         return None
     return (
@@ -28,7 +28,7 @@ def why_no_mpi() -> str | None:
 
 
 def why_no_slurm() -> str | None:
-    """Say why no Slurm step can be started here and what to do, or None if one can."""
+    """Return why a Slurm step can't be started here and what to do; None if it can."""
     if shutil.which("srun"):
         return None
     return (

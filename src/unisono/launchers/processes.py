@@ -1,4 +1,4 @@
-"""Replicas as local processes, made by a fork server that has torch imported already."""
+"""Replicas as local processes, forked by a server that has imported torch already."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _SEVERAL = "use launcher 'torchrun' for several nodes, or 'slurm', 'mpi' or 'ray
 
 
 def run(script: Script, environ: Mapping[str, str] | None = None) -> Outcome:
-    """Run a script in processes of this host, again after a failure where that was asked for."""
+    """Run a script in processes of this host, and again after a failure up to `max_restarts`."""
     # The store listens on the loopback at a port of the kernel's choice, and is a new one
     # after each failure.
     script.require_one_node("processes", _SEVERAL)
@@ -63,7 +63,7 @@ def _attempt(script: Script, base: Mapping[str, str], attempt: int) -> Outcome:
             for info in ranks:
                 own = env_for(info, attempt, script.max_restarts)
                 if script.stdin_rank not in (None, info.rank):
-                    own["PYTHONBREAKPOINT"] = "0"  # nobody could answer there
+                    own["PYTHONBREAKPOINT"] = "0"  # it has no stdin
                 terminal = lent if script.stdin_rank == info.rank else ()
                 arguments = script.rank_argv(os.getpid(), terminal)
                 supervisor.start(arguments, {**base, **own}, terminal)
@@ -87,13 +87,13 @@ def _terminal(rank: int | None) -> Iterator[tuple[int, ...]]:
         for fd in lent:
             os.close(fd)
         if before is not None:
-            with contextlib.suppress(termios.error):  # the terminal may be gone
+            with contextlib.suppress(termios.error):  # the terminal may be closed
                 termios.tcsetattr(0, termios.TCSADRAIN, before)
 
 
 START_METHODS = ("forkserver", "spawn", "fork")
 _END_S = 2.0
-_REQUEST_S = 300.0  # until the fork server takes a request, which includes importing torch
+_REQUEST_S = 300.0  # until the fork server accepts a request, which includes importing torch
 # Variables that take effect when a library is loaded: a fork server that has loaded it is too old.
 _AT_LOAD = ("LD_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "PYTHON", "TORCH_", "PYTORCH_")
 
@@ -144,7 +144,7 @@ def launch(
         if join:
             return job.join()
         job.send_tasks()
-    except BaseException as error:  # Ctrl-C above all: nobody is left behind
+    except BaseException as error:  # Ctrl-C above all: no process is left running
         job.terminate()
         if isinstance(error, OSError) and not isinstance(error, UnisonoError):
             raise LaunchError(f"a worker process can't be started: {error}") from error
@@ -159,8 +159,8 @@ def begin(
     held: ExitStack,
     method: str | None = None,
 ) -> None:
-    """Ask for processes of this host that are ranks of a job."""
-    # They have their tasks once the job is joined.
+    """Request processes of this host as ranks of a job."""
+    # Their tasks are sent once the job is joined.
     workers.fork_server = _start(infos, method or _best_method(), workers.workers, held)
     for worker, info in zip(workers.workers, infos, strict=True):
         worker.task = task_of(info).message()
@@ -257,7 +257,7 @@ class _Fork(subprocess.Popen[bytes]):
         self._control, self._ours = control, ours
         super().__init__(["fork"])
 
-    def _execute_child(self, *_: Any) -> None:  # where Popen makes its process
+    def _execute_child(self, *_: Any) -> None:  # called by Popen to start its process
         parent = os.getpid()
         self.pid = os.fork()
         self._child_created = True
@@ -274,14 +274,14 @@ class _Fork(subprocess.Popen[bytes]):
 def _start(
     infos: Sequence[RankInfo], method: str, workers: list[Worker], held: ExitStack
 ) -> subprocess.Popen[bytes]:
-    """Ask a fork server for a worker each, which `workers` has from then on."""
+    """Request a worker for each rank from a fork server, and add it to `workers`."""
     if method == "fork":  # outside of the lock, which the fork would have forever
         ours, theirs = socket.socketpair()
         with theirs:
             server = _ForkServer(ours, _Fork(theirs, ours), os.getpid())
         held.callback(_end, server)
         return _request(server, method, infos, workers)
-    with _lock:  # nobody retires the fork server before it has all requests
+    with _lock:  # else it may be retired before it has all requests
         return _request(_fork_server_for(method), method, infos, workers)
 
 

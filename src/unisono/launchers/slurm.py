@@ -145,7 +145,7 @@ def launch(
     options_given = tuple(_texts(options or {}))
     script = replace(Script.of(plan), timeout_s=timeout_s, options=options_given)
     _options(script)  # before anything is started
-    host = "SLURM_LAUNCH_NODE_IPADDR"  # that of srun, which its tasks reach
+    host = "SLURM_LAUNCH_NODE_IPADDR"  # srun's, which its tasks can reach
     spec = LauncherSpec(
         "srun",
         script.world_size,
@@ -158,7 +158,7 @@ def launch(
 
 
 def _prepare(script: Script, _: ExitStack) -> tuple[list[str], dict[str, str]]:
-    """Write srun's command line and variables; of these tasks get the link in any case."""
+    """Write srun's command line and variables; tasks always inherit the link's."""
     options = [
         (name, _with_link(text) if name == "export" else text) for name, text in script.options
     ]

@@ -1,4 +1,4 @@
-"""Ranks that torch's own elastic agent makes: torchrun, on one node or on several."""
+"""Ranks that torch's own elastic agent starts: torchrun, on one node or on several."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from unisono.launchers.script.supervisor import Outcome, run_launcher
 from unisono.topology import LaunchPlan, RankInfo
 
 _TRY_S = 0.2
-_TIMEOUT_S = 600.0  # what torch's agents wait for each other
+_TIMEOUT_S = 600.0  # for torch's agents to meet
 
 
 def argv(script: Script) -> list[str]:
@@ -91,7 +91,7 @@ def run(script: Script) -> Outcome:
 
 
 def _reach(script: Script, addr: str, port: int) -> None:
-    """Wait until somebody listens at node 0's address, unless that is this node."""
+    """Wait until node 0's address accepts connections, unless that is this node."""
     timeout_s = script.timeout_s or _TIMEOUT_S
     deadline = time.monotonic() + timeout_s
     reason = _why_not(script, addr, port, timeout_s)

@@ -1,4 +1,4 @@
-"""Environment variables of ranks: those that say who one is, and those that a job around leaves."""
+"""Environment variables of ranks: their identity, and leftovers of an enclosing job."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ OF_XLA = re.compile(r"(TORCHELASTIC_RUN_ID|PJRT_LOCAL_PROCESS_(RANK|COUNT))$")
 OF_SLURM_STEP = re.compile(
     r"SLURM_(STEP|PROCID|LOCALID|NODEID|TASK_PID|DISTRIBUTION|LAUNCH_|SRUN_|GTIDS|UMASK)"
 )
-# What `unisono run` has set, for launchers whose ranks don't have this process's variables.
+# Set by `unisono run`, for launchers whose ranks don't have this process's variables.
 OF_RUN = ("UNISONO_BACKEND", "UNISONO_TRACE")
-# Where a rank of a function connects to; it takes the variable away before the function sees it.
+# The address for ranks of a function; removed in the rank before the function runs.
 LINK = "UNISONO_LINK"
 
 
 def without(environ: Mapping[str, str], *families: re.Pattern[str]) -> dict[str, str]:
     """Copy variables without those of a job that this process may itself belong to."""
-    # Ranks of a new job must not take them for their own.
+    # Ranks of a new job must not use them.
     return {
         name: value
         for name, value in environ.items()

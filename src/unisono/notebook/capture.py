@@ -1,4 +1,4 @@
-"""The rank's side of what a cell prints: into a file of its own, which the notebook reads."""
+"""Capture of a rank's output in a cell: a file for each rank, which the notebook reads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unisono.launchers.job.output import ByThread
 
 @contextmanager
 def by_thread() -> Iterator[None]:
-    """Capture what ranks that are threads of this process print in the block."""
+    """Capture the output of ranks that are threads of this process in a block."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = ByThread(before[0]), ByThread(before[1])
     try:

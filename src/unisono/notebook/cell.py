@@ -1,4 +1,4 @@
-"""The rank's side of a cell: runs it in the rank's own namespace, and says how that went."""
+"""A cell in one rank: runs in the rank's own namespace, and returns its outcome."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from unisono.tracebacks import hides
 __tracebackhide__ = hides
 
 _READY = ("idist", "rank", "size")
-# By set of ranks and rank. A rank that is a process has its own; threads keep them in the notebook.
+# By set of ranks and rank, in a rank's own process; those of threads are in the notebook's.
 _names: dict[tuple[str, int], dict[str, Any]] = {}
 
 
@@ -47,14 +47,14 @@ class Cell:
         return Path(self.folder, f"output-{rank}")
 
     def cache_lines(self) -> None:
-        """Let tracebacks of this process show the lines."""
+        """Register the lines for tracebacks of this process."""
         lines = self.source.splitlines(keepends=True)
         linecache.cache[self.filename] = (len(self.source), None, lines, self.filename)
 
 
 @dataclass(frozen=True, slots=True)
 class CellOutcome:
-    """How a cell went in one rank: the text of its value, or how it failed."""
+    """Outcome of a cell in one rank: the text of its value, or its failure."""
 
     value: str | None
     failure: Failure | None
@@ -86,7 +86,7 @@ def _namespace(key: tuple[str, int], model: ComputationModel, is_process: bool) 
     if key not in _names:
         main = ModuleType("__main__")
         if is_process:
-            sys.modules["__main__"] = main  # where pickle looks for the cells' classes
+            sys.modules["__main__"] = main  # pickle looks for the cells' classes there
         topology = model.topology
         _names[key] = vars(main)
         _names[key].update(
@@ -96,7 +96,7 @@ def _namespace(key: tuple[str, int], model: ComputationModel, is_process: bool) 
 
 
 def _execute(cell: Cell, names: dict[str, Any]) -> str | None:
-    """Run the statements; give the text of a last expression's value."""
+    """Run the statements; return the text of a last expression's value."""
     cell.cache_lines()
     tree = ast.parse(cell.source, cell.filename)
     last = tree.body[-1] if tree.body else None
@@ -114,7 +114,7 @@ def _execute(cell: Cell, names: dict[str, Any]) -> str | None:
 
 @contextmanager
 def _interruptible(is_process: bool) -> Iterator[None]:
-    """Let a SIGINT of the notebook's interrupt the block."""
+    """Raise KeyboardInterrupt in the block on SIGINT."""
     if not is_process:
         yield
         return
@@ -126,7 +126,7 @@ def _interruptible(is_process: bool) -> Iterator[None]:
 
 
 def make_context_again(local_rank: int, backend: str) -> None:
-    """End the context, and make another one. Collective over all ranks."""
+    """End the context, and create another one. Collective over all ranks."""
     del local_rank
     unisono.finalize()
     unisono.initialize(backend)
@@ -140,6 +140,6 @@ def defined_names(local_rank: int, ranks_key: str) -> list[str]:
 
 
 def forget_names(ranks_key: str) -> None:
-    """Drop the namespaces of a set whose ranks are threads of this process."""
+    """Remove the namespaces of a set whose ranks are threads of this process."""
     for key in [key for key in _names if key[0] == ranks_key]:
         del _names[key]

@@ -17,14 +17,14 @@ _NAME = "ranks"
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Add ``%%ranks`` and ``%ranks`` to a shell: what ``%load_ext unisono`` calls."""
+    """Add ``%%ranks`` and ``%ranks`` to a shell, for ``%load_ext unisono``."""
     magics = Magics(lambda: shell.execution_count, shell.user_ns)
     shell.register_magic_function(magics.cell, "cell", _NAME)
     shell.register_magic_function(magics.line, "line", _NAME)
 
 
 def unload_ipython_extension(shell: Any) -> None:
-    """End all ranks and take the magics away: what ``%unload_ext unisono`` calls."""
+    """End all ranks and remove the magics, for ``%unload_ext unisono``."""
     shell.magics_manager.magics["cell"].pop(_NAME, None)
     line = shell.magics_manager.magics["line"].pop(_NAME, None)
     if line is not None:
@@ -32,7 +32,7 @@ def unload_ipython_extension(shell: Any) -> None:
 
 
 class Magics:
-    """The sets of ranks of one shell, and what its magics do with them."""
+    """The sets of ranks of one shell, and its magics."""
 
     def __init__(self, count: Callable[[], int], names: Container[str]) -> None:
         self._count = count

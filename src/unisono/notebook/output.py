@@ -1,4 +1,4 @@
-"""The notebook's side of what ranks print: read from their files, equal lines shown once."""
+"""Output of ranks in the notebook: read from their files, equal lines shown once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CONTROL = re.compile(r"(\n|\r|\x1b\[A|\x1b\[K)")
 
 
 class _Screen:
-    """What a terminal would show of one rank's output: bars go back and write over themselves."""
+    """The lines of one rank as a terminal shows them: bars overwrite themselves."""
 
     def __init__(self) -> None:
         self._rows = [""]
@@ -43,7 +43,7 @@ class _Screen:
                 self._is_at_start = False
 
     def take(self, is_over: bool) -> list[str]:
-        """Take the lines that can't change any more."""
+        """Return the lines that can't change any more, once."""
         if is_over:
             rows, self._rows, self._row = self._rows, [""], 0
             return rows[: len(rows) if rows[-1].strip() else -1]
@@ -77,7 +77,7 @@ class _Source:
 
 
 class Transcript:
-    """What the ranks print during one cell, written to stdout as it comes."""
+    """Output of the ranks during one cell, written to stdout as it arrives."""
 
     def __init__(self, paths: Mapping[int, Path], size: int) -> None:
         self._sources = {rank: _Source(path) for rank, path in paths.items()}
@@ -87,7 +87,7 @@ class Transcript:
         self._bar = ""
 
     def show(self, is_over: bool = False) -> None:
-        """Show what has come."""
+        """Write the output that has arrived."""
         for source in self._sources.values():
             source.read(is_over)
         lines = list(self._lines(is_over))
@@ -100,7 +100,7 @@ class Transcript:
         self._bar = bar
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         for source in self._sources.values():
             source.close()
 
@@ -121,7 +121,7 @@ class Transcript:
             self._held_since = None
 
     def _shared(self, pending: Mapping[int, list[str]]) -> Iterator[str]:
-        """Give lines of all ranks once, after what each had printed before."""
+        """Yield lines of all ranks once, each after the earlier lines of its ranks."""
         first, *others = (lines for lines in pending.values())
         while all(pending.values()):
             ahead = [set(lines[:_LOOK_AHEAD]) for lines in others]

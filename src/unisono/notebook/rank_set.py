@@ -1,4 +1,4 @@
-"""A set of warm ranks that run cells: a pool, and the namespaces that cells have in it."""
+"""A set of warm ranks that run cells: a pool, and the namespaces of its cells."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unisono.notebook.cell import Cell, defined_names, forget_names, make_contex
 from unisono.notebook.run import Run, Watch
 from unisono.pool.pool import WorkerPool, end_replicas
 
-_SETTLE_S = 20.0  # for ranks to make their context again
+_SETTLE_S = 20.0  # for ranks to create their context again
 _LOST = "their names are lost. The next cell makes fresh ranks"
 _STAY = "The ranks and all their names stay"
 _AGAIN = (
@@ -28,7 +28,7 @@ _AGAIN = (
 
 
 class RankSet:
-    """Ranks of one backend, and the namespaces that cells have in them."""
+    """Ranks of one backend, and the namespaces of their cells."""
 
     def __init__(self, backend: str, size: int) -> None:
         self.size: int = size
@@ -46,7 +46,7 @@ class RankSet:
         return f"{self.size} rank{'s' * (self.size > 1)} on {self._backend}"
 
     def describe(self) -> str:
-        """Say which ranks there are, and what cells have defined in them."""
+        """Return a text about the ranks, and the names that cells have defined in them."""
         pids = self._pool.pids
         if not pids:
             return f"{self}: not started"
@@ -71,7 +71,7 @@ class RankSet:
         return "ended"
 
     def run(self, source: str, filename: str, ranks: Sequence[int], timeout_s: float | None) -> Run:
-        """Run a cell in ranks, and show what they print."""
+        """Run a cell in ranks, and show their output."""
         if not self._pool.pids:
             if self._has_names:
                 print("The ranks had ended since the last cell: these are fresh, without names")
@@ -88,7 +88,7 @@ class RankSet:
         return result
 
     def _settle(self, result: Run, are_threads: bool) -> str:
-        """Make anew what a cell that went wrong has left unusable, and say what stays."""
+        """Replace ranks or contexts that a failed cell left unusable, and return what stays."""
         is_lost = result.is_aborted
         is_lost |= any(outcome.is_out_of_step for outcome in result.outcomes.values())
         if not (result.cut_by or result.error or is_lost):

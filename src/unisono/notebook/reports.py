@@ -1,4 +1,4 @@
-"""What the notebook raises for a cell that failed: the ranks' own error, with their tracebacks."""
+"""Errors of a cell that failed: the ranks' own error, with their tracebacks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RENDER = "_render_traceback_"  # IPython asks an exception for it
 
 @contextmanager
 def briefly() -> Iterator[None]:
-    """Show errors of ours in a notebook by their texts alone, but for those with more to show."""
+    """Show our errors in a notebook by their texts alone, except those with a rendering."""
     try:
         yield
     except UnisonoError as error:
@@ -34,7 +34,7 @@ def briefly() -> Iterator[None]:
 
 
 def raise_failure(run: Run, timeout_s: float | None, names: Container[str]) -> None:
-    """Raise what went wrong in a cell, if anything did."""
+    """Raise the error of a cell that failed or was ended early."""
     # A notebook shows the ranks' tracebacks in place of this process's.
     failures = {rank: o.failure for rank, o in run.outcomes.items() if o.failure is not None}
     own = {rank: failure for rank, failure in failures.items() if rank not in run.stacks}
@@ -56,7 +56,7 @@ def raise_failure(run: Run, timeout_s: float | None, names: Container[str]) -> N
 
 
 def _error(failure: Failure, rank: int, size: int) -> BaseException:
-    """Return what the rank raised, as far as it can be had here."""
+    """Return the rank's exception, or a substitute if it can't be unpickled here."""
     if failure.cause is not None:
         with suppress(Exception):  # its class may not exist here
             cause = pickle.loads(failure.cause)
@@ -80,7 +80,7 @@ def _remedy(failure: Failure, names: Container[str]) -> str:
 
 
 def _places(run: Run, failures: dict[int, Failure]) -> str:
-    """Say where each rank was: equal stacks once."""
+    """Return the text of each rank's stack, equal ones once."""
     texts: dict[str, list[int]] = {}
     for rank, failure in failures.items():
         texts.setdefault(failure.traceback, []).append(rank)
@@ -91,7 +91,7 @@ def _places(run: Run, failures: dict[int, Failure]) -> str:
 
 
 def _raise(error: BaseException, text: str, stays: str) -> NoReturn:
-    """Raise an error that a notebook shows as a text."""
+    """Raise an error that a notebook shows as text."""
     lines = [*text.rstrip().splitlines(), *(["", f"{stays}."] if stays else [])]
     with suppress(AttributeError):  # an exception may have slots
         setattr(error, _RENDER, lambda: lines)

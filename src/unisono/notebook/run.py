@@ -1,4 +1,4 @@
-"""One cell from its start to its end in all ranks: watched, and ended early where it must be."""
+"""One cell in all ranks, watched from its start to its end, and ended early if need be."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ from unisono.tracebacks import fold_text, is_ours
 INTERRUPT, TIMEOUT, FAILURE = "interrupt", "timeout", "failure"
 _TICK_S = 0.05
 _ALONE_S = 1.0  # for the others, once a rank has failed, and after an interrupt
-_LEAVE_S = 3.0  # after an interrupt that no user has sent, until ranks are ended
+_LEAVE_S = 3.0  # after an interrupt by a timeout or a failure, until ranks are ended
 _END_S = 10.0  # for ranks that have been killed
 _WENT_ON = "it was done in spite of the interrupt\n"
 
 
 @dataclass(slots=True)
 class Run:
-    """How a cell went in the ranks that ran it."""
+    """Outcome of a cell in the ranks that ran it."""
 
     size: int
     outcomes: dict[int, CellOutcome] = field(default_factory=dict)
     error: BaseException | None = None
-    """How the ranks as a whole failed, if one died."""
+    """Error of the ranks as a whole, if one died."""
     cut_by: str = ""
-    """What ended it early, if anything did: `INTERRUPT`, `TIMEOUT` or `FAILURE`."""
+    """Why it was ended early: `INTERRUPT`, `TIMEOUT` or `FAILURE`; else empty."""
     stacks: dict[int, str] = field(default_factory=dict)
-    """Where each rank was that was interrupted; empty without an answer."""
+    """Stacks of interrupted ranks; empty without an answer."""
     is_aborted: bool = False
     """Whether the contexts of ranks that are threads were ended."""
     late: list[int] = field(default_factory=list)
     """Ranks that were given up."""
     stays: str = ""
-    """What is left of the ranks, where anything went wrong."""
+    """What stays of the ranks, if the cell failed or was ended early."""
 
 
 class Watch:
-    """A cell in ranks. Ctrl-C interrupts them; a second one gives up those that are still late."""
+    """A cell in ranks: Ctrl-C interrupts them, a second one gives up those that are late."""
 
     def __init__(self, pool: WorkerPool, cell: Cell, size: int, timeout_s: float | None) -> None:
         self._pool = pool
         self._cell = cell
         self._call: Call | None = None
-        self._is_over = threading.Event()  # a join that is interrupted forgets its thread: 3.11
+        self._is_over = threading.Event()  # an interrupted join takes its thread for ended: 3.11
         self._result = Run(size)
         paths = {rank: cell.output(rank) for rank in cell.ranks}
         self._transcript = Transcript(paths, size)
@@ -62,14 +62,14 @@ class Watch:
         self._failed_at: float | None = None
         self._cut_at = 0.0
         self._is_begun = self._is_told = False
-        self._turn = threading.Lock()  # of the first thread that works
+        self._turn = threading.Lock()  # held by the first thread that runs
 
     def run(self) -> Run:
-        """Run the cell, which another thread waits for, and show what ranks print."""
+        """Run the cell, which another thread waits for, and show the ranks' output."""
         try:
             while not self._is_over.is_set() and not self._result.late:
                 self._tick()
-        finally:  # also after an interrupt of what handles interrupts
+        finally:  # also after an interrupt of the handling of another one
             if not self._is_over.is_set() and not self._result.late:
                 self._give_up()
             self._take_outcomes()
@@ -121,14 +121,14 @@ class Watch:
         return [rank for rank in self._cell.ranks if rank not in self._result.outcomes]
 
     def _look(self, now: float) -> None:
-        """End the cell early where it is late, or where ranks may wait for one that has failed."""
+        """End the cell early if it is late, or if ranks may wait for one that has failed."""
         result = self._result
         if any(outcome.failure is not None for outcome in result.outcomes.values()):
             self._failed_at = self._failed_at or now
         if result.cut_by == INTERRUPT and now >= self._cut_at + _ALONE_S and not self._is_told:
             self._is_told = True
             if self._call is not None and self._call.replicas.are_processes:
-                self._signal(self._late, signal.SIGINT)  # the first may have come before the cell
+                self._signal(self._late, signal.SIGINT)  # the first may have come too early
             print(f"{named(self._late)} can't stop yet: interrupt again to end what is left")
         elif result.cut_by:
             if result.cut_by != INTERRUPT and now >= self._cut_at + _LEAVE_S:
@@ -159,7 +159,7 @@ class Watch:
             replicas.abort()
 
     def _keep_stacks(self, ranks: list[int]) -> list[int]:
-        """Record where ranks are, and return those that are in no call of ours."""
+        """Record the stacks of ranks, and return those outside our calls."""
         assert self._call is not None
         computing = []
         for rank, frames in self._call.replicas.stacks(ranks).items():
@@ -171,7 +171,7 @@ class Watch:
         return computing
 
     def _give_up(self) -> None:
-        """End all ranks, or leave threads to themselves."""
+        """End all ranks that are processes; threads run on."""
         self._result.late = self._late
         if self._call is not None and self._call.replicas.are_processes:
             self._keep_stacks(self._result.late)

@@ -1,4 +1,4 @@
-"""One call of a pool: what its replicas are given, what they answer, and how it ends."""
+"""One call of a pool: its tasks, the replicas' answers, and its end."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from unisono.tracebacks import hides
 
 __tracebackhide__ = hides
 
-_LOOK_S = 0.15  # between two looks at replicas that are at work when another one has failed
-_LOOKS = 2  # in a row that find one which waits
+_LOOK_S = 0.15  # between two looks at busy replicas after another one has failed
+_LOOKS = 2  # in a row that find one waiting
 _PATIENCE_S = 5.0  # with those that compute
 _Give = Callable[[int], bytes | None]
 
@@ -31,7 +31,7 @@ class LateError(LaunchError):
 
 
 class Call(Ranks):
-    """Replicas that are given work until nothing is left, and that stay afterwards."""
+    """Replicas that run tasks until none is left, and stay afterwards."""
 
     takes: Sequence[int] = TO_SAVE
 
@@ -41,11 +41,11 @@ class Call(Ranks):
         self.answers: dict[int, list[bytes]] = {}
         self.failures: dict[int, Fault | LaunchError | None] = {}
         self.busy: set[int] = set()
-        """Replicas at work: after the call, those that were late or waited for a failed one."""
+        """Busy replicas: after the call, those that were late or waited for a failed one."""
         self.stacks: dict[int, list[FrameSummary]] = {}
-        """Where these were, once that has been asked."""
+        """Stacks of these, once they have been read."""
         self.error: BaseException | None = None
-        """Why it ended, where that is neither a failure nor its limit."""
+        """Error that ended it, if that is neither a failure nor the limit."""
         self.replicas_stay: bool = False
         """Whether the call has ended, and all replicas wait for the next one."""
         self.replicas = replicas
@@ -60,7 +60,7 @@ class Call(Ranks):
         return [] if self.failures or self.error else sorted(self.busy)
 
     def run(self, size: int, grace_s: float | None = None) -> None:
-        """Give each replica its first call, and wait until all are done."""
+        """Send each replica its first task, and wait until all are done."""
         job: Job[Any] = Job(self, size, grace_s=grace_s if self.replicas.are_processes else None)
         try:
             for rank in range(size):
@@ -70,12 +70,12 @@ class Call(Ranks):
             self.failures = job.failures.by_rank
 
     def poll(self, job: Job[Any], until: float) -> None:
-        """Wait for the next answer, and take it in."""
+        """Wait for the next answer, and record it."""
         limit = math.inf if job.failures else self._until
         try:
             if not self._hear(job, min(until, limit)) and time.monotonic() >= limit:
                 raise LateError(f"ranks {sorted(self.busy)} weren't done in time")
-        except BaseException:  # Ctrl-C, or a replica that died: nobody else is waited for
+        except BaseException:  # Ctrl-C, or a replica that died: the others aren't waited for
             self._is_cut = True
             raise
 
@@ -84,7 +84,7 @@ class Call(Ranks):
         self.replicas.signal(self.busy, number)
 
     def end(self, job: Job[Any]) -> None:
-        """Wait for replicas that still are at work where another one has failed."""
+        """Wait for busy replicas after another one has failed."""
         if job.failures and not self._is_cut:
             with suppress(LaunchError):  # a replica died, after the first failure
                 self._wait_for_others(job)
@@ -106,10 +106,10 @@ class Call(Ranks):
         return math.inf if self._limit is None else self._limit
 
     def _hear(self, job: Job[Any], until: float) -> bool:
-        """Take in what replicas have answered by then, and tell whether one has."""
+        """Record the answers that arrive by then, and return whether one has."""
         answers = self.replicas.news(until)
         for rank, kind, body in answers:
-            if rank not in self.busy:  # the end of an earlier call, which a debugger has kept
+            if rank not in self.busy:  # the answer to an earlier call, which a debugger has kept
                 continue
             if kind == ANSWER:
                 self.answers.setdefault(rank, []).append(body)
@@ -131,7 +131,7 @@ class Call(Ranks):
 
 
 def once(body: bytes, ranks: Collection[int]) -> _Give:
-    """Return a function that gives each of these ranks the same call, once."""
+    """Return a function that returns the same task once for each of these ranks."""
     waiting = set(ranks)
 
     def give(rank: int) -> bytes | None:

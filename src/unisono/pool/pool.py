@@ -40,10 +40,10 @@ U = TypeVar("U")
 
 
 class WorkerPool:
-    """Replicas that stay, each within its context, and run what they are given.
+    """Replicas that stay, each within its context, and run one function after another.
 
-    They are made at the first call, and again after one that left the context unusable:
-    where a replica died, or waited for one that had failed.
+    They are started at the first call, and again after one that left the context unusable:
+    a replica died, or waited for one that had failed.
 
     Args:
         backend: as in ``spawn``.
@@ -56,8 +56,8 @@ class WorkerPool:
             of a pool are on this one.
 
     Raises:
-        UnknownBackendError: nobody claims the backend.
-        ArgumentError: a bad value or an option that nobody takes.
+        UnknownBackendError: no model has the backend.
+        ArgumentError: a bad value or an unknown option.
         EnvironmentDetectionError: a variable of ours has a bad value.
 
     Warns:
@@ -134,13 +134,13 @@ class WorkerPool:
             kwargs: its keyword arguments.
 
         Returns:
-            What it returned, by rank.
+            The results, by rank.
 
         Raises:
             PayloadError: `fn` or its arguments can't be pickled.
-            WorkerFailedError: a replica failed; it has the first failure's own traceback. The pool
+            WorkerFailedError: a replica failed; contains the first failure's traceback. The pool
                 can be used again.
-            CollectiveTimeoutError: the deadline is over; names the ranks that weren't done.
+            CollectiveTimeoutError: the deadline has passed; names the ranks that weren't done.
             NotInitializedError: the pool is closed.
             ContextError: this process is a fork of the one that made the pool.
         """
@@ -152,7 +152,7 @@ class WorkerPool:
             return [pickle.loads(answers[rank][0]) for rank in range(self._size)]
 
     def map(self, fn: Callable[[U], T], items: Iterable[U]) -> list[T]:
-        """Run ``fn(item)`` for every item, each in whichever replica is free.
+        """Run ``fn(item)`` for every item, each in the next free replica.
 
         `fn` must not call collectives, since the replicas are at different items.
 
@@ -161,7 +161,7 @@ class WorkerPool:
             items: its arguments, one at a time.
 
         Returns:
-            What it returned, in the order of items.
+            The results, in the order of the items.
 
         Raises:
             WorkerFailedError: as `run`.
@@ -263,7 +263,7 @@ class WorkerPool:
         try:
             call.run(self._size, self._grace_s)
         except BaseException as error:
-            if not call.replicas_stay:  # nothing is left half done
+            if not call.replicas_stay:  # else the call is complete
                 self._drop()
             if isinstance(error, KeyboardInterrupt):
                 say_instead(error, interrupted("the call of a pool"))
@@ -283,7 +283,7 @@ class WorkerPool:
 
 
 def end_replicas(pool: WorkerPool) -> None:
-    """End the replicas of a pool, whatever they do; its next call makes others."""
+    """End the replicas of a pool, busy or not; its next call starts others."""
     with pool._lock:
         pool._drop()
 
@@ -298,9 +298,9 @@ def outcome(
     keep: bool = False,
     begun: Callable[[Call], object] = lambda _: None,
 ) -> Call:
-    """Run a function in a pool, and return what became of it on each rank."""
-    # For tests and notebooks, which show all failures. `keep` leaves replicas there that another
-    # one's failure has left at work, for a debugger.
+    """Run a function in a pool, and return the call with each rank's answer or failure."""
+    # For tests and notebooks, which show all failures. `keep` leaves replicas running that are
+    # still busy after another one's failure, for a debugger.
     pool._check_owner()
     body = _pickled(fn, args, {}, True)
     limit = None if limit_s is None else time.monotonic() + limit_s
@@ -314,7 +314,7 @@ def outcome(
         except LaunchError as error:
             is_told = call.failures or isinstance(error, LateError)
             call.error = None if is_told else error
-        except BaseException:  # Ctrl-C, another plug-in's limit: the ranks are still at work
+        except BaseException:  # Ctrl-C, another plug-in's limit: the ranks are still busy
             pool._drop()
             raise
         if call.busy and call.error is None:
@@ -325,7 +325,7 @@ def outcome(
 
 
 def _check_host(options: Mapping[str, Any]) -> None:
-    """Refuse what would put replicas on other hosts, which the pool's own socket doesn't reach."""
+    """Raise if options place replicas on other hosts, or start them again."""
     refused = {name: options[name] for name in ("nnodes", "hosts") if options.get(name) is not None}
     if refused.get("nnodes") == 1:
         del refused["nnodes"]

@@ -1,4 +1,4 @@
-"""The replicas of a pool as its process sees them: ranks of a job that isn't over."""
+"""Replicas of a pool in the pool's process: ranks of a job that isn't over."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _QUIT_S = 0.3  # for threads whose context has been aborted
 _LEAVE_S = 1.0  # for idle replicas to answer the end
 _STACK_S = 1.0  # for all processes to write their stacks
 _LEAST_S = 0.1  # for each
-_ESCAPED = re.compile(r"\\(?:x(..)|u(.{4})|U(.{8}))")  # as faulthandler writes other than ASCII
-_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)  # as faulthandler does
+_ESCAPED = re.compile(r"\\(?:x(..)|u(.{4})|U(.{8}))")  # characters outside ASCII, by faulthandler
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)  # by faulthandler
 _NEVER_WAITS = re.compile(
     r"/unisono/(testing|notebook|pool|launchers|pickling\.py|tracebacks\.py)\b"
 )
@@ -41,7 +41,7 @@ _Answer = tuple[int, bytes, bytes]
 
 
 class Replicas:
-    """One set of replicas, each of which has told that it is ready."""
+    """One set of replicas, all of which have reported that they are ready."""
 
     def __init__(
         self, size: int, backend: str | None, options: dict[str, Any], limit: float | None = None
@@ -70,16 +70,16 @@ class Replicas:
 
     @property
     def pids(self) -> list[int]:
-        """Process of each replica, by rank; the pool's own where it is a thread of that."""
+        """Process of each replica, by rank; the pool's own if it is a thread."""
         return [self._places[rank][0] for rank in range(self._size)]
 
     @property
     def are_processes(self) -> bool:
-        """Whether none of them is a thread of this process."""
+        """Whether all of them are processes of their own."""
         return os.getpid() not in self.pids
 
     def thread_of(self, rank: int) -> int:
-        """Return the thread that runs calls of a replica, by its id in Python."""
+        """Return Python's id of the thread that runs a replica's calls."""
         return self._places[rank][1]
 
     def has_ended(self) -> bool:
@@ -87,18 +87,18 @@ class Replicas:
         return any(w.has_ended or _peek(w.channel) == b"" for w in self._workers.workers)
 
     def watch(self) -> None:
-        """Take in news of replicas that wait: a child of one that has died may hold its channel."""
+        """Record the ends of idle replicas: a child of one may hold its channel open."""
         if any(_peek(worker.status) is not None for worker in self._workers.workers):
             self._job.watch(time.monotonic())
 
     def send(self, rank: int, body: bytes) -> None:
-        """Give a replica its next call, as far as it reads it while there is news."""
+        """Send a replica its next task, as far as there is room; `news` sends the rest."""
         worker = self._worker(rank)
         worker.task = channel.task(body)
         worker.send_task()
 
     def news(self, until: float | None) -> list[_Answer]:
-        """Wait for answers until then; raise once a replica has died."""
+        """Return answers that arrive by then; raise once a replica has died."""
         workers = self._workers
         if not workers.answers:
             self._job.watch(until)
@@ -108,7 +108,7 @@ class Replicas:
         return answers
 
     def signal(self, ranks: Iterable[int], number: int) -> None:
-        """Send replicas that are processes a signal."""
+        """Send a signal to replicas that are processes."""
         for rank in ranks if self.are_processes else ():
             self._worker(rank).signal(number)
 
@@ -119,7 +119,7 @@ class Replicas:
         return any(s is None or any(_may_wait(frame.filename) for frame in s) for s in stacks)
 
     def stacks(self, ranks: Iterable[int]) -> dict[int, list[FrameSummary]]:
-        """Return what replicas at work have called, outermost first; empty without an answer."""
+        """Return the stacks of busy replicas, outermost first; empty without an answer."""
         until = time.monotonic() + _STACK_S
         return {rank: self._stack(rank, until) or [] for rank in ranks}
 
@@ -147,7 +147,7 @@ class Replicas:
             self._workers.abort()
 
     def close(self) -> None:
-        """End idle replicas in good order, which takes what they left behind."""
+        """End idle replicas in good order: after their threads and exit handlers."""
         for worker in self._workers.workers:
             worker.task = channel.task(b"")
         late, until = {*self._places}, time.monotonic() + _LEAVE_S
@@ -160,7 +160,7 @@ class Replicas:
             self._job.finish()
 
     def end(self) -> None:
-        """End the replicas, whatever they do."""
+        """End the replicas, busy or not."""
         self._job.terminate()
 
     def _worker(self, rank: int) -> Worker:
@@ -168,7 +168,7 @@ class Replicas:
 
 
 class _Threads(Workers):
-    """Replicas that their model makes in this process; each has a channel all the same."""
+    """Replicas that their model starts in this process, each with a channel."""
 
     def __init__(self, backend: str | None, size: int, options: dict[str, Any]) -> None:
         super().__init__(size, ExitStack(), DEFAULT_TIMEOUT_S)
@@ -191,14 +191,14 @@ class _Threads(Workers):
             model.abort()
 
     def poll(self, job: Job[Any], until: float) -> None:
-        """Wait for news of any replica; raise why they couldn't be made."""
+        """Wait for news of any replica; raise if they couldn't be started."""
         super().poll(job, until)
         if self._errors and not self._is_ending:
             self._is_ending = True
             raise self._errors[0]
 
     def end(self, job: Job[Any]) -> None:
-        """Let the replicas end; a thread that computes does so once its call is over."""
+        """End the replicas; a thread that computes ends once its call is over."""
         self._is_ending = True
         self.abort()
         for worker in self.workers:
@@ -228,18 +228,18 @@ def _spawn(
     models: dict[int, ComputationModel],
     errors: list[BaseException],
 ) -> None:
-    """Make the replicas, and wait for their end; no reference leads to those who wait for them."""
+    """Start the replicas, and wait for their end, without a reference to their pool."""
     try:
         start(backend, inside.serve, (os.getpid(), ends, models), None, size, **options)
-    except BaseException as error:  # it is raised where the pool is used
-        errors.append(error.with_traceback(None))  # whose frames would keep what they hold
+    except BaseException as error:  # raised by the pool's next call
+        errors.append(error.with_traceback(None))  # frames would keep their variables
     finally:
         for sock in (*ends, *statuses):
             sock.close()
 
 
 def _end(job: Job[Any], owner: int) -> None:
-    """End replicas that nothing refers to any more, but not in a fork."""
+    """End replicas of a pool that was dropped, except in a fork."""
     if os.getpid() == owner:
         job.terminate()
 

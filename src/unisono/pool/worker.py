@@ -1,4 +1,4 @@
-"""The replica's side of a pool: runs the calls that come as tasks of its channel."""
+"""A pool's replica: runs the calls that arrive as tasks on its channel."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from unisono.tracebacks import hides
 
 __tracebackhide__ = hides
 
-READY = b"y"  # with where the replica is: process, thread, and how it is asked for its stack
-LEFT = b"l"  # the end has come; threads and exit handlers may still run
+READY = b"y"  # with the replica's process, threads, and the facts of `stack_signal`
+LEFT = b"l"  # end received; threads and exit handlers may still run
 ANSWER = b"a"
 FAILED = b"f"
 BROKEN = b"b"  # as FAILED, by an error that leaves the context unusable
@@ -35,14 +35,14 @@ def serve(
     ends: Sequence[socket.socket] = (),
     models: dict[int, ComputationModel] | None = None,
 ) -> None:
-    """Run calls until the pool sends the end; `ends` are the channels of threads of the pool's."""
+    """Run calls until the pool sends the end; `ends` are the channels of thread replicas."""
     own = channel.OwnChannel(ends[local_rank]) if ends else channel.OWN.get()
     is_process = os.getpid() != owner
     if models is not None:
         models[local_rank] = context.current_model()
     ids = os.getpid(), threading.get_ident(), threading.get_native_id()
     channel.send(own.socket, READY, pickle.dumps((*ids, stack_signal.install())))
-    with suppress(OSError):  # the pool is gone, and so is this replica
+    with suppress(OSError):  # the pool has ended, and this replica ends with it
         while task := own.next_task():
             channel.send(own.socket, *_outcome(local_rank, task, is_process))
         channel.send(own.socket, LEFT)
@@ -51,14 +51,14 @@ def serve(
 
 
 def _outcome(local_rank: int, body: bytes, is_process: bool) -> tuple[bytes, bytes]:
-    """Run one call; give the kind and the body of its answer."""
+    """Run one call; return the kind and the body of its answer."""
     try:
         fn, args, kwargs, takes_rank = load_from_parent(body, defines=is_process)
         with forks_end_here():
             result = fn(local_rank, *args, **kwargs) if takes_rank else fn(*args, **kwargs)
         try:
             return ANSWER, dumps(result)
-        except Exception as error:  # an object's own __reduce__ may raise anything
+        except Exception as error:  # an object's own __reduce__ may raise any exception
             kind = type(result).__qualname__
             raise PayloadError(f"the result, a {kind}, can't be pickled: {error}") from error
     except BaseException as error:  # SystemExit too: the pool decides what it means

@@ -14,14 +14,14 @@ _HEAD = struct.Struct("<Qc")
 
 @dataclass(frozen=True, slots=True)
 class OwnChannel:
-    """A worker's end of its channel, for an entry that stays: further tasks, and their answers."""
+    """A worker's end of its channel, for further tasks and their answers."""
 
     socket: socket.socket
     tasks: queue.SimpleQueue[bytes] | None = None
-    """Where another thread puts tasks; None where nobody else reads the channel."""
+    """Queue of tasks, if another thread reads the channel; else None."""
 
     def next_task(self) -> bytes | None:
-        """Wait for the next task; empty for the end, None once the parent is gone."""
+        """Wait for the next task; empty for the end, None once the parent has ended."""
         if self.tasks is not None:
             return self.tasks.get()
         message = receive(self.socket)
@@ -38,21 +38,21 @@ def send(channel: socket.socket, kind: bytes, body: bytes = b"") -> None:
 
 
 def task(body: bytes) -> memoryview:
-    """Write the message of a task, to be sent bit by bit."""
+    """Build the message of a task, for sending it in parts."""
     return memoryview(head(TASK, len(body)) + body)
 
 
 def head(kind: bytes, size: int = 0) -> bytes:
-    """Write what comes before a body of so many bytes."""
+    """Build the header of a body of `size` bytes."""
     return _HEAD.pack(size, kind)
 
 
 class Inbox:
-    """What has come of the messages of one channel, for a reader that can't wait for their ends."""
+    """Reader of one channel's messages that never waits for their ends."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
-        self._is_torn = False  # while it is read, and after Ctrl-C then: what follows is unknown
+        self._is_torn = False  # while reading, and after Ctrl-C then: the position is unknown
         self._expect(None, _HEAD.size)
 
     def _expect(self, kind: bytes | None, size: int) -> None:
@@ -61,7 +61,7 @@ class Inbox:
         self._room = memoryview(self._data)
 
     def take(self) -> tuple[bytes, bytes] | None:
-        """Take the next message as far as it is there."""
+        """Return the next message; None unless the whole of it has arrived."""
         # Local; never waits.
         if self._is_torn:
             raise EOFError

@@ -1,4 +1,4 @@
-"""One job, however its ranks come to exist: results by rank, the first failure, the end of all."""
+"""One job of any launcher: results by rank, the first failure, the end of all ranks."""
 
 from __future__ import annotations
 
@@ -19,52 +19,52 @@ from unisono.tracebacks import hides
 __tracebackhide__ = hides
 
 T = TypeVar("T")
-_DEADLINE_GRACE_S = 0.5  # ranks know more of a deadline that is over: their error comes first
+_DEADLINE_GRACE_S = 0.5  # for the ranks' own, more precise errors at a deadline
 _POLL_S = 1.0  # between two looks at the time
 
 
 class Ranks(ABC):
-    """What a launcher brings: how news of its ranks come, and how the ranks are ended."""
+    """Ranks of a launcher: reads their news, and ends them."""
 
     takes: Sequence[int] = ()
-    """Signals that ranks get where this process gets them while it waits, and has no handler."""
+    """Signals that are forwarded to ranks while this process waits and has no handler."""
 
     @abstractmethod
     def poll(self, job: Job[Any], until: float) -> None:
-        """Wait for news until then at most, and tell them to `job`."""
+        """Wait for news until then at most, and record it in `job`."""
 
     @abstractmethod
     def end(self, job: Job[Any]) -> None:
         """End all ranks that still run, within seconds."""
-        # A job does this once, unless an exception cuts it short: then it may do it again.
+        # Called once, or again after an exception.
 
     def signal(self, number: int) -> None:
         """Send all ranks a signal."""
         del number
 
     def after_signal(self, number: int) -> None:
-        """Let a signal that ended the ranks have its way with this process, too."""
+        """Raise a signal that ended the ranks in this process, too."""
         signal.raise_signal(number)
 
     def see_out(self, job: Job[Any]) -> None:
-        """Let ranks end that have given their results, all of them."""
+        """Wait for ranks to exit after all results."""
         del job
 
     def lost(self, job: Job[Any], rank: int) -> LaunchError:
-        """Say how a rank ended that left no word."""
+        """Return the error of a rank that ended without a report."""
         return WorkerFailedError(f"rank {rank} of {job.world_size} is lost", rank)
 
     def doubt(self, rank: int) -> int:
-        """Tell how likely another rank caused the end of one that left no word: 0 or 1."""
+        """Return 1 if another rank may have caused the end of one without a report, else 0."""
         del rank
         return 0
 
     def why_late(self) -> str:
-        """Say what is known of ranks that aren't done at a deadline, for its error."""
+        """Return what is known of late ranks, for the error at a deadline."""
         return ""
 
     def are_starting(self) -> bool:
-        """Return whether a rank hasn't been told yet what to do."""
+        """Return whether a rank's task hasn't been sent yet."""
         return False
 
     def may_start_again(self, job: Job[Any]) -> bool:
@@ -76,7 +76,7 @@ class Ranks(ABC):
 class Job(Generic[T]):
     """Ranks that run one function; the handle that ``spawn(join=False)`` returns."""
 
-    # The launcher's `Ranks` tell it what became of each rank: `succeed`, `fail` or `stop`.
+    # The launcher's `Ranks` report each rank by `succeed`, `fail` or `stop`.
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Job(Generic[T]):
         self._is_ended = False
 
     def seat(self, own: Iterable[int], world_size: int) -> None:
-        """Begin, or begin again, with these ranks; what became of earlier ones doesn't count."""
+        """Start with these ranks, and discard the outcomes of earlier ones."""
         self.world_size = world_size
         self._own = tuple(own)
         self.results.clear()
@@ -111,43 +111,43 @@ class Job(Generic[T]):
         return [rank for rank in self._own if rank not in self.results]
 
     def succeed(self, rank: int, result: bytes) -> None:
-        """Take in the pickle of what a rank returned."""
+        """Record the pickle of a rank's result."""
         self.results[rank] = result
 
     def fail(self, rank: int, fault: Fault | LaunchError | None) -> None:
-        """Take in how a rank failed: what it said, who lost it, or None for no word."""
+        """Record a rank's failure: its report, the error of its loss, or None for neither."""
         self.failures.add(rank, fault)
 
     def take(self, rank: int, outcome: bytes | Failure | LaunchError) -> None:
-        """Take in how a rank ended: the pickle of its result, or its failure."""
+        """Record a rank's outcome: the pickle of its result, or its failure."""
         if isinstance(outcome, bytes):
             self.succeed(rank, outcome)
         else:
             self.fail(rank, outcome)
 
     def lose(self, rank: int, how: str, error: Exception) -> None:
-        """Take in that a library lost what ran a rank."""
+        """Record that a library lost a rank's task."""
         lost = WorkerFailedError(f"rank {rank} of {self.world_size} is lost, {how}", rank)
         lost.__cause__ = error
         self.fail(rank, lost)
 
     def stop(self, error: LaunchError) -> None:
-        """Let the job fail as a whole, unless it has."""
+        """Record that the job fails as a whole, unless it has."""
         self._error = self._error or error
 
     def join(self, timeout: float | None = None) -> list[T]:
         """Wait for all ranks."""
-        # Within ``deadline`` the job has the time that is left there.
+        # Within ``deadline``, for the time that is left there.
         self.finish(timeout)
         return [self._value(rank) for rank in sorted(self.results)]
 
     def finish(self, timeout: float | None = None) -> None:
-        """Wait for all ranks as `join` does, and leave their results as they came."""
+        """Wait for all ranks as `join` does, and leave their results pickled."""
         limit = None if timeout is None else time.monotonic() + host_s(timeout)
         try:
             with handled(self._takes, self._obey):
                 self._finish(limit)
-        except Exception:  # whichever it is, a signal that the ranks died of comes first
+        except Exception:  # a signal that ended the ranks has priority
             if self.orders.came:
                 self.ranks.after_signal(self.orders.came[0])
             raise
@@ -157,7 +157,7 @@ class Job(Generic[T]):
             is_over = self._wait(limit)
             if is_over and self._error is None:
                 self.ranks.see_out(self)
-        except BaseException:  # Ctrl-C above all: nobody is left behind
+        except BaseException:  # Ctrl-C above all: no rank is left running
             self.terminate()
             raise
         if not is_over:
@@ -169,7 +169,7 @@ class Job(Generic[T]):
             raise _copy(self._error)
 
     def is_decided(self, within_s: float) -> bool:
-        """Return whether nothing more is to be waited for: all have a result, or one has failed."""
+        """Return whether all ranks have a result, or one has failed."""
         limit = time.monotonic() + within_s
         while self._error is None and not self.failures and self.late:
             if time.monotonic() >= limit:
@@ -178,16 +178,16 @@ class Job(Generic[T]):
         return True
 
     def watch(self, until: float | None) -> None:
-        """Take in news of ranks that stay, until then at most."""
+        """Record news of ranks that stay, until then at most."""
         self._poll(until)
 
     def require_ranks(self) -> None:
-        """Raise how a rank ended that was to stay, once that is known; then all have been ended."""
+        """Raise the error of a rank that didn't stay, once known; then all have been ended."""
         if self._is_over():
             self._finish(None)
 
     def send_tasks(self) -> None:
-        """Wait until every rank knows what to do, or one has failed."""
+        """Wait until every rank has its task, or one has failed."""
         try:
             while self.ranks.are_starting() and not self.failures:
                 self._poll(self._require_time(0.0))
@@ -206,12 +206,12 @@ class Job(Generic[T]):
         if late and self._error is None:
             self._error = self._first_failure() if self.failures else self._was_told_to_end(late)
         self.ranks.end(self)
-        self._is_ended = True  # not before: one that Ctrl-C cuts short is made again
+        self._is_ended = True  # not before: after Ctrl-C it is called again
 
     def _wait(self, limit: float | None) -> bool:
-        """Wait until the job has failed or succeeded; tell whether it has by the limit."""
+        """Wait until the job has failed or succeeded; return whether it has by the limit."""
         while not self._is_over():
-            if self.orders.until is not None:  # which is the limit of those that save
+            if self.orders.until is not None:  # ranks that save have this limit
                 limit = None
             if limit is not None and time.monotonic() >= limit:
                 return False
@@ -219,16 +219,16 @@ class Job(Generic[T]):
         return True
 
     def _obey(self, number: int, _: Any) -> None:
-        """Do what a signal to this process asks for."""
+        """Forward a signal to the ranks."""
         of_ranks = self.orders.take(number)
         if of_ranks:
             self.ranks.signal(of_ranks)
 
     def _is_over(self) -> bool:
-        """Return whether the job has failed or succeeded; the first failure is asked for once."""
+        """Return whether the job has failed or succeeded; choose the first failure once."""
         late = self.late
         if self._error is None and late and self.orders.until is not None:
-            is_over = time.monotonic() >= self.orders.until  # some that fail end no others' time
+            is_over = time.monotonic() >= self.orders.until  # failures leave the others their time
             if is_over or self.failures.by_rank.keys() >= set(late):
                 self._error = self._was_told_to_end(late)
         elif self._error is None and late and self._counts_failures():
@@ -238,7 +238,7 @@ class Job(Generic[T]):
         return self._error is not None or not late
 
     def _first_failure(self) -> LaunchError:
-        """Say who failed first; asked for before anybody is ended by this process."""
+        """Return the first failure; called before this process ends a rank."""
         return self.failures.error(self.world_size, partial(self.ranks.lost, self))
 
     def _counts_failures(self) -> bool:
@@ -257,7 +257,7 @@ class Job(Generic[T]):
         self.ranks.poll(self, min([time.monotonic() + _POLL_S, *ends]))
 
     def _require_time(self, grace_s: float) -> float | None:
-        """Give when the time of the block is over; raise once it is."""
+        """Return when the block's time is over; raise once it is."""
         until = end_of_block()
         if until is None or time.monotonic() < until + grace_s:
             return None if until is None else until + grace_s
@@ -266,7 +266,7 @@ class Job(Generic[T]):
     def _value(self, rank: int) -> Any:
         try:
             return pickle.loads(self.results[rank])
-        except Exception as error:  # a constructor of the user's may raise anything
+        except Exception as error:  # a user's constructor may raise any exception
             raise WorkerFailedError(
                 f"rank {rank} of {self.world_size} returned a value that can't be unpickled here: "
                 f"{type(error).__name__}: {error}",
@@ -275,7 +275,7 @@ class Job(Generic[T]):
 
 
 def _copy(error: LaunchError) -> LaunchError:
-    """Copy an error for the caller: raised itself it would hold the job, and the job holds it."""
+    """Copy an error for the caller: the original and the job would refer to each other."""
     copy = type(error)(*error.args)
     copy.__cause__ = error.__cause__
     return copy

@@ -1,4 +1,4 @@
-"""The inside of one worker process: reads its task, runs it, tells the parent how it went."""
+"""A worker process: reads its task, runs it, sends the parent its result or failure."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class Task:
         directory: str,
         umask: int | None = None,
     ) -> Task:
-        """Write what a process is told that is a rank."""
+        """Build the task of a process that is a rank."""
         variables = {**environ, **rank_variables(info)}
         return cls(entry, info, variables, path, list(sys.argv), directory, umask)
 
     def message(self) -> memoryview:
-        """Write the message that tells it a worker."""
+        """Build the message that sends it to a worker."""
         return messages.task(pickle.dumps(self))
 
 
@@ -88,7 +88,7 @@ def work(channel_fd: int, parent: int) -> NoReturn:
         flush()
         with contextlib.suppress(OSError):
             messages.send(channel, messages.ERROR, pickle.dumps(failure))
-        # Connections stay open until the parent has seen this error, and not a neighbour's.
+        # Connections stay open until the parent has received this error, before a neighbour's.
         ended.wait()
         os._exit(1)
     messages.send(channel, messages.RESULT, body)
@@ -99,7 +99,7 @@ def work(channel_fd: int, parent: int) -> NoReturn:
 def _wait_for_peers(
     channel: socket.socket, all_done: threading.Event, ended: threading.Event, why: str
 ) -> None:
-    """Let the others finish before this rank ends them, or tell the parent why they can't."""
+    """Wait for the others, which this rank's exit would end; else send the parent an error."""
     if not all_done.wait(PEERS_S):
         error = CollectiveError(f"{why}, and other ranks may wait for it: the job ends")
         messages.send(channel, messages.ERROR, pickle.dumps(describe(error)))
@@ -122,7 +122,7 @@ def _settle_in(task: Task) -> None:
     os.environ.update(task.environ)
     sys.path[:] = task.path
     seed_generators()
-    importlib.invalidate_caches()  # files may be newer than the process that this one is a copy of
+    importlib.invalidate_caches()  # files may be newer than the fork server
     sys.argv[:] = task.argv
     try:
         os.chdir(task.directory)
@@ -155,10 +155,10 @@ def _watch(
 
 
 def describe(error: BaseException) -> Failure:
-    """Say how a function failed."""
+    """Return the failure of a function."""
     try:
         cause = dumps(error)
-    except Exception:  # the traceback says what there is to say
+    except Exception:  # the traceback suffices
         cause = None
     headline, line = summary(error), WorkerFailedError.line_of(error)
     text = fold(error, skip_ours(error.__traceback__))
@@ -167,7 +167,7 @@ def describe(error: BaseException) -> Failure:
 
 
 def _is_about_a_peer(error: BaseException | None) -> bool:
-    """Tell whether an exception, or what it was raised from, only says that another rank failed."""
+    """Return whether an exception, or its cause, is about another rank's failure."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, PeerFailedError):

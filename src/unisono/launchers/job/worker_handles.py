@@ -33,10 +33,10 @@ _TERM_S = 1.2  # after SIGTERM, before SIGKILL
 _KILL_S = 5.0  # after SIGKILL, before the fork server is ended, too
 _NEWS = re.compile(rb"([0-9]+)([psecx])")
 _EXIT_S = 5.0  # for `LastCalls` of ranks, after all results have come
-_TICK_S = 1.0  # between two looks at what no descriptor tells
+_TICK_S = 1.0  # between two checks of limits, which no descriptor reports
 _SAY_S = 2.0  # from the end of a channel to the news of its process
 _MAKE_S = 300.0  # until the ranks are there, which includes importing torch for the first ones
-_STOP_GRACE_S = 1.0  # ranks that wait for one that is stopped know more: their error comes first
+_STOP_GRACE_S = 1.0  # for the more precise errors of ranks that wait for a stopped one
 _TakeIn = Callable[[], None]
 
 
@@ -63,13 +63,13 @@ class Worker:
         self.inbox = messages.Inbox(self.channel)
 
     def signal(self, number: int) -> None:
-        """Send it a signal through the process that looks after it."""
+        """Send it a signal through its parent process."""
         with contextlib.suppress(OSError):
             self.status.send(bytes([number]), socket.MSG_DONTWAIT)
 
     def send_task(self) -> None:
         """Send what is left of its task, as far as there is room."""
-        with contextlib.suppress(OSError):  # its end is seen when it is listened to
+        with contextlib.suppress(OSError):  # its end is found when its channel is read
             if self.task:
                 sent = self.channel.send(self.task, socket.MSG_DONTWAIT)
                 self.task = self.task[sent:]
@@ -100,7 +100,7 @@ class Workers(Ranks):
         return any(worker.task for worker in self.workers)
 
     def poll(self, job: Job[Any], until: float) -> None:
-        """Wait a little for news of any worker, and take it in."""
+        """Wait a little for news of any worker, and record it."""
         left = min(_TICK_S, until - time.monotonic())
         with selectors.DefaultSelector() as selector:
             self._register(job, selector)
@@ -112,7 +112,7 @@ class Workers(Ranks):
     def signal(self, number: int) -> None:
         """Signal all workers that still run, stopped ones too."""
         self._signal(number)
-        self._signal(signal.SIGCONT)  # a stopped process hears another signal once it goes on
+        self._signal(signal.SIGCONT)  # a stopped process gets another signal once it continues
 
     def see_out(self, job: Job[Any]) -> None:
         """Wait for the workers' last calls: see `LastCalls`."""
@@ -120,16 +120,16 @@ class Workers(Ranks):
 
     def end(self, job: Job[Any]) -> None:
         """End all workers that still run, within seconds."""
-        self._roused_at = 0.0  # workers may hear of it from their fork server alone
+        self._roused_at = 0.0  # workers may get it from their fork server alone
         for worker in self.workers:
             if not worker.has_ended:
                 with contextlib.suppress(OSError):
                     worker.channel.setblocking(False)
                     messages.send(worker.channel, messages.END)
-        if job.orders.came:  # they have had their time
+        if job.orders.came:  # their grace is over
             self._signal(signal.SIGKILL)
         self._run(job, _FLUSH_S)
-        for worker in self.workers:  # one that isn't there yet ends when its sockets are closed
+        for worker in self.workers:  # one that hasn't started ends when its sockets are closed
             worker.has_ended = worker.has_ended or worker.pid is None
         self.signal(signal.SIGTERM)
         self._run(job, _TERM_S)
@@ -160,14 +160,14 @@ class Workers(Ranks):
         )
 
     def why_late(self) -> str:
-        """Say which workers are stopped."""
+        """Return which workers are stopped, for an error."""
         stopped = [worker for worker in self.workers if worker.stopped_by is not None]
         return "".join(
             f"; rank {w.rank} was stopped by {signal_name(w.stopped_by or 0)}" for w in stopped
         )
 
     def _give_up(self, job: Job[Any]) -> None:
-        """Give up workers that no signal ends, or that their fork server cannot reap."""
+        """Warn about workers that signals don't end, or that their fork server can't reap."""
         left = [worker for worker in self.workers if not worker.has_ended]
         if not left:
             return
@@ -194,7 +194,7 @@ class Workers(Ranks):
                 worker.signal(number)
 
     def _register(self, job: Job[Any], selector: selectors.BaseSelector) -> None:
-        """Register whatever may have news, with what takes it in."""
+        """Register sockets that may have news, with the functions that read them."""
         for worker in self.workers:
             if not worker.has_ended:
                 look: _TakeIn = partial(self._look_at, job, worker)
@@ -228,14 +228,14 @@ class Workers(Ranks):
         if self.fork_server is not None and now > self._roused_at + _TICK_S:
             self._roused_at = now
             with contextlib.suppress(OSError):
-                self.fork_server.send_signal(signal.SIGCONT)  # nobody but us has a use for its stop
+                self.fork_server.send_signal(signal.SIGCONT)  # it serves no purpose while stopped
 
     def _talk(self, job: Job[Any], worker: Worker) -> None:
         worker.send_task()
         self._hear(job, worker)
 
     def _hear(self, job: Job[Any], worker: Worker) -> bool:
-        """Take in one message, and tell whether there was one, and the whole of it."""
+        """Record one message, and return whether a whole one had arrived."""
         try:
             message = worker.inbox.take()
         except EOFError:
@@ -252,13 +252,13 @@ class Workers(Ranks):
         return True
 
     def _silence(self, job: Job[Any], worker: Worker) -> None:
-        """Take note that nothing more comes from a worker's inside."""
+        """Record that nothing more arrives on a worker's channel."""
         worker.is_silent = True
         if worker.rank not in job.results:
             job.fail(worker.rank, None)
 
     def _look_at(self, job: Job[Any], worker: Worker) -> None:
-        """Take in what became of a worker's process: it is there, stopped, goes on, has ended."""
+        """Record the state of a worker's process: started, stopped, continued or ended."""
         come = b""
         with contextlib.suppress(OSError):
             come = worker.status.recv(4096, socket.MSG_DONTWAIT)
@@ -288,7 +288,7 @@ class Workers(Ranks):
             self._bury(job, worker, number)
 
     def _bury(self, job: Job[Any], worker: Worker, wait_status: int | None) -> None:
-        # All that it sent is there; a child that it left behind may hold the channel open forever.
+        # All that it sent has arrived; a child of it may hold the channel open forever.
         while not worker.is_silent and self._hear(job, worker):
             pass
         worker.wait_status = wait_status

@@ -1,4 +1,4 @@
-"""Warm ranks, by backend and number: they run test after test, until one leaves them unusable."""
+"""Warm ranks by backend and number, which run tests until one leaves them unusable."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _OFF: dict[str, Any] = {
 
 
 class Pool:
-    """So many ranks on one backend, with a session of pytest in each while they are there."""
+    """Ranks of one backend, with a session of pytest in each while they run."""
 
     def __init__(
         self, backend: str, size: int, setting: Callable[[], Setting], keeps_failures: bool
@@ -63,12 +63,12 @@ class Pool:
 
     @property
     def is_warm(self) -> bool:
-        """Whether its ranks are there."""
+        """Whether its ranks are running."""
         return bool(self._pool.pids)
 
     @property
     def are_threads(self) -> bool:
-        """Whether its ranks are there, as threads of this process."""
+        """Whether its ranks are running as threads of this process."""
         return {*self._pool.pids} == {os.getpid()}
 
     def run(self, method: Callable[..., Any], *args: Any, timeout_s: float | None) -> Call:
@@ -86,7 +86,7 @@ class Pool:
         return call
 
     def debug(self, rank: int) -> None:
-        """Let the user look at the last failure of a rank."""
+        """Start the debugger at the last failure of a rank."""
         own = f"/proc/{os.getpid()}/fd/0"
         stdin = own if Path(own).exists() else "/dev/tty"
         asked = outcome(self._pool, in_session, (RankSession.debug, stdin), only=[rank], keep=True)
@@ -95,7 +95,7 @@ class Pool:
             raise pickle.loads(fault.cause)
 
     def drop(self) -> None:
-        """End the ranks, whatever they do."""
+        """End the ranks, busy or not."""
         self._is_held = False
         end_replicas(self._pool)
 
@@ -103,7 +103,7 @@ class Pool:
         """End idle ranks in good order."""
         if self._is_held:
             self.drop()
-        with contextlib.suppress(UnisonoError):  # what they left behind has failed
+        with contextlib.suppress(UnisonoError):  # their threads or exit handlers have failed
             self._pool.close()
         self._pool = WorkerPool(self.backend, self.size)
 
@@ -117,7 +117,7 @@ class Pools:
         self._numbers = itertools.count(1)
         self._merged: reports.Merged | None = None  # of the last test
         manager = session.config.pluginmanager
-        self._debugger: Any = manager.get_plugin("pdbinvoke")  # which knows nothing of ranks
+        self._debugger: Any = manager.get_plugin("pdbinvoke")  # it can't debug ranks
         if self._debugger is not None:
             manager.unregister(self._debugger)
 
@@ -150,7 +150,7 @@ class Pools:
         )
 
     def ranks(self, size: int, *, on: str = "threads", timeout: float | None = None) -> Ranks:
-        """Give ranks for functions of a test that stays in the parent."""
+        """Return ranks for functions of a test that stays in the parent."""
         config = self._session.config
         given = config.getoption("ranks_timeout") if timeout is None else timeout
         return Ranks(self._pool(on, size), timeout_of(config, given))
@@ -183,7 +183,7 @@ class Pools:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, Any, Any]:
-        """Report what the ranks did in place of what this process did for them."""
+        """Replace the report of this process by the ranks' own."""
         report = yield
         if call.when == "call" and place_of(item) is not None and self._merged is not None:
             self._merged.fill(report)
@@ -203,7 +203,7 @@ class Pools:
             capture.suspend_global_capture(in_=True)
         terminal.ensure_newline()
         report.toterminal(terminal._tw)
-        report._pdbshown = True  # what pytest's own summary looks at
+        report._pdbshown = True  # read by pytest's own summary
         failed = [] if self._merged is None else self._merged.failed  # the first cause first
         wanted = node.config.getoption("ranks_pdb")
         if not failed:
@@ -213,15 +213,15 @@ class Pools:
         if wanted is not None and rank != wanted:
             terminal.write_line(f"rank {wanted} hasn't failed")
         terminal.write_sep(">", f"entering PDB in rank {rank} of {place.size} ({place.backend})")
-        terminal.flush()  # what the rank prints comes by another stream
+        terminal.flush()  # the rank prints to another stream
         self._pool(place.backend, place.size).debug(rank)
 
     def pytest_internalerror(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-        """Let the user look at an error of pytest's own."""
+        """Start the debugger at an error of pytest's own."""
         if self._debugger is not None:
             self._debugger.pytest_internalerror(excinfo=excinfo)
 
-    @pytest.hookimpl(trylast=True)  # after what the session itself has set up
+    @pytest.hookimpl(trylast=True)  # after the session's own teardown
     def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
         """End fixtures in the ranks whose module or class the session leaves."""
         stay = [node.nodeid for node in nextitem.listchain()] if nextitem is not None else []
@@ -233,7 +233,7 @@ class Pools:
                 _end_fixtures(pool, stay)
 
     def end_threads(self) -> None:
-        """End ranks that are threads: beside them this process has no context of its own."""
+        """End ranks that are threads, so that this process can have its own context."""
         for pool in self._pools.values():
             if pool.are_threads:
                 try:
@@ -256,7 +256,7 @@ def _end_fixtures(pool: Pool, stay: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Ranks that stay warm; what the fixture ``ranks`` gives."""
+    """Ranks that stay warm: the value of the fixture ``ranks``."""
 
     _pool: Pool
     _timeout_s: float
@@ -274,7 +274,7 @@ class Ranks:
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether an option is made of plain values, which any process can have."""
+    """Return whether an option consists of plain values, which any process can load."""
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     if isinstance(value, dict):

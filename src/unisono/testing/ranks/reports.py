@@ -1,4 +1,4 @@
-"""One report of a test from those of its ranks: equal failures once, the first cause first."""
+"""Reports of a test's ranks merged into one: equal failures once, first cause first."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RanksFailed(Exception):
 
 @dataclass
 class Merged:
-    """The report of a test, made of those of its ranks."""
+    """The report of a test, merged from those of its ranks."""
 
     outcome: _Outcome = "passed"
     when: Literal["setup", "call", "teardown"] = "call"
@@ -55,14 +55,14 @@ class Merged:
     has_lost_context: bool = False
 
     def give(self) -> None:
-        """Raise what isn't a success."""
+        """Raise unless the test passed."""
         if self.outcome == "skipped" and self.wasxfail is None:
             raise pytest.skip.Exception(str(self.longrepr[2]), _use_item_location=True)
         if self.outcome != "passed":
             raise RanksFailed(_crash(self.longrepr))
 
     def fill(self, report: pytest.TestReport) -> None:
-        """Put this into the session's own report."""
+        """Copy this into the session's own report."""
         report.outcome = self.outcome
         report.when = self.when
         report.longrepr = self.longrepr
@@ -94,7 +94,7 @@ class _Rank:
 
 
 def merge(answers: Call, place: Place, item: pytest.Item, printed: Printed) -> Merged:
-    """Make one report of those of the ranks."""
+    """Merge the ranks' reports into one."""
     ranks = [_loaded(rank, report, item) for rank, report in _by_rank(answers, item)]
     warned = [warning for each in ranks for warning in each.report.warnings]
     for text, category, file, line in dict.fromkeys(warned):
@@ -154,7 +154,7 @@ def _loaded(rank: int, report: RankReport, item: pytest.Item) -> _Rank:
 
 
 def _failure(answers: Call, place: Place, item: pytest.Item, failed: Sequence[_Rank]) -> Merged:
-    """Write the failure: what is lost, else the first cause; then the others."""
+    """Build the failure: the loss or timeout, else the first cause; then the others."""
     groups = others = _groups(failed)
     longrepr: Any
     when: Any = "call"
@@ -199,7 +199,7 @@ def _of(group: Iterable[_Rank], place: Place) -> str:
 
 
 def _text(item: pytest.Item, headline: str, text: str) -> ExceptionChainRepr:
-    """Write a failure that has no exception in this process."""
+    """Build a failure without an exception in this process."""
     path, line, _ = item.location
     crash = ReprFileLocation(path, (line or 0) + 1, headline)
     lines = [] if text.startswith(headline) else [f"E   {headline}\n"]
@@ -208,7 +208,7 @@ def _text(item: pytest.Item, headline: str, text: str) -> ExceptionChainRepr:
 
 
 def _headed(longrepr: Any, head: str, item: pytest.Item) -> Any:
-    """Begin a failure with the ranks that have it."""
+    """Insert the ranks at the head of their failure."""
     if not isinstance(longrepr, ExceptionChainRepr):
         text = str(longrepr)
         longrepr = _text(item, text.strip().partition("\n")[0], text)
@@ -226,7 +226,7 @@ def _crash(longrepr: Any) -> str:
 
 
 def _stacks(answers: Call, size: int) -> str:
-    """Write where ranks are: the frames of the test's body, and what it calls; or are done."""
+    """Write the ranks' frames from the test's body inwards, and which ranks are done."""
     done = sorted(answers.answers)
     was = "was" if len(done) == 1 else "were"
     parts = [f"{ranks_text(done)} of {size} {was} done\n"] if done else []
@@ -239,7 +239,7 @@ def _stacks(answers: Call, size: int) -> str:
 
 
 def _sections(ranks: Sequence[_Rank], printed: Printed, size: int) -> Iterable[tuple[str, str]]:
-    """Name what ranks printed and logged by rank, what is equal once."""
+    """Yield sections of the ranks' output and logs, equal ones once."""
     by_text: dict[tuple[str, str], list[int]] = {}
     for one in ranks:
         for name, text in one.phases[-1].sections:
@@ -252,7 +252,7 @@ def _sections(ranks: Sequence[_Rank], printed: Printed, size: int) -> Iterable[t
 
 
 def error_of(answers: Call, size: int, what: str, timeout_s: float) -> BaseException:
-    """Make the error of a call that isn't a test's."""
+    """Return the error of a call outside a test."""
     if answers.error is not None:
         return answers.error
     if answers.late:
