@@ -216,11 +216,11 @@ def test_positions_that_lead_nowhere_are_refused() -> None:
     loader = idist.auto_dataloader(data, batch_size=4)
     next(iter(loader))
     state = loader.state_dict()
-    with pytest.raises(ArgumentError, match="a position has"):
+    with pytest.raises(ArgumentError, match="invalid position"):
         loader.load_state_dict({"epoch": 1})
-    with pytest.raises(ArgumentError, match=r"in 24 samples, and here are 3"):
+    with pytest.raises(ArgumentError, match=r"for 24 samples, but the dataset has 3"):
         idist.auto_dataloader([1, 2, 3]).load_state_dict(state)
-    with pytest.raises(ArgumentError, match=r"aren't whole batches of 3"):
+    with pytest.raises(ArgumentError, match=r"are not whole batches of 3"):
         idist.auto_dataloader(data, batch_size=3).load_state_dict(state)
     halves = idist.auto_dataloader(data, batch_size=2)
     halves.load_state_dict(state)

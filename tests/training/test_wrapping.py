@@ -167,7 +167,7 @@ def test_a_plain_module_outlives_the_context() -> None:
         net = idist.unwrap_model(model)
         net(torch.ones(1, 2)).sum().backward()
         assert idist.auto_model(net) is net  # as the error below advises
-        with pytest.raises(ContextError, match="another context .* call auto_model again"):
+        with pytest.raises(ContextError, match="other than the active .* call auto_model again"):
             model(torch.ones(1, 2))
 
 
@@ -488,7 +488,7 @@ def test_what_auto_model_refuses() -> None:
     with pytest.raises(ArgumentError, match="needed, not a int"):
         idist.auto_optim(3)  # type: ignore[arg-type]
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
-    with pytest.raises(ArgumentError, match="takes no options"):
+    with pytest.raises(ArgumentError, match="does not support options"):
         idist.auto_optim(optimizer, compression=1)
     if size == 1:
         return
@@ -497,7 +497,7 @@ def test_what_auto_model_refuses() -> None:
     with pytest.raises(ArgumentError, match="wrapped already"):
         idist.auto_model(model)
     generic = idist.auto_model(nn.Linear(2, 2), wrapper=idist.Replicated)
-    with pytest.raises(ArgumentError, match="given to auto_model before"):
+    with pytest.raises(ArgumentError, match="already passed to auto_model"):
         idist.auto_model(idist.unwrap_model(generic))
     with pytest.raises(UnsupportedOperation, match="mixed_precision"):
         idist.auto_model(nn.Linear(2, 2), wrapper=idist.Replicated, mixed_precision=True)

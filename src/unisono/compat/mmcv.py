@@ -112,8 +112,9 @@ def init_dist(
     info = _found(name)
     if info is None:
         raise EnvironmentDetectionError(
-            f"init_dist({launcher!r}): the variables of {' or '.join(_LAUNCHERS[name])} aren't "
-            f"there, they look like {infer_launcher()!r}: start the job with that launcher",
+            f"init_dist({launcher!r}): the variables of {' or '.join(_LAUNCHERS[name])} are "
+            f"not set; the environment looks like {infer_launcher()!r}: start the job "
+            "with that launcher",
             source=name,
         )
     initialize(backend, rank=info.rank, world_size=info.world_size, **options)

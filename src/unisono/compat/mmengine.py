@@ -78,8 +78,8 @@ def cast_data_device(data: Any, device: torch.device, out: Any = None) -> Any:
     """Move the tensors of a container to a device, and copy them to `out` if given."""
     if out is not None and (type(data) is not type(out) or isinstance(out, set)):
         raise ArgumentError(
-            f"out should be a {type(data).__qualname__} as the data is, and no set: "
-            f"{type(out).__qualname__}"
+            f"out must have the same type as data ({type(data).__qualname__}), and not be a set: "
+            f"it is a {type(out).__qualname__}"
         )
     if isinstance(data, Tensor):
         moved = data.to(device)

@@ -126,7 +126,7 @@ def as_tensors(params: object) -> list[Tensor]:
     wrong = [i for i, item in enumerate(tensors) if not isinstance(item, Tensor)]
     if wrong:
         kind = type(tensors[wrong[0]]).__qualname__
-        raise ArgumentError(f"item {wrong[0]} is a {kind}: give tensors alone")
+        raise ArgumentError(f"item {wrong[0]} is a {kind}: pass only tensors")
     return tensors
 
 

@@ -136,5 +136,5 @@ def check_archive(file: IO[bytes], name: str) -> None:
     except Exception as error:  # zipfile raises a dozen types on damaged headers
         raise PayloadError(f"{name} is damaged: {error}") from error
     if damaged is not None:
-        raise PayloadError(f"{name} is damaged: the checksum of {damaged} in it is another")
+        raise PayloadError(f"{name} is damaged: checksum mismatch in {damaged}")
     file.seek(0)

@@ -152,7 +152,9 @@ def _limit(coalesce: bool, bucket_size_mb: float) -> int | None:
         return None
     is_number = isinstance(bucket_size_mb, (int, float)) and not isinstance(bucket_size_mb, bool)
     if not is_number or bucket_size_mb <= 0:
-        raise ArgumentError(f"bucket_size_mb={bucket_size_mb!r} should be over 0, or -1 for ours")
+        raise ArgumentError(
+            f"bucket_size_mb={bucket_size_mb!r} must be positive, or -1 for the default"
+        )
     return int(bucket_size_mb * buckets.MEGABYTE)
 
 
@@ -308,11 +310,11 @@ def _described(state: dict[str, Any], is_src: bool) -> tuple[None, Any]:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if any(map(is_sharded, tensors)):
         raise PayloadError(
-            "a state that is sharded, in DTensors, of which each rank has its part: there is "
-            "nothing to broadcast; save_checkpoint and load_checkpoint take it"
+            "the optimizer state has DTensors, which cannot be broadcast: use save_checkpoint and "
+            "load_checkpoint"
         )
     if not all(map(is_dense, tensors)):
-        raise PayloadError("a state with tensors that aren't dense")
+        raise PayloadError("the optimizer state has non-dense tensors")
     sizes = [len(item["params"]) for item in state["param_groups"]]
     if not is_src:
         return None, (sizes, None, None)

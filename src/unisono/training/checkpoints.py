@@ -406,7 +406,9 @@ def _from_shards(
     def looked_at() -> tuple[Any, Any, Any]:
         states = own_states(into)  # first, as it may be collective
         if not name.startswith(_SHARDS) or os.path.basename(name) != name:
-            raise PayloadError(f"{target / _POINTER} names no shards, but {name!r}")
+            raise PayloadError(
+                f"{target / _POINTER} contains an invalid shard folder name: {name!r}"
+            )
         shards = library.metadata_of(target / name)
         saved = shards.state_dict_metadata
         begin_states(into, saved, undo)

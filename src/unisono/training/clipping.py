@@ -65,7 +65,9 @@ def clip_grad_norm_(
     """
     tensors = as_tensors(parameters)
     if scaler is not None and optimizer is None:
-        raise ArgumentError("give clip_grad_norm_ the optimizer, too, whose gradients are scaled")
+        raise ArgumentError(
+            "scaler= requires optimizer=: pass the optimizer whose gradients are scaled"
+        )
     context = communicator()
     if scaler is not None and any(map(is_sharded, tensors)):
         raise UnsupportedOperation(

@@ -141,8 +141,8 @@ class Averager:
         """Raise if another context is active."""
         if not self.is_current:
             raise ContextError(
-                "this model was wrapped in another context than the active "
-                f"{current_model().name} one: call auto_model again after initialize"
+                "this model was wrapped in a context other than the active one "
+                f"({current_model().name}): call auto_model again after initialize"
             )
 
     def reset(self) -> None:

@@ -128,8 +128,8 @@ def gather_results(part: Sequence[Any] | Tensor, size: int, dst: int | None = No
     short = [rank for rank in range(n) if counts[rank] < len(range(rank, size, n))]
     if short:
         raise CollectiveMismatchError(
-            f"gather_results of {size} over {n} ranks: ranks {short} have too few: by rank there "
-            f"are {counts}, and rank r needs one for each of r, r + {n}, ... below {size}"
+            f"gather_results of {size} over {n} ranks: ranks {short} have too few: counts by rank "
+            f"are {counts}; rank r needs one result for samples r, r + {n}, ... below {size}"
         )
     _check_alike(described)
     if parts is None:
@@ -261,8 +261,8 @@ def _results(fn: Callable[[Any], Any], loader: Any) -> list[Columns]:
                 _check_results(name, part, count)
             if made and named.keys() != made[0].keys():
                 raise ArgumentError(
-                    f"evaluate: batch {len(made)} gave results named {sorted(named, key=str)}, and "
-                    f"those before it {sorted(made[0], key=str)}: return the same names each time"
+                    f"evaluate: batch {len(made)} returned results named {sorted(named, key=str)}, "
+                    f"earlier batches {sorted(made[0], key=str)}: return the same names each time"
                 )
             made.append(named)
     return made

@@ -189,7 +189,7 @@ class ReplicaLoader(DataLoader[Any]):
             UnsupportedOperation: the order differs with the number of ranks.
         """
         if not isinstance(state, dict) or set(state) != set(_KEYS):
-            raise ArgumentError(f"a position has {', '.join(_KEYS)}: this is {state!r}")
+            raise ArgumentError(f"invalid position {state!r}: expected the keys {', '.join(_KEYS)}")
         epoch, order, batches, *shape = _checked(state)
         self._begin = (epoch, self._batches_here(batches, *shape) if batches else 0)
         self._passed, self._counts = order - epoch, False
@@ -207,7 +207,9 @@ class ReplicaLoader(DataLoader[Any]):
         """Convert a number of saved batches to this loader's batches of the same samples."""
         own_size, own_world_size, own_samples = self._shape()
         if samples != own_samples:
-            raise ArgumentError(f"the position is in {samples} samples, and here are {own_samples}")
+            raise ArgumentError(
+                f"the position is for {samples} samples, but the dataset has {own_samples}"
+            )
         if (size, world_size) == (own_size, own_world_size):
             return batches
         is_dealt_in_turn = is_dealt_in_turn and self._is_dealt_in_turn()
@@ -220,7 +222,7 @@ class ReplicaLoader(DataLoader[Any]):
         if size is None or own_size is None or batches * size % own_size:
             raise ArgumentError(
                 f"the position is after {batches} batches of {size} samples of all ranks, which "
-                f"aren't whole batches of {own_size}: use the batch size of then"
+                f"are not whole batches of {own_size}: use the batch size it was saved with"
             )
         return batches * size // own_size
 

@@ -118,8 +118,8 @@ def _taken_apart(
     """Return a loader's dataset and arguments, scaled to be divided by `world_size` again."""
     if type(loader) not in (DataLoader, ReplicaLoader):
         raise ArgumentError(
-            f"a {type(loader).__qualname__} can't be made again for this rank: give "
-            "auto_dataloader the data set, or a torch DataLoader"
+            f"cannot recreate a {type(loader).__qualname__} for this rank: pass the dataset, or a "
+            "torch DataLoader"
         )
     kwargs: dict[str, Any] = {name: getattr(loader, name) for name in _TAKEN}
     kwargs["in_order"] = getattr(loader, "in_order", True)
@@ -334,7 +334,7 @@ class DistributedProxySampler(DistributedSampler[Any]):
         with _drawing, seeded(self.epoch):  # replicas that are threads share the generators
             indices = list(self.sampler)  # their number may differ by epoch
             if not indices:
-                raise ArgumentError("the sampler has a length, but gives no index")
+                raise ArgumentError("the sampler has a length, but yields no indices")
             self.num_samples = math.ceil(len(indices) / self.num_replicas)
             self.total_size = self.num_samples * self.num_replicas
         if type(self.sampler) not in _OF_TORCH or getattr(self.sampler, "generator", None):
@@ -351,8 +351,8 @@ class DistributedProxySampler(DistributedSampler[Any]):
         if len(set(swap(context, f"an epoch of a {name}", digest, None))) > 1:
             raise CollectiveMismatchError(
                 f"the sampler, a {name}, draws other indices on other ranks, so their parts would "
-                "overlap and leave samples out: let it draw by torch's default generator, or seed "
-                "its own alike on every rank"
+                "overlap and leave samples out: use torch's default generator, or seed "
+                "its generator equally on every rank"
             )
 
 

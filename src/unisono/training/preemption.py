@@ -46,7 +46,7 @@ def preemptible(*signals: int) -> Iterator[None]:
     if not _is_main():
         raise ArgumentError(
             "only the main thread of a process can handle signals: open preemptible() there, "
-            "before ranks that are threads begin"
+            "before thread ranks start"
         )
     before = {number: _watched.get(number) for number in (*signals, signal.SIGTERM)}
     try:
@@ -134,8 +134,8 @@ def preemption_point() -> bool:
             context.model.name,
             f"preemption_point without preemptible: ranks {ranks} are threads, which get no signal",
             "open `with preemptible():` in the main thread, around what starts the ranks; where "
-            "these are threads of a process that spawn started, as on xla-cpu, let rank 0 look for "
-            "a file and tell all: idist.broadcast(path.exists())",
+            "these are threads of a process that spawn started, as on xla-cpu, check for a "
+            "file on rank 0 and broadcast the result: idist.broadcast(path.exists())",
         )
     if _YES in marks:
         _told[:] = _watched  # a signal sent to all ranks may reach some later

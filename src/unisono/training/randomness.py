@@ -198,7 +198,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
         >>> idist.set_rng_state(idist.get_rng_state())
     """
     if not isinstance(state, dict) or not {"python", "torch"} <= set(state):
-        raise ArgumentError("a state that get_rng_state gave is needed")
+        raise ArgumentError("state must be a result of get_rng_state()")
     version, internal, gauss = state["python"]
     given = {**state, "python": (version, tuple(internal), gauss)}
     for name, (_, put, _) in _generators().items():

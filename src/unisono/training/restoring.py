@@ -143,8 +143,8 @@ class Plan:
             self.fills.append(partial(into.detach().copy_, local_part(into, saved, where)))
         elif self.is_strict:
             raise PayloadError(
-                f"{where} doesn't fit: a tensor of shape {tuple(saved.shape)} and {saved.dtype} "
-                f"was saved, and is to fill one of shape {tuple(into.shape)} and {into.dtype}"
+                f"{where} does not fit: a tensor of shape {tuple(saved.shape)} and {saved.dtype} "
+                f"was saved, but the target has shape {tuple(into.shape)} and {into.dtype}"
             )
         else:
             self.left_out.append(where)
@@ -166,7 +166,7 @@ def _said(load: Step, where: str) -> Step:
         try:
             load()
         except Exception as error:  # classes raise different types
-            raise PayloadError(f"{where} doesn't fit: {error}") from error
+            raise PayloadError(f"{where} does not fit: {error}") from error
 
     return step
 
@@ -202,7 +202,7 @@ def _check_split(into: Any, is_split: bool, where: str) -> None:
     if is_split and has_state(into):
         raise PayloadError(f"{where} was saved by rank: load it into ByRank(...)")
     if isinstance(into, ByRank) and not is_split:
-        raise PayloadError(f"{where} wasn't saved by rank: load it into what is in ByRank(...)")
+        raise PayloadError(f"{where} was not saved by rank: load it without ByRank(...)")
 
 
 def _own(states: Sequence[Any], where: str) -> Any:
@@ -242,7 +242,7 @@ def local_part(like: object, saved: Any, where: str) -> Any:
 
 def _unknown(where: str, target: Any) -> PayloadError:
     return PayloadError(
-        f"{where} doesn't fit: a whole tensor was saved, and isn't cut for one that is spread as "
+        f"{where} does not fit: a full tensor cannot be split for placements "
         f"{target.placements}: save it with this model, or load it before the model is sharded"
     )
 
@@ -269,7 +269,7 @@ def _state_parts(param: Any, state: Any, where: str) -> Any:
         is_whole = isinstance(item, Tensor) and not is_sharded(item) and item.numel() > 1
         if is_whole and item.shape != param.shape:
             raise PayloadError(
-                f"{where}[{name!r}] doesn't fit: a whole tensor of shape {tuple(item.shape)} was "
+                f"{where}[{name!r}] does not fit: a whole tensor of shape {tuple(item.shape)} was "
                 f"saved, for a sharded parameter of shape {tuple(param.shape)}"
             )
     return {name: local_part(param, item, f"{where}[{name!r}]") for name, item in state.items()}
@@ -373,8 +373,8 @@ def refuse_lost_states(into: Any, there: Mapping[str, Any], saved: Mapping[str, 
             lost = [key for key in saved if key.startswith(start) and key not in there]
             if lost:
                 raise PayloadError(
-                    f"{type(leaf).__qualname__} has no place yet for {', '.join(lost[:3])}: "
-                    "bring it to where it was at saving, an optimizer by a step, before "
+                    f"{type(leaf).__qualname__} has no state for {', '.join(lost[:3])} yet: "
+                    "initialize it first (for an optimizer, run one step), then call "
                     "load_checkpoint"
                 )
 
@@ -388,6 +388,6 @@ def refuse_other_groups(into: Any, values: Mapping[str, Any]) -> None:
             saved, count = values.get(_key(place)[:-1]), len(group["params"])
             if isinstance(saved, list) and len(saved) != count:
                 raise PayloadError(
-                    f"{_place(place)} doesn't fit: {len(saved)} parameters were saved, and the "
+                    f"{_place(place)} does not fit: {len(saved)} parameters were saved, and the "
                     f"group has {count}"
                 )

@@ -66,10 +66,11 @@ def metadata_of(folder: Path) -> metadata.Metadata:
     data = (folder / _METADATA).read_bytes()
     sealed = folder / _SEAL
     if sealed.exists() and hashlib.sha256(data).hexdigest().encode() != sealed.read_bytes():
-        raise PayloadError(f"{folder / _METADATA} is damaged: its checksum is another")
+        raise PayloadError(f"checksum mismatch in {folder / _METADATA}")
     read = _MetadataUnpickler(io.BytesIO(data)).load()
     if not isinstance(read, metadata.Metadata):
-        raise PayloadError(f"{folder / _METADATA} has a {type(read).__qualname__} and no metadata")
+        kind = type(read).__qualname__
+        raise PayloadError(f"{folder / _METADATA} contains a {kind} instead of metadata")
     return read
 
 
@@ -143,7 +144,7 @@ class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
             return allowed
         if (module, name) == ("torch.serialization", "_get_layout"):
             return {str(each): each for each in (torch.strided, torch.sparse_coo)}.get
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in the metadata of shards")
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in shard metadata")
 
     def load_build(self) -> None:
         """Set the state of an object, unless it is a class."""

@@ -163,8 +163,8 @@ class ByRank:
             kept, load = generator.get_state, lambda state: generator.set_state(state.cpu())
         if not callable(kept) or not callable(load):
             raise ArgumentError(
-                f"ByRank takes what has a state dict, a torch.Generator, or two functions, not a "
-                f"{type(kept).__qualname__}"
+                f"ByRank accepts an object with a state dict, a torch.Generator, or two functions, "
+                f"not a {type(kept).__qualname__}"
             )
         self.state: Callable[[], Any] = kept
         self.load: Callable[[Any], object] = load
@@ -247,8 +247,8 @@ def refuse_lost_shards(obj: Any, state: Any) -> None:
     """Raise if sharded checkpoints cannot hold the state."""
     if not isinstance(state, Mapping):
         raise PayloadError(
-            f"shards need a dict or one module, not a value of type {type(obj).__qualname__}: give "
-            "them names, {'model': ...}"
+            f"shards need a dict or one module, not a value of type {type(obj).__qualname__}: pass "
+            "a dict such as {'model': ...}"
         )
     if _has_full_tuple(obj):
         raise PayloadError("shards hold no tuple of modules, optimizers or tensors: use a list")

@@ -129,7 +129,7 @@ def _warn_of_lone_metrics(model: nn.Module, current: ComputationModel) -> None:
     if lone:
         warnings.warn(
             f"{', '.join(lone[:5])}: torchmetrics sees no other rank on {current.name}, so that "
-            "each rank would compute these metrics of its own samples. Make them with "
+            "each rank would compute these metrics from its samples only: create them with "
             "**unisono.compat.torchmetrics.OPTIONS",
             UserWarning,
             stacklevel=level(),
@@ -147,8 +147,8 @@ def _library_group(current: ComputationModel, group: Group | None) -> Any:
     """Return the backend's handle of a group; raise if this rank is not a member."""
     if group is not None and current.topology.rank not in group.ranks:
         raise GroupMembershipError(
-            f"auto_model: rank {current.topology.rank} isn't a member of process_group "
-            f"{group.ranks}: call it on the members alone"
+            f"auto_model: rank {current.topology.rank} is not a member of process_group "
+            f"{group.ranks}: call it only on members"
         )
     return None if group is None else group.handle or group
 
@@ -164,7 +164,7 @@ def _check_module(model: nn.Module) -> None:
         )
     if owners(model.parameters()):
         raise ArgumentError(
-            "the model, or a part of it, was given to auto_model before: use what that returned"
+            "the model, or a part of it, was already passed to auto_model: use its return value"
         )
     for name, item in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(item):
@@ -245,7 +245,7 @@ def auto_optim(optimizer: Optimizer, **kwargs: Any) -> Optimizer:
     made = hooks_of(model).wrap_optimizer(optimizer, is_averaged=bool(wrappers), **kwargs)
     if made is None and kwargs:
         raise ArgumentError(
-            f"auto_optim takes no options on {model.name}: {', '.join(sorted(kwargs))}"
+            f"auto_optim does not support options on {model.name}: {', '.join(sorted(kwargs))}"
         )
     if wrappers or made is not None:
         broadcast_optimizer_state(optimizer)
