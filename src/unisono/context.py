@@ -224,7 +224,8 @@ def refuse_fork(context: ContextState) -> None:
         how = "was made by" if isinstance(context.model, ChildOfRank) else "is a fork of"
         raise ContextError(
             f"this process {how} rank {context.model.topology.rank}, whose connections it must not "
-            "use: call this in the process that initialised, or start processes of their own"
+            "use: call this in the process that called initialize(), or start new processes "
+            "with spawn()"
         )
 
 

@@ -60,7 +60,7 @@ def _memory(ranks: int) -> dict[str, Any]:
         return {**facts, "reason": str(error)}
     made = None if reason else memory.make(1)
     if made is None:
-        return {**facts, "reason": reason or "the system refuses memory without a name here"}
+        return {**facts, "reason": reason or "anonymous shared memory is not available here"}
     os.close(made[0])
     most = None if limit == math.inf else int(limit)
     plan, free = (arena.layout(ranks, usable_cores(), each) for each in (most, None))

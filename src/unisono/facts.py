@@ -154,9 +154,10 @@ def _known(field: str, description: str) -> int:
         own = "set_local_rank(...) here, " if field == "local_rank" else ""
         raise ContextError(
             f"rank {topology.rank} of {topology.world_size}: the {description} can't be known "
-            f"without communicating, because somebody else made this {model.name} context: call "
-            f"{own}sync() or any collective on every rank first, or start with a launcher that "
-            "sets LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK and GROUP_WORLD_SIZE, as torchrun does"
+            f"without communicating, because this {model.name} context was created outside "
+            f"unisono: call {own}sync() or any collective on every rank first, or start with a "
+            "launcher that sets LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK and GROUP_WORLD_SIZE, as "
+            "torchrun does"
         )
     if topology.is_guess and active.context_id not in _warned:
         _warned.add(active.context_id)

@@ -225,9 +225,9 @@ def _refuse_child(info: RankInfo) -> None:
     for pid in pids & above:
         raise ContextError(
             f"rank {info.rank} of {info.world_size} is process {pid}, which has started this one: "
-            "the variables that say so are inherited. For a program alone call "
+            "its launcher's variables are inherited. For a program alone call "
             "initialize('serial'), or start it with env= without the launcher's variables; for a "
-            "job of its own start it with `unisono run`"
+            "separate job start it with `unisono run`"
         )
 
 
@@ -247,8 +247,8 @@ def _warn_on_a_node(launcher: str) -> None:
         by = f"by {row.command}, or " if row.command else ""
         how = f"start them {by}by spawn() or Parallel() with nproc_per_node"
     text = (
-        f"this process is alone: {node.source} says that it is one of {node.nnodes} nodes, and "
-        f"nothing has started their ranks; {how}; rank=0 and world_size=1 say that this is meant"
+        f"this process is alone: {node.source} reports {node.nnodes} nodes, and nothing has "
+        f"started their ranks; {how}; pass rank=0, world_size=1 to run alone"
     )
     is_first_alone = node.hosts and launcher == _DEFAULT_LAUNCHER
     warnings.warn(alone(node) if is_first_alone else text, UserWarning, stacklevel=level())
@@ -460,8 +460,8 @@ def warn_in_a_rank(call: str, nproc_per_node: Any, options: Mapping[str, Any]) -
         text = (
             f"replicas within a rank: {call} is called in rank 0 of {world_size} ({how}). If every "
             f"rank calls it, each starts {nproc_per_node} of its own. To run the function in the "
-            "ranks that are there, use Parallel() without nproc_per_node; if this is meant, say so "
-            'with warnings.filterwarnings("ignore", "replicas within a rank")'
+            "ranks that are there, use Parallel() without nproc_per_node; if this is intended, "
+            'call warnings.filterwarnings("ignore", "replicas within a rank")'
         )
         warnings.warn(text, UserWarning, stacklevel=level())
 
@@ -625,11 +625,11 @@ def _launcher(
     check_names(f"launcher {name!r}", extra, known)
     if name == _DEFAULT_LAUNCHER:
         return launch, {**extra, "join": options.get("join", True)}
-    given = [key for key in ("init_method", "start_method") if options.get(key) is not None]
+    given = [f"{key}=" for key in ("init_method", "start_method") if options.get(key) is not None]
     if options.get("join") is False:
         given.append("join=False")
     if given:
-        raise ArgumentError(f"launcher {name!r} makes its ranks by itself and takes no {given[0]}")
+        raise ArgumentError(f"launcher {name!r} does not support {given[0]}")
     return launch, extra
 
 
@@ -661,8 +661,8 @@ def _plan(nproc_per_node: Any, options: Mapping[str, Any]) -> LaunchPlan:
         plan = replace(plan, init_method=None)
     elif plan.init_method is not None and address:
         raise ArgumentError(
-            f"{address[0]}={given[address[0]]!r} and init_method={plan.init_method!r} say two "
-            "places to meet at: give one of them"
+            f"{address[0]}={given[address[0]]!r} and init_method={plan.init_method!r} are two "
+            "rendezvous addresses: pass one"
         )
     seats = seats_nodes(options.get("launcher") or _DEFAULT_LAUNCHER)
     if plan.nnodes > 1 and not (len(address) == 2 or "init_method" in given or seats):
@@ -682,4 +682,4 @@ def _check_own_launch(model: str, options: Mapping[str, Any]) -> None:
         )
     for name in ("start_method", "init_method", "master_addr", "master_port"):
         if options.get(name) is not None:
-            raise ArgumentError(f"{model} makes its replicas itself and takes no {name}")
+            raise ArgumentError(f"{model} starts its replicas itself and does not support {name}=")

@@ -45,7 +45,7 @@ def find_node(
     except EnvironmentDetectionError as error:
         if is_asked or not is_gap(error, may_be_several=may_be_several):
             raise
-        warn(f"this process goes on alone: {error}")
+        warn(f"this process continues alone: {error}")
         return None
     if node is None or is_asked or not node.hosts:
         return node

@@ -152,7 +152,7 @@ class Parallel:
         given = [name for name in _PLACE if self._options.get(name) is not None]
         if given:
             raise ArgumentError(
-                f"nnodes='auto' takes no {', '.join(given)}: it finds out which node this is"
+                f"nnodes='auto' does not support {'=, '.join(given)}=: it detects the node"
             )
 
     @property
@@ -186,8 +186,8 @@ class Parallel:
             return
         if node.node_rank is None:
             raise ArgumentError(
-                f"{node.source} lets the nodes seat themselves ({node.nnodes} to "
-                f"{node.max_nnodes} of them), which Parallel can't: start the script with "
+                f"{node.source} lets the nodes choose their ranks ({node.nnodes} to "
+                f"{node.max_nnodes} of them), which Parallel cannot: start the script with "
                 "unisono run"
             )
         if self._count is None:
@@ -203,7 +203,7 @@ class Parallel:
             "master_port": node.master_port,
         }
         check_job("Parallel", self._backend, self._count, {**self._place, **self._options})
-        text = "node %s of %s, as %s says: %s processes here, node 0 is %s, port %s"
+        text = "node %s of %s, according to %s: %s processes here, node 0 is %s, port %s"
         where = (node.node_rank, node.nnodes, node.source, self._count)
         self._say(text, *where, node.master_addr, node.master_port)
 

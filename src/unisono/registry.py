@@ -60,8 +60,8 @@ def _guarded(launch: Callable[..., Any], name: str, row: Row) -> Callable[..., A
             raise LaunchError(f"{who} failed: {type(error).__name__}: {error}") from error
         if not isinstance(results, list):
             raise LaunchError(
-                f"{who} returned {type(results).__name__}: it should return a list of what the "
-                "ranks returned, by rank; report this to its author"
+                f"{who} returned {type(results).__name__}: it must return a list of the ranks' "
+                "results, by rank; report this to its author"
             )
         return results
 
@@ -179,7 +179,7 @@ def _unknown(backend: str) -> str:
     known = availability()
     usable = ", ".join(sorted(name for name, why in known.items() if why is None))
     others = ", ".join(sorted(name for name, why in known.items() if why is not None))
-    rest = f" Known, but not usable here: {others} (`unisono doctor` says why)" if others else ""
+    rest = f" Known, but not usable here: {others} (see `unisono doctor`)" if others else ""
     return f"unknown backend {backend!r}.{suggestion(backend, known)} Usable here: {usable}.{rest}"
 
 

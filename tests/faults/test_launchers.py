@@ -178,7 +178,7 @@ unisono.barrier()
 
 SAID = {
     "raises": ("raised ArithmeticError: mine", "exit code 1)"),
-    'sys.exit("text")': ("ended with exit code 1; it said:", "text"),
+    'sys.exit("text")': ("ended with exit code 1; its last output:", "text"),
     "os._exit(3)": ("ended with exit code 3; it printed nothing", ""),
     "SIGKILL": ("was ended by SIGKILL; it printed nothing", ""),
 }

@@ -169,7 +169,7 @@ def test_options_are_given_on_the_command_line(
     assert "#SBATCH --time=10:00" in text
     assert "#SBATCH --exclusive" in text
     assert command("-o", "time=10:00", __file__) == 2
-    assert "takes no --option" in capsys.readouterr().err
+    assert "does not support --option" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("version", "option"), [(OPEN_MPI, "--host"), (HYDRA, "-hosts")])
@@ -249,7 +249,10 @@ BAD = [
     (["--max-restarts", "-1", HERE], "--max-restarts=-1 should be"),
     (["--timeout", "0", HERE], "--timeout 0 should be over 0"),
     (["--stdin", "3", "-n", "3", HERE], "--stdin 3 should be a rank below 3"),
-    (["--stdin", "0", "--launcher", "torchrun", HERE], "launcher 'torchrun' takes no --stdin"),
+    (
+        ["--stdin", "0", "--launcher", "torchrun", HERE],
+        "launcher 'torchrun' does not support --stdin",
+    ),
     (["--local-ranks-filter", "0,x", HERE], "--local-ranks-filter 0,x should be local ranks"),
     (["--local-ranks-filter", "2", "-n", "2", HERE], "--local-ranks-filter 2 should be below 2"),
     (["--module", "--no-python", "x"], "contradict each other"),

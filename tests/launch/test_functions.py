@@ -176,8 +176,8 @@ def test_ray_joins_the_cluster_that_is_named_and_no_other(monkeypatch: pytest.Mo
     [
         ("gloo", {"launcher": "nope"}, "unknown launcher 'nope'"),
         ("gloo", {"launcher_options": {"max_restart": 1}}, "'max_restarts'"),
-        ("gloo", {"start_method": "fork"}, "takes no start_method"),
-        ("gloo", {"join": False}, "takes no join=False"),
+        ("gloo", {"start_method": "fork"}, "does not support start_method="),
+        ("gloo", {"join": False}, "does not support join=False"),
         ("gloo", {"nnodes": 2}, "master_addr"),
         ("threads", {}, "are threads"),  # which no launcher makes
     ],

@@ -130,7 +130,7 @@ def test_a_script_runs_by_a_launcher_of_functions(command: Callable[..., Done]) 
     assert [fact["local_rank"] for fact in done.facts()] == [0, 1]
     done = command("run", "--launcher", "mine", "--max-restarts", "1", JOB, "facts")
     assert done.code == 2
-    assert "takes no --max-restarts" in done.err
+    assert "does not support --max-restarts" in done.err
 
 
 def test_an_environment_is_asked_after_ours(

@@ -28,7 +28,7 @@ ONLY_TASK = {
 AUTO: dict[str, Any] = {"nproc_per_node": 1, "nnodes": "auto"}
 RANK_1 = {"RANK": "1", "WORLD_SIZE": "2"}
 ELASTIC = {**RANK_1, "PET_RDZV_ENDPOINT": "digits-worker-0:23456", "PET_NNODES": "1:4"}
-SEATS = "seat themselves.*start the script with unisono run"
+SEATS = "choose their ranks.*start the script with unisono run"
 
 
 def on(monkeypatch: pytest.MonkeyPatch, name: str = "", **changes: str) -> None:
@@ -65,16 +65,16 @@ def own_rank(local_rank: int) -> int:
 @pytest.mark.parametrize(
     ("name", "changes", "options", "says"),
     [
-        ("skypilot", {}, {}, "skypilot says: 2 processes here, node 0 is 10.0.0.1"),
-        ("skypilot", {}, {"nproc_per_node": 3, "master_port": 4711}, "skypilot says: 3 processes"),
+        ("skypilot", {}, {}, "skypilot: 2 processes here, node 0 is 10.0.0.1"),
+        ("skypilot", {}, {"nproc_per_node": 3, "master_port": 4711}, "skypilot: 3 processes"),
         # The only task of a host is a node where the program says so.
-        ("skypilot", ONLY_TASK, {"nnodes": "auto"}, "skypilot says: 2 processes"),
-        ("skypilot", ONLY_TASK, {"nproc_per_node": 2}, "skypilot says: 2 processes"),
+        ("skypilot", ONLY_TASK, {"nnodes": "auto"}, "skypilot: 2 processes"),
+        ("skypilot", ONLY_TASK, {"nproc_per_node": 2}, "skypilot: 2 processes"),
         # A RANK that counts nodes is one rank on each of them without `nnodes`.
-        ("pytorchjob", {}, {"nnodes": "auto"}, "pytorchjob says: {} processes"),
-        ("pai", {}, {"nnodes": "auto"}, "pai says: {} processes"),
-        ("volcano-pytorch", {}, {"nnodes": "auto"}, "volcano says: {} processes"),
-        ("azureml", {}, {"nnodes": "auto"}, "azureml says: {} processes"),
+        ("pytorchjob", {}, {"nnodes": "auto"}, "pytorchjob: {} processes"),
+        ("pai", {}, {"nnodes": "auto"}, "pai: {} processes"),
+        ("volcano-pytorch", {}, {"nnodes": "auto"}, "volcano: {} processes"),
+        ("azureml", {}, {"nnodes": "auto"}, "azureml: {} processes"),
     ],
 )
 def test_it_says_which_node_it_takes_this_for(
@@ -92,7 +92,7 @@ def test_it_says_which_node_it_takes_this_for(
     with unisono.Parallel("gloo", **options):
         pass
     count = NODES[f"{name}.node1"].env.get("NPROC_PER_NODE", "3")
-    assert f"node 1 of 2, as {says.format(count)}" in caplog.text
+    assert f"node 1 of 2, according to {says.format(count)}" in caplog.text
 
 
 def test_what_the_program_says_comes_first(
@@ -106,13 +106,13 @@ def test_what_the_program_says_comes_first(
         assert parallel.run(own_rank) == [0, 1]
     assert f"spawn {__name__}.own_rank in 2 ranks" in caplog.text
     with (
-        pytest.warns(UserWarning, match="goes on alone: .*SKYPILOT_NUM_NODES") as caught,
+        pytest.warns(UserWarning, match="continues alone: .*SKYPILOT_NUM_NODES") as caught,
         unisono.Parallel("gloo", nproc_per_node=1),
     ):
         pass
     assert caught[0].filename == __file__
     refuse(EnvironmentDetectionError, "SKYPILOT_NUM_NODES", nnodes="auto")
-    assert "says" not in caplog.text
+    assert "according to" not in caplog.text
 
 
 LOGS = """
@@ -149,7 +149,7 @@ def test_a_job_of_several_hosts_goes_on_alone_where_only_the_first_is_started(
     assert 'nnodes="auto"' in str(caught[0].message)
     with unisono.Parallel("gloo", nproc_per_node=1, nnodes="auto"):
         pass
-    assert "node 0 of 2, as sge says: 1 processes here" in caplog.text
+    assert "node 0 of 2, according to sge: 1 processes here" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -158,9 +158,12 @@ def test_a_job_of_several_hosts_goes_on_alone_where_only_the_first_is_started(
         ({"nnodes": 2}, "nnodes need nproc_per_node"),
         ({**AUTO, "launcher": "mpi"}, "not for the launcher 'mpi'"),
         ({**AUTO, "backend": "threads"}, "not for the backend 'threads'"),
-        ({**AUTO, "node_rank": 0}, "'auto' takes no node_rank: it finds out"),
-        ({**AUTO, "init_method": "env://"}, "'auto' takes no init_method: it finds out"),
-        ({"nnodes": "auto", "rank": 0, "world_size": 2}, "'auto' takes no rank, world_size: it"),
+        ({**AUTO, "node_rank": 0}, "'auto' does not support node_rank=: it detects"),
+        ({**AUTO, "init_method": "env://"}, "'auto' does not support init_method=: it detects"),
+        (
+            {"nnodes": "auto", "rank": 0, "world_size": 2},
+            "'auto' does not support rank=, world_size=: it",
+        ),
     ],
 )
 def test_what_contradicts_itself_is_refused(options: dict[str, Any], reason: str) -> None:
@@ -193,7 +196,7 @@ def nobody(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("node", "variables", "options", "error", "text"),
     [
-        ("", ONLY_TASK, AUTO, EnvironmentDetectionError, "openmpi says that it is rank 1 of 2"),
+        ("", ONLY_TASK, AUTO, EnvironmentDetectionError, "openmpi reports rank 1 of 2"),
         ("", RANK_1, AUTO, EnvironmentDetectionError, "whether they count nodes"),
         ("kubeflow.node1", {"PET_NNODES": "1:4"}, {}, ArgumentError, SEATS),
         # An elastic PyTorchJob with a master.
@@ -286,14 +289,14 @@ def test_each_is_told_what_starts_its_ranks(
             _warn_on_a_node(launcher)
         text = str(caught[0].message)
         assert how in text
-        assert "rank=0 and world_size=1" in text
+        assert "rank=0, world_size=1" in text
 
 
 def test_a_rank_that_is_alone_on_one_of_several_nodes_is_told_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     on(monkeypatch, "skypilot.node1")
-    with pytest.warns(UserWarning, match="skypilot says that it is one of 2 nodes") as caught:
+    with pytest.warns(UserWarning, match="skypilot reports 2 nodes") as caught:
         unisono.initialize("gloo")
     unisono.finalize()
     assert caught[0].filename == __file__

@@ -18,7 +18,7 @@ COMMANDS: dict[str, str] = {
     "bench": "Measure every collective on this machine.",
     "check": "Check every law on one backend, launcher or environment.",
     "demo": "Train a small net with several workers, then alone, and compare.",
-    "doctor": "Say what can be used here, and who this process would be.",
+    "doctor": "Show the backends and launchers usable here, and this process's rank.",
     "run": "Run a script in several ranks: here, or by torchrun, MPI, Slurm or Ray.",
     "top": "Show which rank of your jobs hangs where, and who waits for it.",
     "trace": "Join the traces of all ranks: one file for Perfetto, or which rank waited for which.",

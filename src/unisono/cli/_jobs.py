@@ -141,7 +141,7 @@ def _culprit(culprit: Mapping[str, Any], cwd: str, host: str) -> str:
         line += f"; lost so far: {_duration(culprit['lost_s'])} of others"
     if culprit["came_last"]:
         line += (
-            f"; it came last in {culprit['came_last']} of {culprit['n_calls']} calls, in the "
+            f"; it arrived last in {culprit['came_last']} of {culprit['n_calls']} calls, in the "
             f"median {_duration(culprit['median_late_s'])} late"
         )
     return line

@@ -30,8 +30,8 @@ _STATUS_WIDTH = max(map(len, _COLOURS))
 _MEANS = {
     "derived": "it holds; the model leaves members to the contract, which derives them from its "
     "all_gather: right, and slower than an override",
-    "unsupported": "the model doesn't declare what the law needs, and refuses it by name; or it "
-    "can't be checked here",
+    "unsupported": "the model does not declare a capability that the law needs, and raises an "
+    "error that names it; or it cannot be checked here",
 }
 
 

@@ -17,7 +17,7 @@ _FACTS = (
 _FACTS_OF_NODE = ("node_rank", "nnodes", "nproc_per_node", "master_addr", "master_port")
 _VERDICTS = {
     "won": "this one decides",
-    "agrees": "says the same",
+    "agrees": "agrees",
     "disagrees": "DISAGREES, and is ignored",
     "refused": "REFUSED",
     "unused": "is ignored, because another one is refused",
@@ -117,7 +117,7 @@ def _findings(
         lines.append(f"{each['source']}: {verdicts[each['verdict']]}")
         if each["facts"] is not None:
             facts = [f"{name} {each['facts'][name]}" for name in names]
-            lines.append(f"  says: {', '.join(facts)}".replace("None", "unknown"))
+            lines.append(f"  reports: {', '.join(facts)}".replace("None", "unknown"))
         if each["error"] is not None:
             lines.append(f"  {each['error']}")
         for name, value in each["variables"].items():

@@ -43,14 +43,14 @@ def run(
             "-n",
             "--nproc-per-node",
             metavar="N|gpu|cpu|auto",
-            help="Ranks on each node. By default what the platform says, else auto.",
+            help="Ranks on each node. Default: the platform's number, else auto.",
         ),
     ] = None,
     nnodes: Annotated[
         str | None,
         typer.Option(
             metavar="N|MIN:MAX|auto",
-            help="Nodes; a range for torchrun and slurm. By default what the platform says, else "
+            help="Nodes; a range for torchrun and slurm. Default: the platform's number, else "
             "1; with 1 the platform isn't asked; auto takes the hosts of PBS and Grid Engine, too.",
         ),
     ] = None,
@@ -68,7 +68,7 @@ def run(
         int | None,
         typer.Option(
             metavar="N",
-            help="Times to start all ranks again after one fails. By default what Kubeflow says, "
+            help="Times to start all ranks again after one fails. Default: Kubeflow's number, "
             "else 0.",
         ),
     ] = None,
@@ -173,8 +173,8 @@ def _check(job: Script, launcher: str) -> None:
         check_port("--master-port", job.master_port)
     if job.stdin_rank is not None and launcher != "processes":
         raise ArgumentError(
-            f"launcher {launcher!r} takes no --stdin: its ranks have no terminal; run them on this "
-            "host, with launcher 'processes'"
+            f"launcher {launcher!r} does not support --stdin: its ranks have no terminal; run them "
+            "on this host, with launcher 'processes'"
         )
     if job.stdin_rank is not None:
         check_count("--stdin", job.stdin_rank, 0)
@@ -224,8 +224,8 @@ def _program(script: str, args: list[str], module: bool, no_python: bool) -> tup
     if not Path(script).is_file() and not Path(script, "__main__.py").is_file():
         what = "is a folder without __main__.py" if Path(script).is_dir() else "doesn't exist"
         raise ArgumentError(
-            f"script {script!r} {what} (looked from {Path.cwd()}): check its path, or say --module "
-            "for a module, --no-python for a program"
+            f"script {script!r} {what} (looked from {Path.cwd()}): check its path, or pass "
+            "--module for a module, --no-python for a program"
         )
     return (sys.executable, script, *args)
 
@@ -254,7 +254,7 @@ def _node(
     if node is not None and node.max_nnodes > 1:
         which = "a node" if node.node_rank is None else f"node {node.node_rank}"
         where = f"node 0 is {node.master_addr}, port {node.master_port}"
-        warn(f"{which} of {_text(node)}, as {node.source} says; {where}")
+        warn(f"{which} of {_text(node)}, according to {node.source}; {where}")
     return node
 
 
@@ -297,7 +297,9 @@ def _local_ranks(text: str | None) -> tuple[int, ...]:
 
 def _options(texts: Sequence[str], launcher: str) -> tuple[tuple[str, str], ...]:
     if texts and launcher != "slurm":
-        raise ArgumentError(f"launcher {launcher!r} takes no --option: it is for launcher 'slurm'")
+        raise ArgumentError(
+            f"launcher {launcher!r} does not support --option: use launcher 'slurm'"
+        )
     pairs = [word.partition("=") for word in texts]
     return tuple((name, value) for name, _, value in pairs)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _RANKS = (
     *(Column("rank", is_number=True), Column("others waited for it", is_number=True)),
-    *(Column("came last", is_number=True), Column("it waited", is_number=True)),
+    *(Column("arrived last", is_number=True), Column("it waited", is_number=True)),
     *(Column("moving", is_number=True), Column("in calls", is_number=True, rank=1)),
 )
 _LINES = (
@@ -95,7 +95,7 @@ def _draw(found: Sequence[JobTrace], waits: Sequence[Waits], picture: Path) -> N
         for job, of_job in zip(found, waits, strict=True)
     }
     draw("--picture", named if len(named) > 1 else {"": waits[0]}, picture)
-    typer.echo(f"{picture}: who was waited for, and who waited")
+    typer.echo(f"{picture}: waiting times by rank")
 
 
 def _count(ranks: int) -> str:

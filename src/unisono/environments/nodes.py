@@ -21,7 +21,7 @@ _OF_AGENT = ("GROUP_RANK", "TORCHELASTIC_RUN_ID")
 _BARE = "torch"  # the source of a node found only by RANK and WORLD_SIZE
 _STATED = "stated"  # the platform for a statement of the user
 _ONE_TASK = (
-    f"start one task on each host, or unset {RANK_COUNTS}, or say --nnodes 1 (nnodes=1 to "
+    f"start one task on each host, or unset {RANK_COUNTS}, or pass --nnodes 1 (nnodes=1 to "
     "Parallel) for a job of this node alone"
 )
 
@@ -99,15 +99,15 @@ def _is_alone(rank: RankInfo) -> bool:
 def _stated_node(reader: Reader, rank: RankInfo) -> NodeInfo:
     """Return the node of a task that the user calls a node."""
     size, address = rank.world_size, rank.master_addr
-    said = f"{RANK_COUNTS}=nodes, but {rank.source} says that this is rank {rank.rank} of {size}"
+    said = f"{RANK_COUNTS}=nodes, but {rank.source} reports rank {rank.rank} of {size}"
     for name, number in (("RANK", rank.rank), ("WORLD_SIZE", size)):
         value = reader.value(name)
         if value is not None and value != str(number):
             raise reader.error(f"{said}, and {name} is {shown(value)}", RANK_COUNTS, "nodes")
     if not _is_alone(rank):
-        raise reader.error(f"{said}, and not that each node has one", RANK_COUNTS, "nodes")
+        raise reader.error(f"{said}, and not one rank on each node", RANK_COUNTS, "nodes")
     if size > 1 and address is None:
-        message = f"{said}, and MASTER_ADDR, which says where node 0 is, is not set"
+        message = f"{said}, and MASTER_ADDR, the address of node 0, is not set"
         raise reader.error(message, "MASTER_ADDR", None)
     address, port = None if size == 1 else address, rank.master_port or PORT
     return NodeInfo(rank.rank, size, size, address, port, None, _STATED)
@@ -126,10 +126,10 @@ def _ambiguous_node(reader: Reader, rank: RankInfo | None) -> NodeInfo | None:
 def ambiguity(info: NodeInfo) -> EnvironmentDetectionError:
     """Build the error for a RANK and a WORLD_SIZE that could count nodes or ranks."""
     return EnvironmentDetectionError(
-        f"RANK={info.node_rank} and WORLD_SIZE={info.nnodes} are set, and nothing says whether "
+        f"RANK={info.node_rank} and WORLD_SIZE={info.nnodes} are set, and it is unknown whether "
         f"they count nodes or ranks: set {RANK_COUNTS}=nodes if this is one of {info.nnodes} "
-        f"nodes, whose ranks are to be started here, or {RANK_COUNTS}=ranks if this is one of "
-        f"{info.nnodes} ranks, in which a job of its own starts; or say --nnodes and --node-rank; "
+        f"nodes, to start ranks here, or {RANK_COUNTS}=ranks if this is one of {info.nnodes} "
+        "ranks, to start a separate job in it; or pass --nnodes and --node-rank; "
         "or unset RANK and WORLD_SIZE",
         source=info.source,
         variable="RANK",
@@ -146,16 +146,16 @@ def not_a_node(
         return None
     size, variable = rank.world_size, RANK_COUNTS
     remedy = (
-        f"if they are the only tasks of {size} hosts, whose ranks are to be started, set "
-        f"{RANK_COUNTS}=nodes, and MASTER_ADDR to the host of rank 0 where {rank.source} "
-        "doesn't say it"
+        f"if they are the only tasks of {size} hosts, to start their ranks, set "
+        f"{RANK_COUNTS}=nodes, and MASTER_ADDR to the host of rank 0 if {rank.source} "
+        "does not set it"
     )
     if rank.source == "torchrun":  # then that word changes nothing: LOCAL_RANK means a rank
         variable, remedy = "LOCAL_RANK", "unset RANK, WORLD_SIZE and LOCAL_RANK if it is a node"
     return EnvironmentDetectionError(
-        f"{what} finds no platform that says which node this is, but {rank.source} says that it is "
-        f"rank {rank.rank} of {size}, and each of these would start a job of its own: {remedy}; "
-        f"or leave {what} out if that is meant",
+        f"{what}: no platform identifies this node, but {rank.source} reports rank {rank.rank} of "
+        f"{size}, and each of these would start a separate job: {remedy}; or leave {what} out if "
+        "that is intended",
         source=rank.source,
         variable=variable,
         value=None,
@@ -174,11 +174,11 @@ def is_gap(error: EnvironmentDetectionError, *, may_be_several: bool) -> bool:
 def alone(info: NodeInfo) -> str:
     """Return the warning for a process whose platform starts only the first host."""
     return (
-        f"this process goes on alone: {info.source} gives the job {info.nnodes} hosts "
+        f"this process continues alone: {info.source} gives the job {info.nnodes} hosts "
         f"({', '.join(info.hosts[:8])}{', ...' * (len(info.hosts) > 8)}), and starts its script on "
         'the first; start it on each of them with --nnodes auto, or nnodes="auto" to Parallel, to '
-        "use them all; --nnodes 1, or nnodes=1, says that one is meant, as do rank=0 and "
-        "world_size=1 to initialize()"
+        "use them all; --nnodes 1, or nnodes=1, selects a single host, as does rank=0, "
+        "world_size=1 in initialize()"
     )
 
 

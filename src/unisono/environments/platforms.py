@@ -21,9 +21,9 @@ PORT = 29500
 _RANGE = re.compile(r"(?P<least>[0-9]{1,9}):(?P<most>[0-9]{1,9})")
 _HOST_PORT = re.compile(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:]+)):(?P<port>[0-9]{1,20})")
 _LOOPBACK = ("localhost", "127.0.0.1")
-_ALONE = "or say --nnodes 1 (nnodes=1 to Parallel) for a job of this node alone"
+_ALONE = "or pass --nnodes 1 (nnodes=1 to Parallel) for a job of this node alone"
 _TOGETHER = "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT together, or unset"
-_BY_HAND = 'say --nnodes auto (nnodes="auto" to Parallel) on each host of the job, with'
+_BY_HAND = 'pass --nnodes auto (nnodes="auto" to Parallel) on each host of the job, with'
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ def _find_leader(
         variable = platform.leader[0], find(reader, machine)
     if variable is None:
         names = (*platform.hosts, *platform.leader)
-        message = f"none of {', '.join(names)} is set, so nothing says where node 0 is"
+        message = f"none of {', '.join(names)} is set, so the address of node 0 is unknown"
         raise reader.error(message, names[0], None)
     match = _HOST_PORT.fullmatch(variable[1])
     return reader.host(variable[0], (match["v6"] or match["host"]) if match else variable[1])
@@ -242,7 +242,7 @@ def _volcano(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo:
     lists = reader.matching(*platform.hosts)
     if len(lists) > 1:
         if not reader.has("RANK"):
-            message = f"{' and '.join(lists)} are lists, and nothing says which one has this node"
+            message = f"{' and '.join(lists)} are lists, and this node's list is unknown"
             raise reader.error(message, lists[0], reader.value(lists[0]))
         platform = replace(platform, hosts=())  # RANK counts the nodes of all lists together
     return _read_node(platform, reader, machine)
@@ -322,7 +322,7 @@ def _first_pod(reader: Reader, machine: Machine) -> str:
     job, _, index = name.rpartition("-")
     if index != str(rank) or not job:
         message = f"JOB_COMPLETION_INDEX={rank}, but this pod's name, {shown(name)}, doesn't end so"
-        raise reader.error(f"{message}: MASTER_ADDR has to be set", "MASTER_ADDR", None)
+        raise reader.error(f"{message}: set MASTER_ADDR", "MASTER_ADDR", None)
     if not dot:
         message = f"this pod's name, {shown(name)}, has no domain under which others could find it"
         more = "create a headless Service and name it as the pods' subdomain, or set MASTER_ADDR"

@@ -173,7 +173,7 @@ def _refuse_both_meanings(reader: Reader) -> None:
         message = (
             f"RANK={shown(rank)} counts nodes, as PET_NODE_RANK does, but "
             f"WORLD_SIZE={shown(size)} isn't PET_NNODES={shown(nnodes)}: it counts ranks, "
-            "which are still to be started, by unisono run or Parallel"
+            "which unisono run or Parallel must still start"
         )
         raise reader.error(message, "WORLD_SIZE", size)
 
@@ -184,7 +184,7 @@ def _store_is_hosted(reader: Reader) -> bool:
         return False
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not reader.has(name):
-            message = f"{name} is not set, but TORCHELASTIC_USE_AGENT_STORE=True says that a store"
+            message = f"{name} is not set, but TORCHELASTIC_USE_AGENT_STORE=True means that a store"
             raise reader.error(f"{message} listens there", name, None)
     return True
 

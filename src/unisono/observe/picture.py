@@ -21,7 +21,7 @@ def draw(what: str, found: Mapping[str, Waits], path: str | os.PathLike[str]) ->
     except ImportError as error:
         raise ArgumentError(
             f"{what} needs matplotlib, which can't be imported ({error}): pip install matplotlib, "
-            "or print the table, which says the same"
+            "or print the table, which has the same figures"
         ) from error
     figure = make(figsize=(_WIDTH_INCHES, _HEIGHT_INCHES * len(found)), layout="constrained")
     places = figure.subplots(len(found), squeeze=False)[:, 0]

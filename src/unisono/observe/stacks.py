@@ -13,7 +13,7 @@ from typing import Any
 from unisono.host import stack_signal
 from unisono.tracebacks import is_of_a_library
 
-STOPPED = "is stopped by a signal, so it can't tell its stack"
+STOPPED = "is stopped by a signal, so its stack cannot be read"
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 _PACKAGE = Path(__file__).parents[1]

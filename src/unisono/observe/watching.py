@@ -142,9 +142,9 @@ def _waits(packed: Sequence[bytes]) -> Waits:
 def _table(found: Waits) -> str:
     if not found.lost_s:
         return "nothing is known before the end of the block"
-    lines = [found.headline, "rank   others waited for it   came last   it waited    in calls"]
+    lines = [found.headline, "rank   others waited for it   arrived last   it waited    in calls"]
     lines += [
-        f"{rank:4}{lost:21.3f} s{last:12}{waited:10.3f} s{busy:10.3f} s"
+        f"{rank:4}{lost:21.3f} s{last:15}{waited:10.3f} s{busy:10.3f} s"
         for rank, (lost, last, waited, busy) in enumerate(
             zip(found.lost_s, found.last, found.waited_s, found.in_calls_s, strict=True)
         )

@@ -21,7 +21,7 @@ ELASTIC = "kubeflow-elastic.node1"
 BY_ETCD = f"{ELASTIC} PET_RDZV_BACKEND=etcd-v2"
 PARTIAL = "SKYPILOT_NODE_RANK=1 SKYPILOT_NUM_NODES=2"
 RANK = "RANK=1 WORLD_SIZE=2 MASTER_ADDR=c01"
-UNSAID = "RANK=1 and WORLD_SIZE=2 are set, and nothing says"
+UNSAID = "RANK=1 and WORLD_SIZE=2 are set, and it is unknown"
 ON_PBS = f"PBS_NODEFILE=c01,c01,{HERE},{HERE}"
 RANK_ON_PBS = f"PBS_NODEFILE={HERE},c02 RANK=0 WORLD_SIZE=2 MASTER_ADDR=c01"
 ONE = "launcher 'processes' runs no command"
@@ -74,13 +74,13 @@ REFUSED = [
     (ON_PBS, "--nnodes auto --node-rank 1", ["--nnodes auto takes neither"]),
     (ON_PBS, "--nnodes auto --hosts c01,c02", ["--nnodes auto takes neither"]),
     # A rank beside as many hosts, of which only the first is started.
-    (RANK_ON_PBS, "-n 2", ["RANK=0 and WORLD_SIZE=2 are set, and nothing says", "!alone"]),
+    (RANK_ON_PBS, "-n 2", ["RANK=0 and WORLD_SIZE=2 are set, and it is unknown", "!alone"]),
     (RANK, "-n 2", [UNSAID]),
     (f"{RANK} UNISONO_RANK_COUNTS=ranks", "-n 2", [ONE]),
-    (IN_A_TASK, "--nnodes auto", ["--nnodes auto finds no platform", "UNISONO_RANK_COUNTS=nodes"]),
-    (IN_A_TASK, "--nnodes auto", ["openmpi says that it is rank 1 of 2"]),
+    (IN_A_TASK, "--nnodes auto", ["--nnodes auto: no platform", "UNISONO_RANK_COUNTS=nodes"]),
+    (IN_A_TASK, "--nnodes auto", ["openmpi reports rank 1 of 2"]),
     (IN_A_TASK, "", [ONE]),
-    (AS_A_NODE, "", ["MASTER_ADDR, which says where node 0 is, is not set"]),
+    (AS_A_NODE, "", ["MASTER_ADDR, the address of node 0, is not set"]),
 ]  # fmt: skip
 
 
@@ -116,7 +116,7 @@ def test_what_is_started(given: str, options: str) -> None:
         name, _, value = each.partition("=")
         if name == "says":
             number = option(words, "--node-rank")
-            assert f"unisono run: node {number} of 2, as {value} says" in said
+            assert f"unisono run: node {number} of 2, according to {value}" in said
         else:
             assert option(words, f"--{name}") == value
 
@@ -134,10 +134,10 @@ def test_what_is_refused(given: str, reasons: list[str]) -> None:
     ("on", "warned"),
     [
         ("JOB_COMPLETION_INDEX=1", ""),
-        ("VC_TASK_INDEX=0", "goes on alone: volcano environment: WORLD_SIZE is not set"),
-        ("PBS_NODEFILE=/not/there", "goes on alone: pbs environment: PBS_NODEFILE='/not/there'"),
-        ("TPU_WORKER_ID=0", "goes on alone: tpu environment: TPU_WORKER_HOSTNAMES"),
-        ("PET_NODE_RANK=0", "goes on alone: kubeflow environment: PET_NNODES is not set"),
+        ("VC_TASK_INDEX=0", "continues alone: volcano environment: WORLD_SIZE is not set"),
+        ("PBS_NODEFILE=/not/there", "continues alone: pbs environment: PBS_NODEFILE='/not/there'"),
+        ("TPU_WORKER_ID=0", "continues alone: tpu environment: TPU_WORKER_HOSTNAMES"),
+        ("PET_NODE_RANK=0", "continues alone: kubeflow environment: PET_NNODES is not set"),
     ],
     indirect=["on"],
 )

@@ -27,7 +27,7 @@ def test_a_picture_shows_each_job(tmp_path: Path, capsys: pytest.CaptureFixture[
     for size in (2, 3):
         written(traces, size, "one")
         assert trace(traces, picture=picture) == 0
-        assert capsys.readouterr().out == f"{picture}: who was waited for, and who waited\n"
+        assert capsys.readouterr().out == f"{picture}: waiting times by rank\n"
         sizes.append(len(picture.read_text()))
     assert 1.5 < sizes[1] / sizes[0] < 3  # a second job, below the first
     png = tmp_path / "waits.png"

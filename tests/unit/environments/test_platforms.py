@@ -180,7 +180,7 @@ def test_several_slices_are_told_what_counts_the_hosts_of_all() -> None:
     assert "MEGASCALE_NUM_SLICES=2, and TPU_WORKER_ID counts the hosts of one slice" in str(error)
     assert "set PET_NODE_RANK, PET_NNODES and PET_MASTER_ADDR" in str(error)
     assert "set TPU_WORKER_ID" not in str(error)
-    assert is_gap(error, may_be_several=True)  # a bare Parallel() warns, and goes on alone
+    assert is_gap(error, may_be_several=True)  # a bare Parallel() warns, and continues alone
     assert not is_gap(error, may_be_several=False)
 
 
@@ -421,10 +421,10 @@ def test_the_user_s_word_makes_tasks_nodes(launcher: str) -> None:
     if launcher == "slurm":
         assert found(unled).master_addr == "n1"  # which Slurm says
     else:
-        assert "MASTER_ADDR, which says where" in str(refused(unled))
+        assert "MASTER_ADDR, the address of node 0" in str(refused(unled))
     for wrong in (task(launcher, 1, here=2), "RANK=3", "WORLD_SIZE=16"):
         error = refused(f"{words} {wrong}")
-        refusal = f"UNISONO_RANK_COUNTS=nodes, but {launcher} says that this is rank 1 of 2"
+        refusal = f"UNISONO_RANK_COUNTS=nodes, but {launcher} reports rank 1 of 2"
         assert refusal in str(error)
         assert not is_gap(error, may_be_several=True)
         assert verdicts(*node(f"{words} {wrong}")) == {"stated": "refused"}
@@ -435,7 +435,7 @@ def test_the_user_s_word_makes_tasks_nodes(launcher: str) -> None:
 def test_a_node_with_fewer_tasks_than_others_is_not_the_only_one_of_each() -> None:
     last = f"{task('slurm', 3, size=4, here=2)} SLURM_LOCALID=0 SLURM_STEP_TASKS_PER_NODE=3,1"
     error = refused(f"{last} UNISONO_RANK_COUNTS=nodes")
-    assert "rank 3 of 4, and not that each node" in str(error)
+    assert "rank 3 of 4, and not one rank on each node" in str(error)
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -445,8 +445,8 @@ def test_plain_ranks_are_no_nodes(launcher: str) -> None:
         assert detect_node(*node(words), is_asked=True) is None
         error = not_a_node("--nnodes auto", node(words)[0])
         assert error is not None
-        assert "--nnodes auto finds no platform" in str(error)
-        assert f"{launcher} says that it is rank 1 of 2" in str(error)
+        assert "--nnodes auto: no platform" in str(error)
+        assert f"{launcher} reports rank 1 of 2" in str(error)
         assert "set UNISONO_RANK_COUNTS=nodes" in str(error)
     for words in (f"{task(launcher, 1)} UNISONO_RANK_COUNTS=ranks", task(launcher, 0, size=1)):
         assert not_a_node("--nnodes auto", node(words)[0]) is None
@@ -454,7 +454,7 @@ def test_plain_ranks_are_no_nodes(launcher: str) -> None:
 
 def test_a_rank_of_torchrun_isn_t_told_a_word_that_would_change_nothing() -> None:
     said = str(not_a_node("--nnodes auto", node("RANK=1 WORLD_SIZE=2 LOCAL_RANK=0")[0]))
-    assert "torchrun says that it is rank 1 of 2" in said
+    assert "torchrun reports rank 1 of 2" in said
     assert "UNISONO_RANK_COUNTS" not in said
     assert not_a_node("--nnodes auto", {"HOME": "/home/ada"}) is None
 

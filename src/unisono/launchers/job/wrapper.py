@@ -61,7 +61,7 @@ class Link:
     def taken(cls) -> Link:
         """Read the link, and remove it from the environment, which programs inherit."""
         if LINK not in os.environ:
-            sys.exit(f"a rank lacks {LINK}, which its launcher was to hand over")
+            sys.exit(f"variable {LINK} is missing: the launcher did not pass it")
         return cls(*json.loads(os.environ.pop(LINK)))
 
     def connect(self, kind: bytes, who: RankInfo | str | None) -> socket.socket:

@@ -57,7 +57,7 @@ def run(script: Script, launch: Callable[..., Any]) -> Outcome:
     """Run a script in replicas of any launcher."""
     for name in ("hosts", "max_restarts", "timeout_s", "options"):
         if getattr(script, name):
-            raise ArgumentError(f"this launcher takes no --{name.replace('_', '-')}")
+            raise ArgumentError(f"this launcher does not support --{name.replace('_', '-')}")
     own = {name: os.environ[name] for name in OF_RUN if name in os.environ}
     with signals(is_once=True) as seen:
         try:

@@ -319,13 +319,13 @@ class RemoteWorkers(Workers):
         super()._look_after(job)
         now, spec = time.monotonic(), self._spec
         if spec.limit_s is not None and job.late and now > self._begin + spec.limit_s:
-            job.stop(LaunchError(f"ranks {job.late} weren't done after {spec.limit_s:g} s"))
+            job.stop(LaunchError(f"ranks {job.late} were not done after {spec.limit_s:g} s"))
         if job.orders.came and not self.workers:
             job.stop(LaunchError("the job was ended before its ranks were there"))
         limit_s = _COME_S if self.workers else spec.start_s
         if len(self.workers) < spec.n_ranks and now > self._came_at + limit_s:
             missing = sorted(set(job.late) - {worker.rank for worker in self.workers})
-            job.stop(LaunchError(f"ranks {missing} didn't come in {limit_s:g} s"))
+            job.stop(LaunchError(f"ranks {missing} did not arrive in {limit_s:g} s"))
 
     def _let_in(self, job: Job[Any], arrival: ConnectedRank) -> None:
         problem = self.problem_with(arrival.who)
@@ -349,7 +349,7 @@ class RemoteWorkers(Workers):
             who = f"rank {who.rank} of {who.world_size}"
         return (
             f"{self.world_size} ranks were asked for, but the launcher made a process that its "
-            f"variables say is {who or 'no rank'}: is it the right one?"
+            f"variables call {who or 'no rank'}: check the launcher"
         )
 
     def seat(self, job: Job[Any], arrival: ConnectedRank) -> None:

@@ -104,7 +104,7 @@ class Script:
         for name in names:
             if getattr(self, name):
                 option = name.replace("_", "-")
-                raise ArgumentError(f"launcher {launcher!r} takes no --{option}: {instead}")
+                raise ArgumentError(f"launcher {launcher!r} does not support --{option}: {instead}")
 
 
 def dying_with(parent: int, number: int, arguments: list[str]) -> list[str]:

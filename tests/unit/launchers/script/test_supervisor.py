@@ -34,14 +34,14 @@ def test_a_rank_that_a_signal_ended_raised_nothing(code: int, name: str, last: s
     found = report(code=code, words=last)
     says = f"rank 1 of 40 (local rank 1, host host, process 7) was ended by {name}"
     assert found.headline == (f"{says}: {last.strip()}" if last else says)
-    assert found.text().startswith(f"{says}; it ")
+    assert found.text().startswith(f"{says}; it")
 
 
 def test_a_rank_with_the_terminal_is_blamed_last() -> None:
     terminal, lost = report(0, 1, has_terminal=True), report(2, 1, LOST)
     assert verdict([terminal, report(1, 1, FAILED)]).failed == report(1, 1, FAILED)
     assert verdict([lost, terminal]).failed == terminal
-    assert terminal.text().endswith("ended with exit code 1; what it said is above")
+    assert terminal.text().endswith("ended with exit code 1; see its output above")
 
 
 def test_other_failures_have_a_line_each_up_to_eight(

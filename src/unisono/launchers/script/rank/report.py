@@ -90,9 +90,11 @@ class Report:
             text = WorkerFailedError.text(self._who, self.raised, where, self.words).rstrip()
             return text + self._hint()
         if self.has_terminal:
-            return f"{self._end}; what it said is above"
+            return f"{self._end}; see its output above"
         words = self.words.rstrip()
-        return self._end + (f"; it said:\n\n{words}" if words else "; it printed nothing to stderr")
+        return self._end + (
+            f"; its last output:\n\n{words}" if words else "; it printed nothing to stderr"
+        )
 
     @property
     def _who(self) -> str:
