@@ -162,7 +162,7 @@ def _makes_tensors_dense(value: Any, part: Any) -> bytes:
 def _counts_sizes_beside_a_zero(data: memoryview, at: int = 0) -> Any:
     head, end = _header_read(data, at)
     if math.prod(max(size, 1) for size in head.shape) > 2**40:
-        raise PayloadError("a damaged frame came")
+        raise PayloadError("received a damaged frame")
     return head, end
 
 

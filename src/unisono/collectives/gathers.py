@@ -244,8 +244,8 @@ def _check_shapes(
         raise ArgumentError(f"{len(expected)} shapes were given for {topology.size(group)} ranks")
     if tuple(tensor.shape) != expected[topology.position(group)]:
         raise ArgumentError(
-            f"rank {topology.rank} has a tensor of shape {list(tensor.shape)}, but `shapes` "
-            f"says {list(expected[topology.position(group)])}"
+            f"rank {topology.rank} has a tensor of shape {list(tensor.shape)}, but its shape "
+            f"is {list(expected[topology.position(group)])} in `shapes`"
         )
 
 

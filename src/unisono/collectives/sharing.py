@@ -179,7 +179,7 @@ def shared(build: Callable[[], T]) -> T:
     with ExitStack() as stack:
         error, result, address = None, None, b""
         try:
-            refuse_pickle("what shared() gives")
+            refuse_pickle("the result of shared()")
             if rank == builder:
                 result, address = _built(context, build, stack)
         except BaseException as raised:  # of any kind: the others must not wait forever

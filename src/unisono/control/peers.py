@@ -190,8 +190,8 @@ class Peers:
         if self.is_in_round:
             raise CollectiveError(
                 f"{self}: {signatures.describe(blob)} was called within "
-                f"{signatures.describe(self._blob)}, by a signal handler or a "
-                "finalizer: let those call no collective"
+                f"{signatures.describe(self._blob)}: signal handlers and finalizers "
+                "must not call collectives"
             )
         self.seq += 1
         self._blob, self.is_in_round = blob, True

@@ -71,7 +71,7 @@ def receive(sock: socket.socket, size_bytes: int | None = None) -> mmap.mmap | N
             raise OSError("shared memory was sent, but this process may have no more descriptors")
         sent_bytes = os.fstat(fds[0]).st_size
         if sent_bytes != (size_bytes or sent_bytes):
-            raise OSError("who listens here shares memory of another size")
+            raise OSError("the peer sent shared memory of another size")
         return mmap.mmap(fds[0], sent_bytes)
     finally:
         for fd in fds:
@@ -109,14 +109,14 @@ def open_at(address: bytes, *, writes: bool) -> int:
     try:
         pid, number, *identity = _ADDRESS.unpack(address)
     except struct.error:
-        raise OSError("what came isn't the address of shared memory") from None
+        raise OSError("received an invalid shared-memory address") from None
     path = f"/proc/{pid}/fd/{number}"
     if _identity(os.stat(path)) != identity:  # before it is opened: it may be anything
-        raise OSError(f"{path} isn't the memory that was to be shared")
+        raise OSError(f"{path} is not the shared memory that was announced")
     fd = os.open(path, (os.O_RDWR if writes else os.O_RDONLY) | os.O_CLOEXEC)
     if _identity(os.fstat(fd)) != identity:
         os.close(fd)
-        raise OSError(f"{path} isn't the memory that was to be shared")
+        raise OSError(f"{path} is not the shared memory that was announced")
     return fd
 
 

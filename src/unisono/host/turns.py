@@ -39,8 +39,8 @@ class Turn:
         """Return the lock for a ``with`` block; raise if this thread holds it."""
         if self._lock._is_owned():
             raise CollectiveError(
-                f"{call} was called within {self.call}, by a signal handler or a finalizer: let "
-                "those call no collective"
+                f"{call} was called within {self.call}: signal handlers and finalizers must not "
+                "call collectives"
             )
         return self._lock
 

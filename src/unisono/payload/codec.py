@@ -238,7 +238,7 @@ def decode(blob: bytes, device: torch.device) -> Any:
     except PayloadError:
         raise
     except _DAMAGE as error:
-        raise PayloadError(f"a damaged frame came: {type(error).__name__}: {error}") from error
+        raise PayloadError(f"received a damaged frame: {type(error).__name__}: {error}") from error
 
 
 def _plain_of(blob: bytes, _: Any = None) -> Any:
@@ -249,7 +249,7 @@ def _plain_of(blob: bytes, _: Any = None) -> Any:
 
 def _check(data: memoryview, blob: bytes) -> None:
     if zlib.crc32(data) != _PICKLE.unpack_from(blob)[1]:
-        raise PayloadError("a damaged frame came: a pickle with a wrong checksum")
+        raise PayloadError("received a damaged frame: a pickle with a wrong checksum")
 
 
 def _values_of(blob: bytes, device: torch.device) -> Any:
@@ -268,7 +268,7 @@ def _blocks(blob: bytes) -> list[memoryview]:
         at = start + _SIZE.unpack_from(data, at)[0]
         blocks.append(data[start:at])
     if at != len(data):
-        raise PayloadError("a damaged frame came: it ends too early")
+        raise PayloadError("received a damaged frame: it ends too early")
     _check(blocks[0], blob)
     return blocks
 
@@ -285,7 +285,7 @@ def _buffered_of(blob: bytes, device: torch.device) -> Any:
 
 
 def _object_of(blob: bytes, device: torch.device) -> Any:
-    refuse_pickle("an object that came")
+    refuse_pickle("a received object")
     # Not bytes: an array that was writable stays so.
     copies = [bytearray(block) for block in _blocks(blob)]
     return importlib.import_module("unisono.payload.pickling").load(copies, device)
@@ -294,7 +294,7 @@ def _object_of(blob: bytes, device: torch.device) -> Any:
 def _header_of(blob: bytes, _: torch.device) -> TensorHeader:
     head, end = TensorHeader.unpack(blob, 1)
     if end != len(blob):
-        raise PayloadError(f"a damaged frame came: it has {len(blob)} bytes in place of {end}")
+        raise PayloadError(f"received a damaged frame: it has {len(blob)} bytes in place of {end}")
     return head
 
 
@@ -314,7 +314,7 @@ def _failure_of(blob: bytes, _: torch.device) -> NoReturn:
 def _constant(value: Any) -> Callable[[bytes, Any], Any]:
     def read(blob: bytes, _: Any) -> Any:
         if len(blob) != 1:
-            raise PayloadError("a damaged frame came: bytes are left over")
+            raise PayloadError("received a damaged frame: bytes are left over")
         return value
 
     return read

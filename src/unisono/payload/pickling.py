@@ -93,7 +93,7 @@ def load(blocks: Sequence[bytes | bytearray | memoryview], device: torch.device)
         return pickle.loads(blocks[0], buffers=blocks[1:])
     except Exception as error:  # an object's own constructor may raise anything
         raise PayloadError(
-            f"an object that came can't be unpickled here: {type(error).__name__}: {error}"
+            f"a received object cannot be unpickled here: {type(error).__name__}: {error}"
         ) from error
     finally:
         home.reset(token)

@@ -30,10 +30,10 @@ def test_what_another_descriptor_is_isnt_opened(tmp_path: Path) -> None:
     other = os.open(tmp_path / "other", os.O_CREAT | os.O_RDWR)
     fields = list(struct.unpack("<5Q", address))
     fields[1] = other
-    with pytest.raises(OSError, match="isn't the memory that was to be shared"):
+    with pytest.raises(OSError, match="is not the shared memory that was announced"):
         memory.open_at(struct.pack("<5Q", *fields), writes=True)
     os.close(other)
-    with pytest.raises(OSError, match="isn't the address"):
+    with pytest.raises(OSError, match="invalid shared-memory address"):
         memory.open_at(b"short", writes=False)
 
 

@@ -353,7 +353,7 @@ def test_no_pickle_lets_a_frame_change_nothing(monkeypatch: pytest.MonkeyPatch) 
     for module, name in (("unisono.payload.tensors", "put_together"), ("builtins", "complex")):
         evil = f"c{module}\n{name}\n".encode() + b"(NN}S'__module__'\nS'os'\nstb."  # BUILD
         evil = evil.replace(b"(NN}", b"(N}")
-        with pytest.raises(PayloadError, match="a damaged frame came: (Attribute|Type)Error"):
+        with pytest.raises(PayloadError, match="received a damaged frame: (Attribute|Type)Error"):
             decode(b"v" + struct.pack("<I", zlib.crc32(evil)) + evil, CPU)
     same(back([torch.ones(2)]), [torch.ones(2)])
 
@@ -484,7 +484,7 @@ def test_an_object_that_cant_be_made_here_is_a_payload_error(
     with monkeypatch.context() as there:
         there.setitem(sys.modules, "elsewhere", elsewhere)
         frame = encode([elsewhere.Thing()])
-    with pytest.raises(PayloadError, match=r"can't be unpickled here: ModuleNotFoundError"):
+    with pytest.raises(PayloadError, match=r"cannot be unpickled here: ModuleNotFoundError"):
         decode(frame, CPU)
 
 
