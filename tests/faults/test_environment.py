@@ -98,10 +98,10 @@ def free_port() -> str:
 
 THEIRS = "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
 WITHOUT_PEERS = {
-    "rank 0 of 2, nobody comes": (("rank 1 of 2 did not come to AT within 2 s", THEIRS), 3),
-    "rank 1 of 2, nobody listens": (("rank 1 of 2", "AT", "nobody listened there for 2 s"), 3),
+    "rank 0 of 2, nobody comes": (("rank 1 of 2 did not reach AT within 2 s", THEIRS), 3),
+    "rank 1 of 2, nobody listens": (("rank 1 of 2", "AT", "no listener there within 2 s"), 3),
     "rank 0 of 2, MASTER_PORT in use by another program": (("AT",), 3),
-    "rank 1 of 2, MASTER_PORT is another program's that is silent": (("AT", "didn't answer"), 4),
+    "rank 1 of 2, MASTER_PORT is another program's that is silent": (("AT", "did not answer"), 4),
 }
 
 
@@ -127,7 +127,7 @@ def test_set_up_has_a_limit_and_a_warning_of_its_own(
     monkeypatch.setattr(rendezvous, "_LIMIT_S", 1.0)
     monkeypatch.setattr(rendezvous, "_WARN_AFTER_S", 0.3)
     limit_s = 2 * slack()
-    for rank, awaited in (("0", "for rank 1"), ("1", "for somebody to listen")):
+    for rank, awaited in (("0", "for rank 1"), ("1", "for a listener")):
         caplog.clear()
         seconds, _ = refused({"RANK": rank, "MASTER_PORT": free_port()})
         assert seconds < limit_s
@@ -151,7 +151,7 @@ def test_the_limit_begins_anew_while_ranks_come() -> None:
         until(lambda: first._until > 0.0, 60)  # as another one has come meanwhile, it waits on
         first._until = 0.0
         for wait in waits:  # and nobody has since then
-            with pytest.raises(UnisonoError, match="rank 2 of 3 did not come to .* within 60 s"):
+            with pytest.raises(UnisonoError, match="rank 2 of 3 did not reach .* within 60 s"):
                 wait.result(60)
 
 
@@ -164,7 +164,7 @@ def test_a_block_with_a_deadline_bounds_set_up(refused: Refused) -> None:
 def test_another_try_at_the_same_port_while_the_error_is_handled() -> None:
     options: Any = {"rank": 0, "world_size": 2, "timeout": 1}
     options["init_method"] = f"tcp://127.0.0.1:{free_port()}"
-    with pytest.raises(UnisonoError, match="rank 1 of 2 did not come"):
+    with pytest.raises(UnisonoError, match="rank 1 of 2 did not reach"):
         try:
             unisono.initialize("gloo", **options)
         except UnisonoError:

@@ -224,7 +224,7 @@ def test_a_rank_that_hangs_is_named_at_the_deadline(
             named = named_late(error, "" if way.backend == "mpi4py" else HANGS[hang].says)
             if what == LARGE:
                 assert " of 3: all_reduce SUM: " in str(error)
-                assert "rank 2 never came" not in str(error)
+                assert "rank 2 never" not in str(error)
             case = f"{way}: {hang}{what}, timeout {TIMEOUT_S:g} s"
             table.add(case, seconds, TIMEOUT_S + 1, named)
 
@@ -240,14 +240,14 @@ def named_late(error: WorkerFailedError, says: str) -> str:
         assert isinstance(error.__cause__, CollectiveTimeoutError)
         assert error.rank != 1
         assert "over ranks [0, 1, 2] at " in cause
-        assert "rank 1 never came" in cause
-        assert cause.count("never came") == 1
+        assert "rank 1 never" in cause
+        assert cause.count(" never ") == 1
         return cause
     assert "CollectiveTimeoutError" in text
-    assert "rank 1 never came" in text
+    assert "rank 1 never" in text
     assert says in text
     says_little(cause, None)
-    return next(line for line in text.splitlines() if "never came" in line)
+    return next(line for line in text.splitlines() if " never " in line)
 
 
 def test_a_call_over_the_pools_deadline(clock: Clock, table: Table) -> None:

@@ -86,7 +86,7 @@ def test_the_last_lines_say_who_failed_first_and_where(tmp_path: Path) -> None:
 def test_who_never_came_is_named_first(is_full: bool, tmp_path: Path) -> None:
     """And all frames are shown on demand."""
     done = run(words(tmp_path, HANGS), **({"UNISONO_TRACEBACK": "full"} if is_full else {}))
-    says = r"^error: rank 2 never came to barrier: it is at \S*train\.py:8 \(signal\.sigtimed.*\)$"
+    says = r"^error: rank 2 never reached barrier: it is at \S*train\.py:8 \(signal\.sigtimed.*\)$"
     assert re.search(says, done.err, re.MULTILINE)
     assert ("hub.py" in done.err) == is_full
     assert "[rank" not in done.err

@@ -225,7 +225,9 @@ def part_absent() -> None:
         if rank == late:
             for other in others:
                 assert board.wait(f"{late}.{other}", time.monotonic() + 60, n) is not None
-        sign = f"ranks [{late}] didn't come" if rank != 0 or late != 0 else "rank 1 had given up"
+        sign = (
+            f"ranks [{late}] did not arrive" if rank != 0 or late != 0 else "rank 1 had timed out"
+        )
         refused(CollectiveTimeoutError, sign, lambda: make(timeout=BRIEF))
         assert not hvd.is_initialized()
         board.put(f"{late}.{rank}", "")
@@ -247,7 +249,7 @@ def part_late() -> None:
         else:
             with block, pytest.raises(CollectiveTimeoutError) as caught:
                 model.all_reduce(torch.ones(2), ReduceOp.SUM)
-            assert str(caught.value).startswith(f"rank {n - 1} never came")
+            assert str(caught.value).startswith(f"rank {n - 1} never")
             assert f"rank {rank} of {n}: all_reduce: not done after" in str(caught.value)
             signs[rank].touch()
         model.finalize()

@@ -375,7 +375,9 @@ class TestRefusals:
         program.write_text('#!/bin/sh\nshift 2; exec "$@"\n')
         program.chmod(0o755)
         monkeypatch.setattr("shutil.which", lambda name, path=None: str(program))
-        with pytest.raises(LaunchError, match="2 ranks were asked for.*no rank: is it the right"):
+        with pytest.raises(
+            LaunchError, match="2 ranks were asked for.*no rank: check the launcher"
+        ):
             launcher.launch(report, LaunchPlan(2))
 
     def test_several_nodes(self) -> None:

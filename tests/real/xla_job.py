@@ -157,7 +157,7 @@ def come_late(model: XlaModel) -> None:
         until(partial(REPLICAS.has_left, 0), 60)
     kind = (CollectiveTimeoutError, PeerFailedError)[rank]
     said = (
-        r"^rank 1 never came: rank 0 waited 0\.\d+ s in all_reduce SUM",
+        r"^rank 1 never arrived: rank 0 waited 0\.\d+ s in all_reduce SUM",
         "^rank 1 waited in all_reduce SUM",
     )
     with pytest.raises(kind, match=said[rank]):

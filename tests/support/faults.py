@@ -82,6 +82,6 @@ HANGS = {
     "SIGSTOP": Fault(lambda: kill(signal.SIGSTOP), ": it is stopped by a signal"),
     "a loop in Python": Fault(compute, "in compute"),
     "a call in C": Fault(lambda: ctypes.CDLL(None).sleep(600), ": it is at"),
-    "a call in C that holds the GIL": Fault(lambda: ctypes.PyDLL(None).sleep(600), "never came"),
+    "a call in C that holds the GIL": Fault(lambda: ctypes.PyDLL(None).sleep(600), " never "),
     "a __del__ hangs": Fault(Clinging, ": it is at"),
 }

@@ -52,7 +52,7 @@ class Missing:
         head = f"rank {self.rank}"
         if self.behind:
             head += f", or one of {list(self.behind)} behind it,"
-        head += f" never came to {call}" if call else " never came"
+        head += f" never reached {call}" if call else " never arrived"
         state = "" if self.pid is None else _STATES.get(_state(self.pid), "")
         line, _, frames = self.stack.partition("\n")
         if state or line:

@@ -51,7 +51,7 @@ def authenticate(
     ]
     if wrong:
         raise PeerRefusedError(
-            f"rank {ranks[place]} refuses what answered as rank {wrong[0]}: it couldn't prove that "
-            "it belongs to this job",
+            f"rank {ranks[place]} rejected the process that answered as rank {wrong[0]}: "
+            "authentication failed",
             wrong[0],
         )

@@ -56,7 +56,7 @@ _REMEDY_HERE = "let this user's processes meet at Unix-domain sockets"
 _REMEDY_BETWEEN = (
     "let the hosts reach each other over TCP; UNISONO_SOCKET_IFNAME names the interface for it"
 )
-_UNPROVED = "; nothing proves there who belongs to the job"
+_UNPROVED = "; membership in the job is not authenticated there"
 _ROUNDS, _SIDEBAND = 0, 1  # the two connections to each neighbour
 Endpoint = tuple[socket.socket, Mailbox | None]
 _SHARED_BYTES = 32 << 20  # of memory for tensors, by default, for each rank of a host
@@ -139,9 +139,9 @@ def _foreign_host_error(
     else:
         what = "on another host, or in another network namespace"
     return PeerRefusedError(
-        f"rank {ranks[place]} refuses rank {ranks[other]}, which is {what}: all ranks of this job "
-        "are to be this user's on this host; give MASTER_ADDR an address that isn't the loopback, "
-        "and the number of nodes, where that isn't so",
+        f"rank {ranks[place]} rejected rank {ranks[other]}, which is {what}: all ranks of this job "
+        "must run as this user on this host; for several hosts, set nnodes and a MASTER_ADDR other "
+        "than the loopback",
         ranks[other],
     )
 
@@ -343,8 +343,8 @@ def _text_of(error: OSError) -> str:
 @cache
 def _warn_once(reasons: str, remedy: str, unproved: str) -> None:
     _log.warning(
-        "the control plane stays on the model's own collectives, with the same results but slower: "
-        "%s%s; to have it faster, %s",
+        "falling back to the backend's collectives for small messages (same results, slower): "
+        "%s%s; to avoid this, %s",
         reasons,
         unproved,
         remedy,
@@ -451,10 +451,12 @@ class _Connector:
         sock = _connect_until(family, address, self._until)
         try:
             if is_local and not (owner := peer(sock)).is_own_user:
-                raise _RefusedError(up, f"{owner} listens in place of a rank: it isn't of this job")
+                text = f"{owner} is listening at a rank's address but does not belong to this job"
+                raise _RefusedError(up, text)
             hello = _HELLO.pack(self.place, channel)
             if not call(sock, self._secret, hello, self._until):
-                raise _RefusedError(up, f"who listens at {address!r} doesn't belong to this job")
+                text = f"the process listening at {address!r} does not belong to this job"
+                raise _RefusedError(up, text)
             if is_local and channel == _ROUNDS:
                 return sock, mailbox.receive(sock)
             if receive(sock, len(_ACCEPTED), self._until) != _ACCEPTED:
@@ -484,10 +486,11 @@ class _Connector:
                 if not expected:
                     return
         late = sorted({down for down, _ in expected})
-        text = f"places {late} of the group didn't connect in time"
+        text = f"places {late} of the group did not connect in time"
         if strangers:
             who = ", ".join(sorted(strangers))
-            raise _RefusedError(late[0], f"{text}, and who came isn't of this job: {who}")
+            text += f", and these processes connected but do not belong to this job: {who}"
+            raise _RefusedError(late[0], text)
         raise OSError(text)
 
     def _admit(

@@ -81,7 +81,7 @@ def _shifted(
     )
 
 
-UNKNOWN = "a call of the library's own"
+UNKNOWN = "an internal call"
 """Result of `describe` for frames without a call."""
 _LONGEST_SITE = 60  # bytes: with its call a short value still fits into the fallback's frame
 OUR_FRAMES = (

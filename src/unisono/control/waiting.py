@@ -103,9 +103,9 @@ class Wait:
     def _late(self, position: int | None = None, is_over: bool = True) -> str:
         late = self._control.late(self._group, self._step, is_over) if self._step else ""
         if late or position is None:
-            return late or "some rank never came"
+            return late or "some rank never arrived"
         rank = self._control.model.topology.members(self._group)[position]
-        return f"rank {rank} came, and didn't go on"
+        return f"rank {rank} arrived but did not continue"
 
     def _find_absent(self) -> Absent:
         """Return the absent rank; those that know it may report only after their next look."""

@@ -74,7 +74,7 @@ class ThreadExchange:
     ) -> list[T]:
         """Submit an item and return the items of all ranks. Collective over `ranks`."""
         with self._condition.lock:
-            self._check(rank, f"came to {call}")
+            self._check(rank, f"reached {call}")
             entries = self._round_of(group, rank)
             entries[rank] = (call, item)
             is_last = len(entries) == len(ranks)
@@ -158,8 +158,8 @@ class ThreadExchange:
     ) -> CollectiveTimeoutError:
         """Return the error of a timed-out rank; the lock is held."""
         waited = f"waited {format_s(limit_s)} in {call}"
-        self._leave(rank, f"{waited}, to which {named(late)} never came")
-        return CollectiveTimeoutError(f"{named(late)} never came: rank {rank} {waited}")
+        self._leave(rank, f"{waited}, which {named(late)} never reached")
+        return CollectiveTimeoutError(f"{named(late)} never arrived: rank {rank} {waited}")
 
     def _warn(self, rank: int, late: list[int], call: str, item: object) -> None:
         """Log that a rank is still waiting."""

@@ -201,7 +201,7 @@ class ThreadsModel(ComputationModel, LaunchHooks):
                 # Autograd's own threads would run hooks outside of the replica's thread.
                 with torch.autograd.set_multithreading_enabled(False):
                     results[rank] = entry(cls(world, rank))
-                world.leave(rank, "ended before it came")
+                world.leave(rank, "ended before reaching the call")
             except BaseException as error:  # SystemExit too: a replica that exits has failed
                 failures.append((rank, error))  # before the description, which takes a while
                 text = str(WorkerFailedError.of(error, rank, world.size))

@@ -152,8 +152,8 @@ def _error_of(kind: type[_E], call: Callable[[], object], about: str = "") -> _E
     except kind as error:
         return error
     except Exception as error:
-        raise AssertionError(f"a {kind.__name__} was due{about}, not {text_of(error)}") from error
-    raise AssertionError(f"a {kind.__name__} was due{about}, but it returned {result!r}")
+        raise AssertionError(f"expected {kind.__name__}{about}, got {text_of(error)}") from error
+    raise AssertionError(f"expected {kind.__name__}{about}, but it returned {result!r}")
 
 
 # Functions that run in ranks.

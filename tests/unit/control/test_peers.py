@@ -51,7 +51,7 @@ def test_a_hub_that_has_failed_ends_with_its_last_reference_and_keeps_no_frame()
     def fail(held: list[Hub]) -> weakref.ref[Batch]:
         batch = Batch()
         for _ in range(2):
-            with pytest.raises(CollectiveTimeoutError, match="rank 1 never came"):
+            with pytest.raises(CollectiveTimeoutError, match="rank 1 never (arrived|reached)"):
                 held[0].exchange(b"mine", time.monotonic())
         return weakref.ref(batch)
 

@@ -49,7 +49,7 @@ def test_different_calls_are_an_error_on_all() -> None:
 def test_one_that_does_not_come_is_named() -> None:
     (error,) = swap(ThreadExchange(), (0,), limit_s=0.1)
     assert isinstance(error, CollectiveTimeoutError)
-    assert "ranks 1, 2 never came" in str(error)
+    assert "ranks 1, 2 never arrived" in str(error)
 
 
 def test_one_that_has_left_is_named_at_once() -> None:

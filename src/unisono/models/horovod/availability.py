@@ -24,7 +24,7 @@ def why_unusable() -> str | None:
     if not built:
         return (
             f"horovod in {folders[0]} was installed without its C++ part for torch and this "
-            f"Python (torch/{_EXTENSION}): {_AGAIN}, so that its build says what is missing"
+            f"Python (torch/{_EXTENSION}): {_AGAIN}, so that the build reports the missing part"
         )
     built_for = _torch_of(built[0])
     if built_for and built_for.split(".")[:2] != torch.__version__.split(".")[:2]:

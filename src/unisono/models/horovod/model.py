@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 if not hasattr(hvd, "init"):  # without its extension horovod.torch only prints a warning
     raise ImportError(
         "horovod was installed without its extension for torch: install it again beside torch, "
-        "with HOROVOD_WITH_PYTORCH=1, so that its build says what is missing"
+        "with HOROVOD_WITH_PYTORCH=1, so that the build reports the missing part"
     )
 
 _log = logging.getLogger(__name__)

@@ -48,12 +48,12 @@ def wait_for_all(environ: Mapping[str, str], timeout_s: float) -> None:
     except (OSError, http.client.HTTPException) as error:
         raise ContextError(
             f"rank {rank} of {size}: horovodrun's server at {environ[_ADDRESS]}:{environ[_PORT]} "
-            f"doesn't answer: {type(error).__name__}: {error}; is horovodrun still running?"
+            f"does not answer: {type(error).__name__}: {error}; is horovodrun still running?"
         ) from error
     if why:
         raise CollectiveTimeoutError(
             f"rank {rank} of {size}: initialize: {why}: every rank of the job has to initialize; "
-            "see what these ranks did instead"
+            "check the output of these ranks"
         )
 
 
@@ -72,7 +72,7 @@ def _meet(store: Store, rank: int, size: int, until: float) -> str:
         for scope in ("global", *scopes):
             _clear(store, scope, size)
     elif _GONE in seats:
-        why = f"rank {seats.index(_GONE)} had given up waiting"
+        why = f"rank {seats.index(_GONE)} had timed out"
     else:
         why = store.missing(size)
     store.put(_VERDICT, why)
@@ -100,7 +100,7 @@ class Store:
     def missing(self, size: int) -> str:
         """Return the ranks without a key, as a text."""
         ranks = [rank for rank in range(size) if self.ask("GET", str(rank)) is None]
-        return f"timed out: ranks {ranks} didn't come"
+        return f"timed out: ranks {ranks} did not arrive"
 
     def wait(self, key: str, until: float, size: int) -> str | None:
         """Wait for a key of the barrier; None after the deadline."""

@@ -238,9 +238,9 @@ class Calls:
                 absent = limit_s is not None and bounded_barrier(mpi, comm, ranks, limit_s, name)
                 if not absent:
                     return call()
-            self.lose(f"{name} was given up")
+            self.lose(f"{name} timed out")
             waited = f"{self._who} waited {format_s(limit_s or 0)}"
-            raise CollectiveTimeoutError(f"{named(absent)} never came to {name}: {waited}")
+            raise CollectiveTimeoutError(f"{named(absent)} never reached {name}: {waited}")
 
         mpi, limit_s = self._mpi, limit_of(self.timeout_s)
         if not self.allows("MULTIPLE"):
@@ -293,7 +293,7 @@ class Calls:
                     warn_at = math.inf
                     late = self._late(comm, doing)
                     _log.warning("%s still waits in %s: %s", self._who, doing, late)
-        self.lose(f"{name} was given up")
+        self.lose(f"{name} timed out")
         doing = doing or self._doing(name, comm)
         late = self._late(comm, doing)
         raise CollectiveTimeoutError(f"{late}\n  {self._who} waited {format_s(limit_s)} in {doing}")
@@ -309,13 +309,15 @@ class Calls:
         ranks = self._ranks(comm)
         answers = self.probe.ask(ranks, doing, _ASK_S)
         me, call = self._mpi.COMM_WORLD.rank, doing.partition(" at ")[0]
-        late = [f"rank {rank} never came to {call}" for rank in ranks if rank not in {me, *answers}]
+        late = [f"rank {rank} never reached {call}" for rank in ranks if rank not in {me, *answers}]
         late += [
             f"rank {rank} waits in {other_call}"
             for rank, other_call in sorted(answers.items())
             if other_call.partition(" at ")[0] != call
         ]
-        return "; ".join(late) or f"{call} wasn't done in time, though all ranks are there by now"
+        return (
+            "; ".join(late) or f"{call} was not done in time, but all ranks have reached it by now"
+        )
 
     def _fail(self, name: str, error: Any) -> NoReturn:
         number = error.Get_error_class()

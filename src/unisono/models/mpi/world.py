@@ -170,11 +170,11 @@ def gather(mpi: Any, info: RankInfo, timeout: timedelta | None) -> None:
     assert limit_s is not None
     absent = bounded_barrier(mpi, world, range(world.size), limit_s, "set-up of mpi4py")
     if absent:
-        what = f"{named(absent)} never came to initialize"
+        what = f"{named(absent)} never reached initialize()"
         EndOfJob.install(mpi).end_at_exit(what)  # else MPI would wait for them there
         raise ContextError(
-            f"{what}: rank {world.rank} of {world.size} waited {format_s(limit_s)} (who is there "
-            f"is said by mpiexec and {info.source}): look for their own errors, or raise timeout="
+            f"{what}: rank {world.rank} of {world.size} waited {format_s(limit_s)} (ranks "
+            f"according to mpiexec and {info.source}): check their output, or raise timeout="
         )
 
 

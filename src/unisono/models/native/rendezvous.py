@@ -146,7 +146,7 @@ class Rendezvous:
             return self._in_thread(self._join_private_store)
         if info.master_addr is None or info.master_port is None:
             raise ContextError(
-                f"{self._who()} has no address to meet the others at: set MASTER_ADDR and "
+                f"{self._who()} has no rendezvous address: set MASTER_ADDR and "
                 "MASTER_PORT, or pass init_method="
             )
         is_host = info.rank == 0 and not info.store_is_hosted
@@ -178,13 +178,13 @@ class Rendezvous:
         if self._private:
             raise ContextError(f"{self._where()}: the file was locked for {limit}")
         raise ContextError(
-            f"{self._where()}: who listens there took the connection and didn't answer for "
+            f"{self._where()}: the listener accepted the connection and did not answer for "
             f"{limit}: another program, or rank 0 is stopped{self._remedy('rank 0')}"
         )
 
     def _join_store(self, addr: str, port: int, is_host: bool) -> Store:
         size = self.info.world_size
-        with self._reporting(" Rank 0 may have given up or ended"):
+        with self._reporting(" Rank 0 may have timed out or ended"):
             while True:
                 limit = timedelta(seconds=math.ceil(self.left().total_seconds()))
                 stores: list[Store] = [
@@ -257,11 +257,11 @@ class Rendezvous:
         del store, ours  # it listens while it is referenced, and the error refers to this frame
         if self.info.rank in missing:
             raise ContextError(
-                f"{self._who()} came to {self._at()} too late: others had waited for "
-                f"{_named(missing)} and given up; start all ranks {limit}, or pass a longer timeout"
+                f"{self._who()} reached {self._at()} too late: the other ranks had timed out "
+                f"waiting for {_named(missing)}; start all ranks {limit}, or pass a longer timeout"
             )
         raise ContextError(
-            f"{_named(missing)} of {self.info.world_size} did not come to {self._at()} {limit} "
+            f"{_named(missing)} of {self.info.world_size} did not reach {self._at()} {limit} "
             f"(rank {self.info.rank} did){self._remedy('them')}"
         )
 
@@ -297,10 +297,10 @@ class Rendezvous:
             now = time.monotonic()
             if now + _TRY_S > self._until:
                 raise ContextError(
-                    f"{self._where()}: nobody listened there for {format_s(self._limit_s)} "
+                    f"{self._where()}: no listener there within {format_s(self._limit_s)} "
                     f"({reason}){self._remedy('rank 0')}"
                 ) from reason
-            self._warn(now, f"for somebody to listen ({reason})", "rank 0")
+            self._warn(now, f"for a listener ({reason})", "rank 0")
             time.sleep(_TRY_S)
 
     def _gather_ranks(self, store: PrefixStore) -> tuple[int, list[int] | str]:
@@ -313,8 +313,9 @@ class Rendezvous:
         first = store.compare_set(f"size/{turn}", "", f"{rank} {size}").decode().split()
         if first[1] != str(size):
             text = (
-                f"rank {rank} came to {self._at()} as one of {size}, and rank {first[0]} as one "
-                f"of {first[1]}: give each node the same number of ranks (nproc_per_node)"
+                f"rank {rank} joined {self._at()} with world size {size}, and rank {first[0]} "
+                f"with world size {first[1]}: give each node the same number of ranks "
+                "(nproc_per_node)"
             )
             store.compare_set(end, "", json.dumps(text))
             time.sleep(_LINGER_S)  # as below
@@ -342,9 +343,9 @@ class Rendezvous:
 
     def _remedy(self, missing: str) -> str:
         if self._private:
-            return f": see what {missing} did instead, for the job has started every rank"
+            return f": check the output of {missing}: the job has started every rank"
         source = self._source()
-        return f". That is where {source} say to meet: start {missing}, or correct or unset these"
+        return f". The address is from {source}: start {missing}, or correct or unset these"
 
     def _warn(self, now: float, what: str, missing: str) -> None:
         if now < self._warn_at:
@@ -382,8 +383,8 @@ def _opened(path: str) -> str:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise ContextError(
-            f"the file that this job's ranks meet in can't be opened: {error}; {PRIVATE_STORE} "
-            "says where it is: did the process that launched the job end, or this one change "
+            f"the file that this job's ranks meet in cannot be opened: {error}; its path is in "
+            f"{PRIVATE_STORE}: did the process that launched the job end, or this one change "
             "its user or its process namespace? Initialize before that, or unset the variable"
         ) from error
     own = f"/proc/self/fd/{file}"

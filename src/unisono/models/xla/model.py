@@ -149,9 +149,10 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         n_made = 1 if topology is None else topology.world_size
         if info.world_size not in (1, n_made):
             raise ContextError(
-                f"{backend}: {info.source} says rank {info.rank} of {info.world_size}, but XLA's "
-                f"runtime has {n_made} here: start the replicas with spawn or torch_xla.launch, or "
-                "under torchrun call dist.init_process_group('xla', init_method='xla://') first"
+                f"{backend}: {info.source} reports rank {info.rank} of {info.world_size}, but "
+                f"XLA's runtime has {n_made} here: start the replicas with spawn or "
+                "torch_xla.launch, or under torchrun call "
+                "dist.init_process_group('xla', init_method='xla://') first"
             )
         step.begin(setup.KINDS[backend])
         topology = topology or step.replica()

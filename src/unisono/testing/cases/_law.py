@@ -143,7 +143,7 @@ def raises(
         for part in parts:
             assert part in str(raised), f"{part!r} isn't in the message {str(raised)!r}"
         return
-    raise AssertionError(f"{error} was due, but the call returned {value!r}")
+    raise AssertionError(f"expected {error}, but the call returned {value!r}")
 
 
 def tensor_of(rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

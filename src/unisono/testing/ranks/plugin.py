@@ -113,8 +113,8 @@ def ranks(request: pytest.FixtureRequest) -> Any:
     session = request.config.pluginmanager.get_plugin("unisono-ranks")
     if session is None:
         pytest.fail(
-            "the fixture ranks is for tests of the parent: take the mark ranks from this test, "
-            "or use its world",
+            "the fixture ranks is for tests of the parent: remove the mark ranks from this test, "
+            "or use the fixture world",
             pytrace=False,
         )
     return session.pools(request.session).ranks
@@ -139,8 +139,8 @@ class _Session:
         if place_of(item) is not None:
             if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
                 pytest.fail(
-                    "mark ranks isn't for tests of hypothesis: each rank would draw examples of "
-                    "its own. Take the mark away, and give what is drawn to a function: "
+                    "mark ranks isn't for tests of hypothesis: each rank would draw different "
+                    "examples: remove the mark and pass the drawn values to a function: "
                     "ranks(2).run(work, x), with the fixture ranks",
                     pytrace=False,
                 )

@@ -75,7 +75,7 @@ def test_all_that_a_block_starts_is_over_at_its_deadline(
     assert time.monotonic() - start >= 30 / rate
     Path(over).touch()
     if (backend, way, stuck) == ("gloo", "spawn", "one waits for another"):
-        assert "rank 1 never came to barrier" in str(caught.value)  # what a rank waited for
+        assert "rank 1 never reached barrier" in str(caught.value)  # what a rank waited for
 
 
 class Slow:

@@ -191,7 +191,7 @@ def test_who_never_came_is_named_first_with_its_line() -> None:
     text = str(failure(fn))
     first, second, *_ = text.splitlines()
     place = r"\S*test_failure\.py:\d+"
-    said = rf"rank 2 never came to barrier: it is at {place} \(signal\.sigtimedwait\(\[\], 60\)\)"
+    said = rf"rank 2 never reached barrier: it is at {place} \(signal\.sigtimedwait\(\[\], 60\)\)"
     assert re.fullmatch(said, first)
     assert re.fullmatch(
         rf"  rank [01] of 3 raised CollectiveTimeoutError at {place}, in fn", second

@@ -145,7 +145,7 @@ def test_those_who_came_name_all_who_did_not() -> None:
         url = f"tcp://127.0.0.1:{free.getsockname()[1]}"
 
     def fn(rank: int) -> None:
-        words = r"^ranks 1, 3 of 4 did not come to [\s\S]*init_method="
+        words = r"^ranks 1, 3 of 4 did not reach [\s\S]*init_method="
         with pytest.raises(ContextError, match=words):
             idist.initialize("gloo", rank=2 * rank, world_size=4, timeout=2, init_method=url)
 

@@ -109,8 +109,8 @@ class ZmqModel(ComputationModel):
         while not self.inbox.poll(_LOOK_S * 1000):
             if until is not None and time.monotonic() > until:
                 raise CollectiveTimeoutError(
-                    f"rank {self.info.rank} of {self.info.world_size}: ranks {late()} did not come "
-                    f"to round {self.round} in time"
+                    f"rank {self.info.rank} of {self.info.world_size}: ranks {late()} did not "
+                    f"reach round {self.round} in time"
                 )
         head, blob = self.inbox.recv_multipart()
         self.early[_HEAD.unpack(head)] = blob
