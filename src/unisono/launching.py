@@ -20,7 +20,7 @@ from unisono.deadlines import DEFAULT_TIMEOUT_S
 from unisono.errors import LaunchError
 from unisono.launchers import processes
 from unisono.launchers.job.failure import Failure
-from unisono.launchers.job.job import Job, Ranks
+from unisono.launchers.job.job import Job, JobRanks
 from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.launchers.job.process_state import search_path
 from unisono.launchers.job.worker import Task
@@ -258,7 +258,7 @@ class RankJob:
                 self.tasks[0].reach(_END_S).set(_OVER, self.tasks[0].token)
 
 
-class _Tasks(Ranks):
+class _Tasks(JobRanks):
     """Ranks that are tasks of another library, known by their futures."""
 
     def __init__(self, futures: Sequence[Future], tell: Callable[[], None]) -> None:

@@ -14,7 +14,7 @@ from unisono import __version__
 from unisono.cli._tables import Column
 from unisono.control.absent_ranks import named
 from unisono.errors import ArgumentError
-from unisono.observe.jobs import Job, Meter, look
+from unisono.observe.jobs import Meter, ObservedJob, look
 from unisono.observe.remote import look_through
 from unisono.observe.report import facts_of
 from unisono.observe.stacks import Frame, Stack, equal, folded
@@ -57,15 +57,15 @@ _MIB = 1 << 20
 _MINUTE_S, _HOUR_S = 60, 3600
 
 
-def chosen(jobs: Sequence[Job], wanted: str | None) -> Job:
+def chosen(jobs: Sequence[ObservedJob], wanted: str | None) -> ObservedJob:
     """Return the job with a given name, rank's pid, program, or start of its name."""
-    ways: Sequence[Callable[[Job], bool]] = (
+    ways: Sequence[Callable[[ObservedJob], bool]] = (
         lambda job: wanted in (None, job.name),
         lambda job: wanted in {str(each.rank.pid) for each in job.ranks},
         lambda job: wanted in _programs(job),
         lambda job: bool(wanted) and job.name.startswith(str(wanted)),
     )
-    found: Sequence[Job] = next(filter(None, ([*filter(way, jobs)] for way in ways)), [])
+    found: Sequence[ObservedJob] = next(filter(None, ([*filter(way, jobs)] for way in ways)), [])
     if len(found) == 1:
         return found[0]
     called = "" if wanted is None else f" called {wanted!r}"
@@ -77,7 +77,7 @@ def chosen(jobs: Sequence[Job], wanted: str | None) -> Job:
     raise ArgumentError(what + ("".join(listed) or " none"))
 
 
-def _programs(job: Job) -> set[str]:
+def _programs(job: ObservedJob) -> set[str]:
     """Return the names of a job's program: its file's name or path, its command line."""
     program = str(job.facts.get("program", ""))
     file = program.partition(" ")[0]
@@ -108,7 +108,7 @@ def elsewhere(ranks: Sequence[int]) -> list[str]:
     return [f"{named(ranks)}: no page was found: {why}"]
 
 
-def look_everywhere(meter: Meter, commands: Sequence[str] | None) -> tuple[list[Job], int]:
+def look_everywhere(meter: Meter, commands: Sequence[str] | None) -> tuple[list[ObservedJob], int]:
     """Return the jobs here and on the hosts of `--via`, and an exit code; print failures."""
     found, failed = look_through(commands or (), __version__)
     for line in failed:

@@ -29,7 +29,7 @@ from unisono.cli._jobs import (
     rows,
     verdict_lines,
 )
-from unisono.observe.jobs import Job, Meter, look, send, stacks_of
+from unisono.observe.jobs import Meter, ObservedJob, look, send, stacks_of
 from unisono.observe.report import Asked, calls_of, report_of
 
 _KEYS = "s stacks of a rank   a stacks of all   n next job   k end the job   q quit"
@@ -51,7 +51,7 @@ class LiveView:
         self.console = console or Console()
         self.meter = Meter()
         self.asked = Asked()
-        self.jobs: list[Job] = []
+        self.jobs: list[ObservedJob] = []
         self.report: Mapping[str, Any] | None = None
         self.at = 0
         self.prompt = ""  # the question at the bottom, followed by the text typed
@@ -59,7 +59,7 @@ class LiveView:
         self.answer: Callable[[str], None] | None = None
         self.page: list[str] | None = None  # stacks, in place of the table
         self.scrolled = 0
-        self.ending: list[tuple[Job, float]] = []  # jobs, and when they are sent SIGKILL
+        self.ending: list[tuple[ObservedJob, float]] = []  # jobs, and when they are sent SIGKILL
         self.is_over = False
 
     def run(self) -> int:

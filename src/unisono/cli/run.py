@@ -17,7 +17,7 @@ import typer
 from unisono.arguments import check_count, check_port, check_variables
 from unisono.errors import ArgumentError
 from unisono.launchers.script.script import Script
-from unisono.launchers.script.supervisor import Outcome, failure
+from unisono.launchers.script.supervisor import ScriptOutcome, failure
 from unisono.plugins import LAUNCHERS, load
 from unisono.topology import GRACE_S, NodeInfo
 
@@ -317,7 +317,7 @@ def _print(name: str, job: Script) -> int:
     return 0
 
 
-def _say(outcome: Outcome, job: Script) -> int:
+def _say(outcome: ScriptOutcome, job: Script) -> int:
     """Print the first failure and the folder of the logs; return the exit code."""
     lines = list(failure(outcome))
     if outcome.failed is not None and job.log_dir:

@@ -66,11 +66,11 @@ def launch(
     )
     prepare = partial(_prepare, slots, bool(verbose))
     nodes = [node for node, count in enumerate(slots.values()) for _ in range(count)]
-    ranks = partial(_Ranks, nodes, bool(verbose))
+    ranks = partial(_HorovodWorkers, nodes, bool(verbose))
     return run_function(entry, Script.of(plan), spec, prepare, environ or {}, ranks, join=join)
 
 
-class _Ranks(RemoteWorkers):
+class _HorovodWorkers(RemoteWorkers):
     """Ranks of one horovodrun, which marks their lines."""
 
     stdout = subprocess.PIPE

@@ -15,7 +15,7 @@ from unisono.launchers.availability import mpiexec
 from unisono.launchers.job.store import hold
 from unisono.launchers.script.remote_workers import LauncherSpec, run_function
 from unisono.launchers.script.script import Script
-from unisono.launchers.script.supervisor import Outcome, run_launcher
+from unisono.launchers.script.supervisor import ScriptOutcome, run_launcher
 from unisono.launchers.variables import OF_MPI, OF_TORCH, without
 from unisono.topology import PRIVATE_STORE, LaunchPlan, RankInfo
 
@@ -111,7 +111,7 @@ def _prepare(script: Script, held: ExitStack) -> tuple[list[str], dict[str, str]
     return arguments, variables
 
 
-def run(script: Script) -> Outcome:
+def run(script: Script) -> ScriptOutcome:
     """Run a script in ranks of an MPI job."""
     with ExitStack() as held:
         return run_launcher(script, *_prepare(script, held))

@@ -26,7 +26,7 @@ from unisono.launchers.job.store import hold
 from unisono.launchers.job.worker import Task, work
 from unisono.launchers.job.worker_handles import Worker, Workers
 from unisono.launchers.script.script import Script, env_for, without_job
-from unisono.launchers.script.supervisor import Outcome, Supervisor, restart
+from unisono.launchers.script.supervisor import ScriptOutcome, Supervisor, restart
 from unisono.launchers.variables import share_of_cores
 from unisono.topology import PREFIXED, PRIVATE_STORE, LaunchPlan, RankInfo
 from unisono.tracebacks import hides
@@ -38,7 +38,7 @@ _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
 _SEVERAL = "use launcher 'torchrun' for several nodes, or 'slurm', 'mpi' or 'ray'"
 
 
-def run(script: Script, environ: Mapping[str, str] | None = None) -> Outcome:
+def run(script: Script, environ: Mapping[str, str] | None = None) -> ScriptOutcome:
     """Run a script in processes of this host, and again after a failure up to `max_restarts`."""
     # The store listens on the loopback at a port of the kernel's choice, and is a new one
     # after each failure.
@@ -53,7 +53,7 @@ def run(script: Script, environ: Mapping[str, str] | None = None) -> Outcome:
     return outcome
 
 
-def _attempt(script: Script, base: Mapping[str, str], attempt: int) -> Outcome:
+def _attempt(script: Script, base: Mapping[str, str], attempt: int) -> ScriptOutcome:
     """Run the script once, with a store of its own that outlives every rank."""
     with ExitStack() as held, _terminal(script.stdin_rank) as lent:
         plan = hold(script.plan(), held)

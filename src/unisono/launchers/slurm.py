@@ -19,7 +19,7 @@ from unisono.errors import ArgumentError
 from unisono.launchers.job.signals import TO_SAVE
 from unisono.launchers.script.remote_workers import LauncherSpec, run_function
 from unisono.launchers.script.script import Script
-from unisono.launchers.script.supervisor import Outcome, run_launcher
+from unisono.launchers.script.supervisor import ScriptOutcome, run_launcher
 from unisono.launchers.variables import LINK, OF_SLURM_STEP, OF_TORCH, without
 from unisono.topology import LaunchPlan, RankInfo
 
@@ -106,7 +106,7 @@ def batch_script(script: Script, name: str) -> str:
     return "\n".join([*lines, "exec " + shlex.join(argv(replace(alone, options=()))), ""])
 
 
-def run(script: Script) -> Outcome:
+def run(script: Script) -> ScriptOutcome:
     """Run a script in tasks of a step: of this allocation, else of one that srun asks for."""
     return run_launcher(script, argv(script), environment(script, os.environ), reach=_reach)
 

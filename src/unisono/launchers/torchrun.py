@@ -19,7 +19,7 @@ from unisono.errors import ArgumentError, LaunchError
 from unisono.launchers.job.store import private_store
 from unisono.launchers.script.remote_workers import LauncherSpec, run_function
 from unisono.launchers.script.script import Script, without_job
-from unisono.launchers.script.supervisor import Outcome, run_launcher
+from unisono.launchers.script.supervisor import ScriptOutcome, run_launcher
 from unisono.topology import LaunchPlan, RankInfo
 
 _TRY_S = 0.2
@@ -84,7 +84,7 @@ def _prepare(script: Script, held: contextlib.ExitStack) -> tuple[list[str], dic
     return arguments, variables | (private_store(held) if script.max_nnodes == 1 else {})
 
 
-def run(script: Script) -> Outcome:
+def run(script: Script) -> ScriptOutcome:
     """Run a script in ranks of torch's agent on this node."""
     with contextlib.ExitStack() as held:
         return run_launcher(script, *_prepare(script, held), signal.SIGINT)

@@ -15,7 +15,7 @@ from traceback import StackSummary
 from unisono.control.absent_ranks import named
 from unisono.notebook.cell import Cell, CellOutcome, run_cell
 from unisono.notebook.output import Transcript
-from unisono.pool.call import Call
+from unisono.pool.call import PoolCall
 from unisono.pool.pool import WorkerPool, outcome
 from unisono.tracebacks import fold_text, is_ours
 
@@ -53,7 +53,7 @@ class Watch:
     def __init__(self, pool: WorkerPool, cell: Cell, size: int, timeout_s: float | None) -> None:
         self._pool = pool
         self._cell = cell
-        self._call: Call | None = None
+        self._call: PoolCall | None = None
         self._is_over = threading.Event()  # an interrupted join takes its thread for ended: 3.11
         self._result = Run(size)
         paths = {rank: cell.output(rank) for rank in cell.ranks}
@@ -92,7 +92,7 @@ class Watch:
         finally:
             self._is_over.set()
 
-    def _begun(self, call: Call) -> None:
+    def _begun(self, call: PoolCall) -> None:
         self._call = call
 
     def _tick(self) -> None:

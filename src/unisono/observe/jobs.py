@@ -21,7 +21,7 @@ from unisono.host.status_page import (
 )
 from unisono.observe import stacks
 from unisono.observe.stacks import Stack
-from unisono.observe.verdict import Call, Rank
+from unisono.observe.verdict import ObservedCall, Rank
 from unisono.topology import EVERYBODY, members_of_pair
 
 _S = 1e9
@@ -47,7 +47,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ObservedJob:
     """A job, from the pages read of it, the first ones at `at_ns`."""
 
     name: str
@@ -98,9 +98,9 @@ class _Page:
     vitals: _Vitals | None
 
 
-def look(meter: Meter, elsewhere: Iterable[Job] = ()) -> list[Job]:
+def look(meter: Meter, elsewhere: Iterable[ObservedJob] = ()) -> list[ObservedJob]:
     """Return the running jobs of this user here, joined with those of other hosts."""
-    found: list[list[Job]] = []
+    found: list[list[ObservedJob]] = []
     for part in sorted((*read(meter), *elsewhere), key=lambda part: part.name):
         other = next((each for each in found if _is_one(part, each)), None)
         if other is None:
@@ -111,7 +111,7 @@ def look(meter: Meter, elsewhere: Iterable[Job] = ()) -> list[Job]:
     return [job for job in jobs if any(each.rank.condition != "dead" for each in job.ranks)]
 
 
-def _is_one(part: Job, others: Sequence[Job]) -> bool:
+def _is_one(part: ObservedJob, others: Sequence[ObservedJob]) -> bool:
     """Return whether parts are of one job: the same name, and no rank alive on two hosts."""
     living = {
         (each.rank.rank, each.facts["pids"])
@@ -122,7 +122,7 @@ def _is_one(part: Job, others: Sequence[Job]) -> bool:
     return part.name == others[0].name and len(dict(living)) == len(living)
 
 
-def _joined(name: str, parts: Sequence[Job]) -> Job:
+def _joined(name: str, parts: Sequence[ObservedJob]) -> ObservedJob:
     """Merge the parts of a job on several hosts."""
     # Their looks weren't at one moment: a rank is late only if it was at the first of them.
     known: dict[int, Seen] = {}
@@ -132,7 +132,7 @@ def _joined(name: str, parts: Sequence[Job]) -> Job:
     return job_of(name, known.values(), min(part.at_ns for part in parts))
 
 
-def read(meter: Meter) -> list[Job]:
+def read(meter: Meter) -> list[ObservedJob]:
     """Return the jobs of all pages of this user, ended ones too."""
     at_ns = time.monotonic_ns()
     by_job: dict[str, list[_Page]] = {}
@@ -177,7 +177,7 @@ def _used_s(words: list[bytes]) -> float:
     return (int(words[11]) + int(words[12])) / _TICKS_PER_S
 
 
-def job_of(name: str, found: Collection[Seen], at_ns: int) -> Job:
+def job_of(name: str, found: Collection[Seen], at_ns: int) -> ObservedJob:
     """Build a job from its ranks, with the world size of the newest live one."""
     # A job restarted with fewer ranks has left pages of dead ranks that it no longer has.
     world_size = int(max(found, key=_newness).facts["world_size"])
@@ -188,7 +188,7 @@ def job_of(name: str, found: Collection[Seen], at_ns: int) -> Job:
     }
     elsewhere = tuple(rank for rank in range(world_size) if rank not in by_rank)
     ranks = tuple(by_rank[rank] for rank in sorted(by_rank))
-    return Job(name, ranks, world_size, elsewhere, at_ns)
+    return ObservedJob(name, ranks, world_size, elsewhere, at_ns)
 
 
 def _newness(seen: Seen) -> tuple[bool, int]:
@@ -232,7 +232,7 @@ def _is_alive(found: Sequence[_Page]) -> bool:
 
 
 def _seen(rank: int, found: Sequence[_Page], meter: Meter, *, is_alone: bool) -> Seen:
-    calls: list[Call] = []
+    calls: list[ObservedCall] = []
     for page in found:
         model = f"{page.facts.get('model', '')} {page.facts.get('backend', '')}"
         calls += _calls(page, model)
@@ -257,11 +257,11 @@ def _seen(rank: int, found: Sequence[_Page], meter: Meter, *, is_alone: bool) ->
     return Seen(known, facts)
 
 
-def _calls(page: _Page, context: str) -> Iterable[Call]:
+def _calls(page: _Page, context: str) -> Iterable[ObservedCall]:
     groups = {name: ranks_of(each) for name, each in page.facts.get("groups", {}).items()}
     groups[EVERYBODY] = tuple(range(page.facts["world_size"]))
     for each in page.records:
-        yield Call(
+        yield ObservedCall(
             name=each.name,
             context=context,
             group=each.group,
@@ -277,7 +277,7 @@ def _calls(page: _Page, context: str) -> Iterable[Call]:
         )
 
 
-def send(job: Job, number: int) -> None:
+def send(job: ObservedJob, number: int) -> None:
     """Send a signal to all processes of a job on this host, and continue stopped ones."""
     processes = [(each.facts["pid"], each.facts["start_ticks"]) for each in job.ranks]
     for pid, ticks in dict.fromkeys(processes):  # once, where it has several ranks

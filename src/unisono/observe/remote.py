@@ -23,9 +23,9 @@ import psutil
 
 from unisono.errors import ArgumentError
 from unisono.host.status_page import ranks_of, shortened
-from unisono.observe.jobs import Job, Seen, job_of, stacks_of
+from unisono.observe.jobs import ObservedJob, Seen, job_of, stacks_of
 from unisono.observe.stacks import Frame, Stack
-from unisono.observe.verdict import Call, Rank
+from unisono.observe.verdict import ObservedCall, Rank
 
 _LIMIT_S = 30.0  # srun waits for a step, kubectl for a login, Python for a file server
 _END_S = 2.0
@@ -38,7 +38,7 @@ _REMEDY = '; where PATH there has no unisono, end the command with its Python: "
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error)
 
 
-def packed(jobs: Sequence[Job], version: str) -> Iterator[str]:
+def packed(jobs: Sequence[ObservedJob], version: str) -> Iterator[str]:
     """Encode jobs of this host, with the stack of each rank, as short lines."""
     found = [[job.name, job.at_ns, _ranks(job)] for job in jobs]
     about = {"version": version, "unix_ns": time.time_ns(), "monotonic_ns": time.monotonic_ns()}
@@ -49,7 +49,7 @@ def packed(jobs: Sequence[Job], version: str) -> Iterator[str]:
         yield f"unisono-top {socket.gethostname()}-{os.getpid()} {number}/{len(parts)} {part}"
 
 
-def _ranks(job: Job) -> list[Any]:
+def _ranks(job: ObservedJob) -> list[Any]:
     told = stacks_of(job.ranks, _ANSWER_S)
     return [
         [
@@ -70,7 +70,7 @@ def _plain(told: list[Stack] | str) -> Any:
     return told if isinstance(told, str) else [astuple(stack) for stack in told]
 
 
-def look_through(commands: Sequence[str], version: str) -> tuple[list[Job], list[str]]:
+def look_through(commands: Sequence[str], version: str) -> tuple[list[ObservedJob], list[str]]:
     """Run all commands at once; return the jobs of their hosts, and the failures."""
     for command in commands:
         _words(command)
@@ -89,13 +89,13 @@ def _words(command: str) -> list[str]:
     return [*words, "unisono", "top", "--packed"]
 
 
-def _through(command: str, version: str) -> tuple[list[Job], str]:
+def _through(command: str, version: str) -> tuple[list[ObservedJob], str]:
     begun_ns = time.time_ns()
     with TemporaryFile() as out, TemporaryFile() as err:  # pipes would wait for grandchildren
         why = _run(command, out, err)
         out.seek(0)
         text = out.read().decode("utf-8", "replace")
-    jobs: list[Job] = []
+    jobs: list[ObservedJob] = []
     bodies, is_whole = _bodies(text)
     try:
         for body in bodies:
@@ -156,7 +156,7 @@ def _bodies(text: str) -> tuple[list[str], bool]:
     return bodies, len(whole) == len(found)
 
 
-def _jobs(plain: dict[str, Any], begun_ns: int) -> list[Job]:
+def _jobs(plain: dict[str, Any], begun_ns: int) -> list[ObservedJob]:
     """Decode jobs from `packed`, in the clock of this host."""
     # Its host's time of day, as far as it lies within the run of the command.
     now_ns = time.time_ns()
@@ -177,8 +177,8 @@ def _seen(plain: Sequence[Any], shift_ns: int) -> Seen:
     return Seen(replace(known, calls=moved, made_ns=made_ns), facts, told)
 
 
-def _call(plain: Sequence[Any], shift_ns: int) -> Call:
-    call = Call(*plain[:-1])
+def _call(plain: Sequence[Any], shift_ns: int) -> ObservedCall:
+    call = ObservedCall(*plain[:-1])
     return replace(
         call,
         ranks=ranks_of(plain[-1]),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from unisono.observe import stacks
-from unisono.observe.jobs import Job, Seen, stacks_of
+from unisono.observe.jobs import ObservedJob, Seen, stacks_of
 from unisono.observe.stacks import Frame, Stack
 from unisono.observe.verdict import Culprit, State, Verdict, judge
 
@@ -37,7 +37,9 @@ class Asked:
     def __init__(self) -> None:
         self._known: dict[tuple[str, int], Answer] = {}
 
-    def stacks(self, job: Job, verdict: Verdict, wanted: Iterable[int]) -> dict[int, Answer]:
+    def stacks(
+        self, job: ObservedJob, verdict: Verdict, wanted: Iterable[int]
+    ) -> dict[int, Answer]:
         """Return the stacks of ranks; ask those whose call has changed since the last time."""
         seen = {each.rank.rank: each for each in job.ranks}
         living = [rank for rank in wanted if seen[rank].rank.condition != "dead"]
@@ -64,14 +66,14 @@ def _is_good(known: Answer | None, place: tuple[object, ...], now_s: float) -> b
     return not isinstance(known.stacks, str) or now_s - known.at_s < _AGAIN_S
 
 
-def reports(jobs: Sequence[Job]) -> dict[str, Any]:
+def reports(jobs: Sequence[ObservedJob]) -> dict[str, Any]:
     """Return the state of each rank of each job, and the ranks that make others wait."""
     # Of this host, it asks only ranks that make others wait, and the others of an extra call.
     asked = Asked()
     return {"host": socket.gethostname(), "jobs": [report_of(job, asked) for job in jobs]}
 
 
-def facts_of(job: Job) -> dict[str, Any]:
+def facts_of(job: ObservedJob) -> dict[str, Any]:
     """Return a job's name, program, size and age, from its pages."""
     began_ns = min(each.rank.made_ns for each in job.ranks)
     known = {key: job.facts.get(key, "") for key in ("program", "cwd", "backend", "model")}
@@ -79,7 +81,7 @@ def facts_of(job: Job) -> dict[str, Any]:
     return {"job": job.name, **known, "world_size": job.world_size, "up_s": up_s}
 
 
-def report_of(job: Job, asked: Asked) -> dict[str, Any]:
+def report_of(job: ObservedJob, asked: Asked) -> dict[str, Any]:
     """Return the state of each rank of a job, and the ranks that make others wait."""
     now_ns, ranks = job.at_ns, [each.rank for each in job.ranks]
     verdict = judge(ranks, now_ns)
@@ -102,7 +104,7 @@ def report_of(job: Job, asked: Asked) -> dict[str, Any]:
     }
 
 
-def calls_of(job: Job) -> dict[int, str]:
+def calls_of(job: ObservedJob) -> dict[int, str]:
     """Return the current call of each rank that is in one, as text."""
     states = judge([each.rank for each in job.ranks], job.at_ns).states
     return {
@@ -112,7 +114,7 @@ def calls_of(job: Job) -> dict[int, str]:
     }
 
 
-def _is_early(job: Job, verdict: Verdict, asked: Asked) -> bool:
+def _is_early(job: ObservedJob, verdict: Verdict, asked: Asked) -> bool:
     """Return whether a rank has yet to reach the line where one is alone, by their stacks."""
     alone = verdict.culprits[0].rank
     others = [each.rank.rank for each in job.ranks if each.rank.rank != alone][:_MOST_ASKED]

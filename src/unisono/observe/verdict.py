@@ -17,7 +17,7 @@ _KEY = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ObservedCall:
     """One call of a rank."""
 
     name: str
@@ -46,7 +46,7 @@ class Rank:
     rank: int
     pid: int
     condition: str
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ObservedCall, ...] = ()
     cpu_percent: float | None = None
     memory_bytes: int | None = None
     made_ns: int = 0
@@ -64,7 +64,7 @@ class State:
     """The current state of a rank."""
 
     kind: str
-    call: Call | None
+    call: ObservedCall | None
     is_inside: bool
     since_ns: int
     waits_for: tuple[int, ...] = ()
@@ -102,7 +102,7 @@ def judge(
     is_early: bool = False,
 ) -> Verdict:
     """Return each rank's state, and the ranks that make others wait."""
-    job = _Job(ranks, now_ns, patience_s)
+    job = _JobFacts(ranks, now_ns, patience_s)
     states = {rank: job.state(rank) for rank in sorted(job.ranks)}
     for rule in (_gone, _mismatch, _extra, _late, _deadlock, _unseen):
         found = None if rule is _extra and is_early else rule(job)
@@ -122,12 +122,12 @@ _Found = tuple[str, str, list[Culprit]] | None
 class _Wait:
     """The ranks that one waits for: with pages here, and without."""
 
-    call: Call
+    call: ObservedCall
     ranks: tuple[int, ...]
     unseen: tuple[int, ...]
 
 
-class _Job:
+class _JobFacts:
     """The facts of a job for the rules."""
 
     def __init__(self, ranks: Sequence[Rank], now_ns: int, patience_s: float) -> None:
@@ -151,7 +151,7 @@ class _Job:
         waits = [self._missing(rank, call) for call in self.open[rank] if call.number]
         return max(waits, key=lambda wait: (len(wait.ranks), len(wait.unseen)), default=None)
 
-    def _missing(self, rank: int, call: Call) -> _Wait:
+    def _missing(self, rank: int, call: ObservedCall) -> _Wait:
         others = [other for other in call.ranks if other != rank]
         missing = [
             other
@@ -174,7 +174,7 @@ class _Job:
             self._has(other, wait.call, is_over=True) for other in self.ranks
         )
 
-    def _has(self, rank: int, call: Call, *, is_over: bool) -> bool:
+    def _has(self, rank: int, call: ObservedCall, *, is_over: bool) -> bool:
         """Return whether a rank is in a call, or has left it after all had reached it."""
         return any(
             (each.key, each.number, bool(each.end_ns)) == (call.key, call.number, is_over)
@@ -242,16 +242,16 @@ class _Job:
         return tuple(found)
 
 
-def innermost(calls: Sequence[Call]) -> list[Call]:
+def innermost(calls: Sequence[ObservedCall]) -> list[ObservedCall]:
     """List the calls that a rank waits in now: of each thread the one that began last."""
-    found: dict[int, Call] = {}
+    found: dict[int, ObservedCall] = {}
     for call in sorted(calls, key=lambda each: each.begin_ns):
         if not call.end_ns and call.is_blocking:
             found[call.lane] = call
     return sorted(found.values(), key=lambda each: each.begin_ns)
 
 
-def _newest(calls: Iterable[Call]) -> dict[_KEY, int]:
+def _newest(calls: Iterable[ObservedCall]) -> dict[_KEY, int]:
     """Return the number of a rank's last call in each group."""
     numbers: dict[_KEY, int] = {}
     for call in calls:
@@ -259,7 +259,7 @@ def _newest(calls: Iterable[Call]) -> dict[_KEY, int]:
     return numbers
 
 
-def _gone(job: _Job) -> _Found:
+def _gone(job: _JobFacts) -> _Found:
     """Find ranks that are dead, and stopped ones that others wait for."""
     dead = [rank for rank in job.ranks if job.ranks[rank].condition == "dead"]
     if dead:
@@ -273,7 +273,7 @@ def _gone(job: _Job) -> _Found:
     return None
 
 
-def _mismatch(job: _Job) -> _Found:
+def _mismatch(job: _JobFacts) -> _Found:
     """Find ranks whose call of one number differs from others', the rarest call's first."""
     for rank, opened in job.open.items():
         for call in opened:
@@ -294,7 +294,7 @@ def _mismatch(job: _Job) -> _Found:
     return None
 
 
-def _names(job: _Job, call: Call) -> dict[str, list[int]]:
+def _names(job: _JobFacts, call: ObservedCall) -> dict[str, list[int]]:
     """Return the ranks by their name of a call, which a page without room lacks."""
     found: dict[str, list[int]] = {}
     for rank in sorted(job.ranks):
@@ -305,7 +305,7 @@ def _names(job: _Job, call: Call) -> dict[str, list[int]]:
     return found
 
 
-def _extra(job: _Job) -> _Found:
+def _extra(job: _JobFacts) -> _Found:
     """Find a rank that waits alone, in a line new to all others, which are idle outside calls."""
     waiting = [rank for rank, wait in job.waits.items() if wait.ranks]
     if len(waiting) != 1 or len(job.ranks) < 3 or not job.is_worth_a_word(waiting):
@@ -325,13 +325,13 @@ def _extra(job: _Job) -> _Found:
     return "extra call", text, [Culprit(alone, f"is alone in {name}", (alone,))]
 
 
-def _has_called(rank: Rank, call: Call) -> bool:
+def _has_called(rank: Rank, call: ObservedCall) -> bool:
     """Return whether a rank was in that line before and may reach it again, as in a loop."""
     place = call.key, call.name, call.file, call.line
     return any((each.key, each.name, each.file, each.line) == place for each in rank.calls)
 
 
-def _late(job: _Job) -> _Found:
+def _late(job: _JobFacts) -> _Found:
     """Find the ranks that others wait for, and that wait for none."""
     sinks = [
         rank
@@ -346,14 +346,14 @@ def _late(job: _Job) -> _Found:
     return "late", text, [Culprit(rank, _why_late(job, rank)) for rank in sinks]
 
 
-def _why_late(job: _Job, rank: int) -> str:
+def _why_late(job: _JobFacts, rank: int) -> str:
     if job.open[rank]:
         call = job.open[rank][-1]
         return f"is in {call.name}, where it waits for no rank"
     return f"is {'idle' if job.ranks[rank].is_idle else 'busy'} outside of calls"
 
 
-def _deadlock(job: _Job) -> _Found:
+def _deadlock(job: _JobFacts) -> _Found:
     """Find ranks that wait for each other, those of the rarest call first."""
     waiting = [rank for rank, wait in job.waits.items() if wait.ranks]
 
@@ -389,7 +389,7 @@ def _reached(start: int, after: Callable[[set[int]], set[int]]) -> set[int]:
     return found
 
 
-def _unseen(job: _Job) -> _Found:
+def _unseen(job: _JobFacts) -> _Found:
     """Find ranks without a page here that others must be waiting for."""
     waits = {rank: wait for rank, wait in job.waits.items() if wait.unseen}
     if not waits or not job.is_worth_a_word(waits):
@@ -412,7 +412,7 @@ class _Costs:
 
 
 def _costs(ranks: Iterable[Rank]) -> _Costs:
-    arrivals: dict[tuple[_KEY, int], dict[int, Call]] = {}
+    arrivals: dict[tuple[_KEY, int], dict[int, ObservedCall]] = {}
     for rank in ranks:
         for call in _leaves(rank.calls):
             if call.number and call.is_blocking:
@@ -438,7 +438,7 @@ def _costs(ranks: Iterable[Rank]) -> _Costs:
     return _Costs(lost_s, lates, n_calls)
 
 
-def _leaves(calls: Sequence[Call]) -> Iterator[Call]:
+def _leaves(calls: Sequence[ObservedCall]) -> Iterator[ObservedCall]:
     """Iterate over the calls without inner ones, so not over sections."""
     for at, call in enumerate(calls):
         end = call.end_ns or float("inf")

@@ -12,7 +12,7 @@ from typing import Any
 
 from unisono.errors import LaunchError
 from unisono.launchers.job.failure import Fault
-from unisono.launchers.job.job import Job, Ranks
+from unisono.launchers.job.job import Job, JobRanks
 from unisono.launchers.job.signals import TO_SAVE
 from unisono.pool.replicas import Replicas
 from unisono.pool.worker import ANSWER, BROKEN
@@ -30,7 +30,7 @@ class LateError(LaunchError):
     """Raised where a call isn't done at its limit."""
 
 
-class Call(Ranks):
+class PoolCall(JobRanks):
     """Replicas that run tasks until none is left, and stay afterwards."""
 
     takes: Sequence[int] = TO_SAVE

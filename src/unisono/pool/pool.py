@@ -25,7 +25,7 @@ from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.lifecycle import check_job, check_stay, interrupted, warn_in_a_rank
 from unisono.options import PoolOptions
 from unisono.plugins import seats_nodes
-from unisono.pool.call import Call, LateError, once
+from unisono.pool.call import LateError, PoolCall, once
 from unisono.pool.replicas import Replicas
 from unisono.tracebacks import hides, say_instead
 
@@ -259,7 +259,7 @@ class WorkerPool:
             raise CollectiveTimeoutError(f"{name} wasn't begun: the block's deadline is over")
         limit = None if limit_s is None else time.monotonic() + host_s(limit_s)
         replicas = self._ready(limit)
-        call = Call(replicas, give, limit, is_together=is_together)
+        call = PoolCall(replicas, give, limit, is_together=is_together)
         try:
             call.run(self._size, self._grace_s)
         except BaseException as error:
@@ -273,7 +273,7 @@ class WorkerPool:
         return call.answers
 
     def _late(
-        self, name: str, limit_s: float, call: Call, replicas: Replicas
+        self, name: str, limit_s: float, call: PoolCall, replicas: Replicas
     ) -> CollectiveTimeoutError:
         what = "ended" if replicas.are_processes else "told to end, which they may not have yet"
         return CollectiveTimeoutError(
@@ -296,8 +296,8 @@ def outcome(
     *,
     only: Collection[int] | None = None,
     keep: bool = False,
-    begun: Callable[[Call], object] = lambda _: None,
-) -> Call:
+    begun: Callable[[PoolCall], object] = lambda _: None,
+) -> PoolCall:
     """Run a function in a pool, and return the call with each rank's answer or failure."""
     # For tests and notebooks, which show all failures. `keep` leaves replicas running that are
     # still busy after another one's failure, for a debugger.
@@ -307,7 +307,7 @@ def outcome(
     ranks = range(pool._size) if only is None else only
     with pool._lock:
         replicas = pool._ready(limit)
-        call = Call(replicas, once(body, ranks), limit, is_together=True)
+        call = PoolCall(replicas, once(body, ranks), limit, is_together=True)
         begun(call)
         try:
             call.run(pool._size)

@@ -62,7 +62,7 @@ class Board:
             partial.replace(self._path)
 
 
-class Watch:
+class Watchdog:
     """Watches the replicas of one job from the process that started them."""
 
     def __init__(self, limit_s: float) -> None:
@@ -77,7 +77,7 @@ class Watch:
         self.stacks = ""
         """The stacks of all replicas at that time."""
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Watchdog:
         self._thread.start()
         return self
 

@@ -28,7 +28,7 @@ from unisono.collectives.groups import barrier
 from unisono.deadlines import deadline
 from unisono.errors import ArgumentError, CollectiveTimeoutError, PayloadError, WorkerFailedError
 from unisono.launchers.script.script import Script
-from unisono.launchers.script.supervisor import Outcome as Ended
+from unisono.launchers.script.supervisor import ScriptOutcome
 from unisono.lifecycle import spawn
 from unisono.registry import find_launcher, find_script_runner
 from unisono.testing._trials import UntestableError, check_info, outcome_of, text_of
@@ -477,7 +477,7 @@ def a_script_ends_with_the_exit_code_of_its_rank(trial: LauncherTrial) -> None:
         raise UntestableError("unisono run hands no launcher_options over")
     code = f"import os, sys; sys.exit({_EXIT_CODE} * (os.environ['RANK'] == '{trial.last}'))"
     run = find_script_runner(trial.launcher)
-    ended: Ended = run(Script((sys.executable, "-c", code), trial.nproc))
+    ended: ScriptOutcome = run(Script((sys.executable, "-c", code), trial.nproc))
     assert ended.code == _EXIT_CODE, f"the exit code is {ended.code}, not {_EXIT_CODE}"
     assert ended.failed is not None, "no rank is named"
     assert ended.failed.rank == trial.last, f"rank {ended.failed.rank} is named, not {trial.last}"

@@ -14,7 +14,7 @@ from unisono.errors import LaunchError, WorkerFailedError
 from unisono.lifecycle import spawn
 from unisono.model.contract import ComputationModel
 from unisono.registry import find_model
-from unisono.testing._watchdog import Board, Watch
+from unisono.testing._watchdog import Board, Watchdog
 from unisono.testing.cases import LAWS, Law
 
 __all__ = ("Kept", "LawBrokenError", "Outcome", "Status", "check", "keep_laws", "law_names")
@@ -204,7 +204,7 @@ def check(
 def _run(start: Callable[..., Any], names: Sequence[str], timeout_s: float) -> _Batch:
     """Run laws in new replicas until one is broken."""
     batch = _Batch()
-    with Watch(timeout_s) as watch:
+    with Watchdog(timeout_s) as watch:
         try:
             rows: list[list[Kept]] = start(args=(names, watch.folder))
             batch.kept = {name: _joined(row) for name, *row in zip(names, *rows, strict=True)}
@@ -221,7 +221,7 @@ def _joined(row: Sequence[Kept]) -> Kept:
     return Kept(max(kept.seconds for kept in row), tuple(derived))
 
 
-def _broken_law(error: LaunchError, names: Sequence[str], watch: Watch) -> tuple[str, str]:
+def _broken_law(error: LaunchError, names: Sequence[str], watch: Watchdog) -> tuple[str, str]:
     cause = error.__cause__
     rank = error.rank if isinstance(error, WorkerFailedError) else -1
     if isinstance(cause, LawBrokenError):

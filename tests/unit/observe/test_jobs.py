@@ -24,9 +24,9 @@ from unisono.cli._live import LiveView
 from unisono.errors import ArgumentError
 from unisono.host.status_page import CALLED, IN_FLIGHT, StatusPage, pages, text_of
 from unisono.observe import jobs
-from unisono.observe.jobs import Job, Meter, look
+from unisono.observe.jobs import Meter, ObservedJob, look
 from unisono.observe.report import reports
-from unisono.observe.verdict import Call, innermost
+from unisono.observe.verdict import ObservedCall, innermost
 from unisono.recording import CallLog
 from unisono.topology import Group, pair
 
@@ -100,7 +100,7 @@ def test_a_job_that_was_started_again_with_fewer_ranks_has_these_alone() -> None
     assert (job.world_size, job.elsewhere) == (2, ())
 
 
-def calls_of(size: int, *groups: Group) -> tuple[Call, ...]:
+def calls_of(size: int, *groups: Group) -> tuple[ObservedCall, ...]:
     """Have a rank of a large job make a call in each group, one after the other."""
     log = CallLog.of_rank(0, size, "large", model="threads")
     try:
@@ -131,7 +131,7 @@ def test_groups_whose_names_hold_many_ranks_are_told_apart() -> None:
     assert len({call.key for call in calls}) == len(groups)
 
 
-def on_another_host(job: Job, told: str = "its stack") -> Job:
+def on_another_host(job: ObservedJob, told: str = "its stack") -> ObservedJob:
     """Have a job as --via brings it."""
     there = [replace(each, facts={**each.facts, "pids": 1}, told=told) for each in job.ranks]
     return replace(job, ranks=tuple(there))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from unisono.control.absent_ranks import named
-from unisono.observe.verdict import Call, Rank, judge
+from unisono.observe.verdict import ObservedCall, Rank, judge
 
 NOW = 100 * 10**9
 ALL = "all ranks"
@@ -25,24 +25,26 @@ def call(
     group: str = ALL,
     lane: int = 0,
     is_blocking: bool = True,
-) -> Call:
+) -> ObservedCall:
     begin, end = int(begin_s * 1e9), int(end_s * 1e9)
-    return Call(name, "gloo", group, ranks, number, "train.py", 7, begin, end, 0, lane, is_blocking)
+    return ObservedCall(
+        name, "gloo", group, ranks, number, "train.py", 7, begin, end, 0, lane, is_blocking
+    )
 
 
-def rank(number: int, *calls: Call, condition: str = "sleeping", cpu: float = 0.0) -> Rank:
+def rank(number: int, *calls: ObservedCall, condition: str = "sleeping", cpu: float = 0.0) -> Rank:
     return Rank(number, 100 + number, condition, calls, cpu, 0, 10**9, cpu)
 
 
-def done(number: int = 1) -> Call:
+def done(number: int = 1) -> ObservedCall:
     return call("barrier", number, 10, 11)
 
 
-def waiting(number: int = 2, begin_s: float = 90) -> Call:
+def waiting(number: int = 2, begin_s: float = 90) -> ObservedCall:
     return call("all_reduce", number, begin_s)
 
 
-def stepped(number: int = 1) -> Call:
+def stepped(number: int = 1) -> ObservedCall:
     return call("all_reduce", number, 10, 11)
 
 
@@ -54,7 +56,7 @@ FAR_PAIR = call("broadcast", 3, 50, ranks=(1, 5), group="pair")
 FAR_LEFT, FAR_STAYS = (call("barrier", 1, 10, end, ranks=(0, 1, 5)) for end in (11, 0))
 SEND, RECV = (call(name, 1, 50, ranks=TWO, group="rank 0 to rank 1") for name in ("send", "recv"))
 STARTED = call("all_reduce", 2, 50, is_blocking=False)
-OF_MPI = Call("barrier", "mpi", ALL, TWO, 2, "a.py", 1, 50 * 10**9)
+OF_MPI = ObservedCall("barrier", "mpi", ALL, TWO, 2, "a.py", 1, 50 * 10**9)
 
 
 def case(name: str, kind: str, culprits: list[int], *ranks: Rank, said: str = "") -> Any:

@@ -10,7 +10,7 @@ import pytest
 
 from unisono.errors import WorkerFailedError
 from unisono.launchers.job.failure import Failure
-from unisono.pool.call import Call, once
+from unisono.pool.call import PoolCall, once
 from unisono.pool.worker import FAILED
 
 FAILURE = Failure("ValueError: no data", "", None, False, None)
@@ -37,7 +37,7 @@ class Replicas:
 
 def test_the_first_failure_stays_when_another_replica_dies_of_it() -> None:
     replicas: Any = Replicas()
-    call = Call(replicas, once(b"call", range(2)), None, is_together=True)
+    call = PoolCall(replicas, once(b"call", range(2)), None, is_together=True)
     with pytest.raises(WorkerFailedError, match="rank 1 of 2 raised ValueError: no data"):
         call.run(2)
     assert not call.replicas_stay

@@ -23,7 +23,7 @@ _DEADLINE_GRACE_S = 0.5  # for the ranks' own, more precise errors at a deadline
 _POLL_S = 1.0  # between two looks at the time
 
 
-class Ranks(ABC):
+class JobRanks(ABC):
     """Ranks of a launcher: reads their news, and ends them."""
 
     takes: Sequence[int] = ()
@@ -76,11 +76,11 @@ class Ranks(ABC):
 class Job(Generic[T]):
     """Ranks that run one function; the handle that ``spawn(join=False)`` returns."""
 
-    # The launcher's `Ranks` report each rank by `succeed`, `fail` or `stop`.
+    # The launcher's `JobRanks` report each rank by `succeed`, `fail` or `stop`.
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: JobRanks,
         world_size: int,
         own: Iterable[int] | None = None,
         *,

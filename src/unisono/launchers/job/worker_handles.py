@@ -21,7 +21,7 @@ from typing import Any
 from unisono.errors import LaunchError, WorkerFailedError
 from unisono.launchers.job import channel as messages
 from unisono.launchers.job.failure import signal_name
-from unisono.launchers.job.job import Job, Ranks
+from unisono.launchers.job.job import Job, JobRanks
 from unisono.launchers.job.signals import TO_SAVE
 from unisono.tracebacks import hides
 
@@ -80,7 +80,7 @@ class Worker:
         self.status.close()
 
 
-class Workers(Ranks):
+class Workers(JobRanks):
     """Processes of one node, or of all, that run one function."""
 
     takes: Sequence[int] = TO_SAVE

@@ -19,14 +19,14 @@ from unisono.control.addresses import why_unreachable
 from unisono.deadlines import limit_of, require_time
 from unisono.errors import ArgumentError, LaunchError
 from unisono.launchers.job.failure import exit_code_of
-from unisono.launchers.job.job import Job, Ranks
+from unisono.launchers.job.job import Job, JobRanks
 from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.launchers.job.process_state import search_path
 from unisono.launchers.job.signals import END_S, OTHERS, TO_END, SignalledError, signals
 from unisono.launchers.ray.actor import RankActor, seats
 from unisono.launchers.script.rank.report import Report
 from unisono.launchers.script.script import Script, env_for
-from unisono.launchers.script.supervisor import Outcome, Programs, after_signal, verdict
+from unisono.launchers.script.supervisor import Programs, ScriptOutcome, after_signal, verdict
 from unisono.launchers.variables import OF_RUN
 from unisono.topology import LaunchPlan, RankInfo
 
@@ -121,7 +121,7 @@ def _resources() -> list[dict[str, float]]:
 
 
 @dataclass(slots=True)
-class _Ranks:
+class _Actors:
     """The actors of a job and their ranks."""
 
     actors: list[Any]
@@ -134,7 +134,7 @@ class _Ranks:
 
 
 @contextlib.contextmanager
-def _ranks(counts: Sequence[int], hosts: Sequence[str], timeout_s: float) -> Iterator[_Ranks]:
+def _ranks(counts: Sequence[int], hosts: Sequence[str], timeout_s: float) -> Iterator[_Actors]:
     """Start actors, so many on each node; end them afterwards."""
     with _cluster(sum(counts)):
         has_devices = ray.cluster_resources().get("GPU", 0) >= sum(counts)
@@ -144,7 +144,7 @@ def _ranks(counts: Sequence[int], hosts: Sequence[str], timeout_s: float) -> Ite
             bundle[f"node:{name}"] = 0.001
         with _group(bundles, sum(counts), timeout_s) as group:
             cls: Any = ray.remote(RankActor)
-            ranks = _Ranks([], [])
+            ranks = _Actors([], [])
             try:
                 for index, n in enumerate(counts):
                     place = PlacementGroupSchedulingStrategy(group, index)
@@ -188,14 +188,14 @@ def launch(
             f"counts={counts!r} are of {len(shape)} nodes: pass nnodes={len(shape)}, too"
         )
     with _ranks(shape, (), timeout_s) as ranks:
-        job: Job[Any] = Job(_Calls(ranks, pickled, environ or {}), len(ranks.infos))
+        job: Job[Any] = Job(_ActorCalls(ranks, pickled, environ or {}), len(ranks.infos))
         return job.join()
 
 
-class _Calls(Ranks):
+class _ActorCalls(JobRanks):
     """One call of a function in every actor; the actors themselves are ended by `_ranks`."""
 
-    def __init__(self, ranks: _Ranks, pickled: bytes, environ: Mapping[str, str]) -> None:
+    def __init__(self, ranks: _Actors, pickled: bytes, environ: Mapping[str, str]) -> None:
         self._waiting: dict[Any, int] = {}
         path = search_path()  # modules are searched where this process searches them
         for actor, info in zip(ranks.actors, ranks.infos, strict=True):
@@ -222,7 +222,7 @@ class _Calls(Ranks):
             job.lose(rank, f"its actor has died: {str(error).strip()}", error)
 
 
-def run(script: Script) -> Outcome:
+def run(script: Script) -> ScriptOutcome:
     """Run a script in actors of the Ray cluster that is named, else of one started on this host."""
     # ``RAY_ADDRESS`` names one, or ``ray start`` on this host.
     script.refuse("ray", "Ray finds it out", "node_rank", "master_addr", "master_port")
@@ -240,7 +240,7 @@ def run(script: Script) -> Outcome:
         except BaseException:  # Ray may convert the exception that a signal raises into any other
             if not seen:
                 raise
-    return Outcome(exit_code_of(-seen[0]), interrupted=seen[0]) if seen else outcome
+    return ScriptOutcome(exit_code_of(-seen[0]), interrupted=seen[0]) if seen else outcome
 
 
 class _Programs(Programs):
@@ -248,7 +248,7 @@ class _Programs(Programs):
 
     takes: Sequence[int] = (*TO_END, *OTHERS)
 
-    def __init__(self, ranks: _Ranks, token: str, seen: Sequence[int]) -> None:
+    def __init__(self, ranks: _Actors, token: str, seen: Sequence[int]) -> None:
         super().__init__(token)
         self._actors = ranks.actors
         self._seen = seen
@@ -256,7 +256,7 @@ class _Programs(Programs):
         self._codes: dict[int, int] = {}
         self._is_ending = False
 
-    def outcome(self, grace_s: float) -> Outcome:
+    def outcome(self, grace_s: float) -> ScriptOutcome:
         """Print their output until all have ended; end all if one fails."""
         job: Job[None] = Job(self, len(self._actors), grace_s=grace_s + END_S)
         with contextlib.suppress(LaunchError):

@@ -13,7 +13,7 @@ from unisono.launchers.job.output import Pipes, show
 from unisono.launchers.job.signals import signals
 from unisono.launchers.script.rank.report import Reader, Report
 from unisono.launchers.script.script import Script, env_for, without_job
-from unisono.launchers.script.supervisor import Outcome, verdict
+from unisono.launchers.script.supervisor import ScriptOutcome, verdict
 from unisono.launchers.variables import OF_RUN
 from unisono.topology import RankInfo
 
@@ -53,7 +53,7 @@ class _Rank:
             raise ScriptEndedError(exit_code_of(code), report) from cause
 
 
-def run(script: Script, launch: Callable[..., Any]) -> Outcome:
+def run(script: Script, launch: Callable[..., Any]) -> ScriptOutcome:
     """Run a script in replicas of any launcher."""
     for name in ("hosts", "max_restarts", "timeout_s", "options"):
         if getattr(script, name):
@@ -66,11 +66,11 @@ def run(script: Script, launch: Callable[..., Any]) -> Outcome:
             if not seen:
                 return _failure(error, script.world_size)
     if seen:
-        return Outcome(exit_code_of(-seen[0]), interrupted=seen[0], is_ended=False)
-    return Outcome(0)
+        return ScriptOutcome(exit_code_of(-seen[0]), interrupted=seen[0], is_ended=False)
+    return ScriptOutcome(0)
 
 
-def _failure(error: BaseException, world_size: int) -> Outcome:
+def _failure(error: BaseException, world_size: int) -> ScriptOutcome:
     """Find the report in what the launcher raised; raise that again where it has none."""
     cause: BaseException | None = error
     while cause is not None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from unisono.errors import CollectiveTimeoutError, LaunchError
 from unisono.launchers.job.failure import exit_code_of
-from unisono.launchers.job.job import Job, Ranks
+from unisono.launchers.job.job import Job, JobRanks
 from unisono.launchers.job.output import Pipes, show
 from unisono.launchers.job.signals import END_S, OTHERS, TO_END, TO_SAVE
 from unisono.launchers.job.title import OF_RANKS
@@ -36,7 +36,7 @@ _LAUNCHER = -1  # stands for a launcher that starts the ranks itself
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ScriptOutcome:
     """The outcome of a job."""
 
     code: int
@@ -52,14 +52,14 @@ def run_launcher(
     environ: Mapping[str, str],
     end_signal: int = signal.SIGTERM,
     reach: Callable[[int, int], bool] | None = None,
-) -> Outcome:
+) -> ScriptOutcome:
     """Run a launcher that starts the ranks of a script and ends with this process."""
     supervisor = Supervisor(script, end_signal=end_signal, reach=reach)
     supervisor.start(dying_with(os.getpid(), end_signal, list(arguments)), environ)
     return supervisor.run()
 
 
-class Programs(Ranks):
+class Programs(JobRanks):
     """Programs that report their failures among the lines that they print."""
 
     def __init__(self, token: str) -> None:
@@ -126,7 +126,7 @@ class Supervisor(Programs):
         """Start a launcher, or a rank."""
         self.processes.append(self._pipes.start(arguments, environ, terminal=terminal))
 
-    def run(self) -> Outcome:
+    def run(self) -> ScriptOutcome:
         """Print their output until all have ended; end all if one fails."""
         grace_s = self._grace_s + END_S  # a rank's wrapper ends it before
         job: Job[None] = Job(self, len(self._ranks), self._ranks, grace_s=grace_s)
@@ -262,14 +262,14 @@ class Supervisor(Programs):
             if code and info.rank not in reported
         ]
 
-    def _outcome(self, job: Job[Any]) -> Outcome:
+    def _outcome(self, job: Job[Any]) -> ScriptOutcome:
         if job.orders.came:
             return after_signal(job, self.reports)
         codes = [process.returncode for process in self.processes]
         if not job.failures and not any(codes):
             if self._restart_at < math.inf:
                 self._restart()
-            return Outcome(0)
+            return ScriptOutcome(0)
         outcome = verdict([*self.reports, *self._lost()])
         if outcome.failed is not None:
             return outcome
@@ -294,7 +294,7 @@ def _find(process: Any, found: set[Any]) -> None:
             _find(child, found)
 
 
-def after_signal(job: Job[Any], reports: Sequence[Report]) -> Outcome:
+def after_signal(job: Job[Any], reports: Sequence[Report]) -> ScriptOutcome:
     """Return the outcome of a job that a signal has ended."""
     number = job.orders.came[0]
     have_left = not job.late and not job.failures
@@ -303,19 +303,19 @@ def after_signal(job: Job[Any], reports: Sequence[Report]) -> Outcome:
     return replace(verdict(known), code=code, interrupted=number)
 
 
-def verdict(reports: Sequence[Report]) -> Outcome:
+def verdict(reports: Sequence[Report]) -> ScriptOutcome:
     """Return the outcome of the last attempt, by the report that caused the others."""
     # A rank that has the terminal is chosen where all others are secondary.
     last = max((report.attempt for report in reports), default=0)
     failed = [report for report in reports if report.attempt == last]
     if not failed:
-        return Outcome(0)
+        return ScriptOutcome(0)
     first, *rest = sorted(failed, key=lambda each: each.doubt)
     others = tuple(each for each in rest if not each.is_secondary and each.doubt <= first.doubt)
-    return Outcome(first.exit_code or 1, first, others=others)
+    return ScriptOutcome(first.exit_code or 1, first, others=others)
 
 
-def failure(outcome: Outcome) -> list[str]:
+def failure(outcome: ScriptOutcome) -> list[str]:
     """Return the lines of a job's failure: the first one, and independent others."""
     if outcome.failed is None:
         return []
@@ -325,7 +325,7 @@ def failure(outcome: Outcome) -> list[str]:
     return [f"error: {outcome.failed.text()}", *also, *filter(None, more)]
 
 
-def restart(outcome: Outcome, number: int, most: int) -> None:
+def restart(outcome: ScriptOutcome, number: int, most: int) -> None:
     """Print why all ranks restart."""
     for line in (*failure(outcome), f"restart {number} of {most}"):
         show(2, f"{line}\n".encode())

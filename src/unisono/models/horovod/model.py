@@ -20,7 +20,7 @@ from unisono.model.handle import Handle
 from unisono.model.reduction import ReduceOp
 from unisono.model.training import TrainingHooks
 from unisono.models.horovod import context
-from unisono.models.horovod.operations import NARROW, Calls, Start, widened
+from unisono.models.horovod.operations import NARROW, HorovodCalls, Start, widened
 from unisono.topology import ContextHint, Group, RankInfo, Topology
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
         self._device = context.device_of(hvd)
         self._is_owner = is_owner
         self.control: SocketControlPlane = SocketControlPlane(self, timeout_s)
-        self._calls = Calls(hvd, self.control)
+        self._calls = HorovodCalls(hvd, self.control)
         self._made = 0
         HorovodModel._current = self
 

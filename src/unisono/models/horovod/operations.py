@@ -33,7 +33,7 @@ _MAX_COUNT = 2**31 - 1
 _ASYNC_NAMES = 512  # fewer than Horovod's response cache holds, 1024
 
 
-class Calls:
+class HorovodCalls:
     """Operations of one replica in one Horovod context."""
 
     # Horovod matches operations by name. These names depend only on the group and the kind of call,

@@ -19,7 +19,7 @@ from unisono.model.reduction import ReduceOp
 from unisono.models.mpi import world as setup
 from unisono.models.mpi.availability import why_unavailable
 from unisono.models.mpi.liveness import LivenessProbe
-from unisono.models.mpi.operations import DATATYPES, Calls, is_folded_by_torch
+from unisono.models.mpi.operations import DATATYPES, MPICalls, is_folded_by_torch
 from unisono.topology import ContextHint, Group, RankInfo, Topology
 from unisono.tracebacks import hides
 
@@ -37,7 +37,7 @@ class _ControlPlane(ControlPlane):
 
     is_one_host = has_world = False  # until the world is ours, which all ranks learn together
 
-    def __init__(self, model: MpiModel, calls: Calls) -> None:
+    def __init__(self, model: MpiModel, calls: MPICalls) -> None:
         super().__init__(model)
         self._calls = calls
 
@@ -100,7 +100,7 @@ class MpiModel(ComputationModel):
         is_direct = device.type == "cuda" and setup.is_cuda_aware(mpi)
         self._transport = device if is_direct else torch.device("cpu")
         self._end = setup.EndOfJob.install(mpi)
-        self._calls = Calls(mpi, topology.rank, self._end.end_at_exit)
+        self._calls = MPICalls(mpi, topology.rank, self._end.end_at_exit)
         self._world: Any = None
         self._pairs: Any = mpi.COMM_WORLD
         self._in_place = mpi.IN_PLACE

@@ -85,7 +85,7 @@ class _Buffer(list[Any]):
     tensor: Tensor
 
 
-class Calls:
+class MPICalls:
     """MPI calls of one rank."""
 
     def __init__(self, mpi: Any, rank: int, at_loss: Callable[[str], None]) -> None:

@@ -30,7 +30,7 @@ from unisono.model.reduction import ReduceOp, parse_op
 from unisono.model.training import TrainingHooks
 from unisono.models.native import process_group
 from unisono.models.native.gloo_threads import settle, settle_at_exit
-from unisono.models.native.operations import Calls
+from unisono.models.native.operations import NativeCalls
 from unisono.models.native.registration import NAME
 from unisono.models.native.rendezvous import (
     Rendezvous,
@@ -106,7 +106,9 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
             self.control.destroy = _destroy
         if is_gloo:
             settle_at_exit()
-        self._calls = Calls(self, self.transport_device.type == "cpu" and topology.world_size > 1)
+        self._calls = NativeCalls(
+            self, self.transport_device.type == "cpu" and topology.world_size > 1
+        )
         self._ops = {op: _OPS[op] for op in _OPS if is_gloo or not op.is_bitwise}
         # Gloo's always sums, for any operation: in torch 2.6, no longer in torch 2.9.
         only_sums = is_gloo and torch.__version__ < "2.9"

@@ -33,7 +33,7 @@ def _handle(group: Group | None) -> Any:
     return None if group is None else group.handle
 
 
-class Calls:
+class NativeCalls:
     """Runs operations for one model."""
 
     def __init__(self, model: NativeModel, is_watched: bool) -> None:

@@ -22,7 +22,7 @@ from unisono.errors import (
 )
 from unisono.launchers.job.failure import Failure
 from unisono.launchers.job.pickling import pickle_for_worker
-from unisono.pool.call import Call
+from unisono.pool.call import PoolCall
 from unisono.pool.pool import WorkerPool, end_replicas, outcome
 from unisono.testing.ranks import reports
 from unisono.testing.ranks.body import RankSession, Setting, begin, in_session
@@ -71,7 +71,7 @@ class Pool:
         """Whether its ranks are running as threads of this process."""
         return {*self._pool.pids} == {os.getpid()}
 
-    def run(self, method: Callable[..., Any], *args: Any, timeout_s: float | None) -> Call:
+    def run(self, method: Callable[..., Any], *args: Any, timeout_s: float | None) -> PoolCall:
         """Call a method of every rank's session."""
         if self._is_held:
             self.drop()
@@ -149,11 +149,11 @@ class Pools:
             os.getpid(),
         )
 
-    def ranks(self, size: int, *, on: str = "threads", timeout: float | None = None) -> Ranks:
+    def ranks(self, size: int, *, on: str = "threads", timeout: float | None = None) -> RankPool:
         """Return ranks for functions of a test that stays in the parent."""
         config = self._session.config
         given = config.getoption("ranks_timeout") if timeout is None else timeout
-        return Ranks(self._pool(on, size), timeout_of(config, given))
+        return RankPool(self._pool(on, size), timeout_of(config, given))
 
     def run_test(self, item: pytest.Function, place: Place) -> None:
         """Run a marked test in its ranks, and raise unless it passes."""
@@ -255,7 +255,7 @@ def _end_fixtures(pool: Pool, stay: list[str]) -> None:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankPool:
     """Ranks that stay warm: the value of the fixture ``ranks``."""
 
     _pool: Pool

@@ -23,7 +23,7 @@ from _pytest._code.code import (
 from unisono.deadlines import format_s
 from unisono.errors import CollectiveTimeoutError, WorkerFailedError
 from unisono.launchers.job.failure import Failure
-from unisono.pool.call import Call
+from unisono.pool.call import PoolCall
 from unisono.testing.ranks.body import RankReport, TestFailed
 from unisono.testing.ranks.output import Printed
 from unisono.testing.ranks.place import Place
@@ -93,7 +93,7 @@ class _Rank:
         return str(self.decisive.longrepr).startswith(_STRICT)
 
 
-def merge(answers: Call, place: Place, item: pytest.Item, printed: Printed) -> Merged:
+def merge(answers: PoolCall, place: Place, item: pytest.Item, printed: Printed) -> Merged:
     """Merge the ranks' reports into one."""
     ranks = [_loaded(rank, report, item) for rank, report in _by_rank(answers, item)]
     warned = [warning for each in ranks for warning in each.report.warnings]
@@ -110,7 +110,7 @@ def merge(answers: Call, place: Place, item: pytest.Item, printed: Printed) -> M
     return merged
 
 
-def _merged(answers: Call, place: Place, item: pytest.Item, ranks: list[_Rank]) -> Merged:
+def _merged(answers: PoolCall, place: Place, item: pytest.Item, ranks: list[_Rank]) -> Merged:
     failed = [one for one in ranks if one.decisive.failed]
     skips = [one.decisive for one in ranks if one.decisive.skipped]
     is_lost = answers.error is not None or bool(answers.late)
@@ -125,7 +125,7 @@ def _merged(answers: Call, place: Place, item: pytest.Item, ranks: list[_Rank]) 
     return Merged(wasxfail=reasons[0] if reasons else None)
 
 
-def _by_rank(answers: Call, item: pytest.Item) -> list[tuple[int, RankReport]]:
+def _by_rank(answers: PoolCall, item: pytest.Item) -> list[tuple[int, RankReport]]:
     """Return each rank's report, also of one that failed outside of the test's phases."""
     by_rank: dict[int, RankReport] = {
         rank: pickle.loads(given[0]) for rank, given in answers.answers.items()
@@ -153,7 +153,7 @@ def _loaded(rank: int, report: RankReport, item: pytest.Item) -> _Rank:
     return _Rank(rank, report, [load(config=item.config, data=data) for data in report.phases])
 
 
-def _failure(answers: Call, place: Place, item: pytest.Item, failed: Sequence[_Rank]) -> Merged:
+def _failure(answers: PoolCall, place: Place, item: pytest.Item, failed: Sequence[_Rank]) -> Merged:
     """Build the failure: the loss or timeout, else the first cause; then the others."""
     groups = others = _groups(failed)
     longrepr: Any
@@ -225,7 +225,7 @@ def _crash(longrepr: Any) -> str:
     return str(longrepr) if crash is None else f"{crash.path}:{crash.lineno}: {crash.message}"
 
 
-def _stacks(answers: Call, size: int) -> str:
+def _stacks(answers: PoolCall, size: int) -> str:
     """Write the ranks' frames from the test's body inwards, and which ranks are done."""
     done = sorted(answers.answers)
     was = "was" if len(done) == 1 else "were"
@@ -251,7 +251,7 @@ def _sections(ranks: Sequence[_Rank], printed: Printed, size: int) -> Iterable[t
             yield f"{name} ({ranks_text(those)} of {size})", text
 
 
-def error_of(answers: Call, size: int, what: str, timeout_s: float) -> BaseException:
+def error_of(answers: PoolCall, size: int, what: str, timeout_s: float) -> BaseException:
     """Return the error of a call outside a test."""
     if answers.error is not None:
         return answers.error

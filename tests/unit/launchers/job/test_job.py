@@ -11,14 +11,14 @@ import pytest
 import unisono
 from unisono.errors import CollectiveTimeoutError, LaunchError, WorkerFailedError
 from unisono.launchers.job.failure import Failure
-from unisono.launchers.job.job import Job, Ranks
+from unisono.launchers.job.job import Job, JobRanks
 
 RESULT = cloudpickle.dumps(7)
 FAILED = Failure("ValueError: no data", "", None, False, None)
 News = Callable[[Job[Any]], object]
 
 
-class Told(Ranks):
+class Told(JobRanks):
     """Ranks whose only news is what a test has them say; they count how often they are ended."""
 
     def __init__(self, news: News) -> None:

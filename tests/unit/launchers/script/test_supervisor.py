@@ -16,7 +16,7 @@ from unisono.launchers.job.job import Job
 from unisono.launchers.script import plugin, supervisor
 from unisono.launchers.script.rank.report import Report, encode
 from unisono.launchers.script.script import Script
-from unisono.launchers.script.supervisor import Outcome, Supervisor, run_launcher, verdict
+from unisono.launchers.script.supervisor import ScriptOutcome, Supervisor, run_launcher, verdict
 
 LOST = "ConnectionResetError: Connection reset by peer"
 FAILED = "ValueError: no data"
@@ -66,7 +66,7 @@ def test_a_signal_is_said_without_what_nobody_checked(capsys: pytest.CaptureFixt
     outcome = plugin.run(SCRIPT, launch)
     assert _say(outcome, SCRIPT) == 130
     assert capsys.readouterr().err == "interrupted by SIGINT\n"
-    _say(Outcome(130, report(1, 1, FAILED), signal.SIGINT), SCRIPT)
+    _say(ScriptOutcome(130, report(1, 1, FAILED), signal.SIGINT), SCRIPT)
     said = capsys.readouterr().err
     assert said.startswith("error: rank 1 of 40 raised ValueError: no data\n")
     assert said.endswith("\ninterrupted by SIGINT: all ranks have been ended\n")
@@ -105,7 +105,7 @@ def test_a_failure_that_the_launcher_restarts_after_is_none(
 ) -> None:
     script = replace(SCRIPT, **more)
     failed = report(raised=FAILED)
-    assert run_launcher(script, launcher_of(failed), os.environ) == Outcome(0)
+    assert run_launcher(script, launcher_of(failed), os.environ) == ScriptOutcome(0)
     said = f"error: {failed.text()}\n{last}\n"
     assert capsys.readouterr().err == (said if last else "")
 
