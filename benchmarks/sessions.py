@@ -87,7 +87,7 @@ class Session:
 
 def ours(backend: str) -> Session:
     """Give the session with our plug-in on a backend."""
-    return Session("test_ranks.py", "unisono.testing.ranks.plugin", ("--ranks-on", backend))
+    return Session("test_ranks.py", "unisono.testing.pytest_plugin.plugin", ("--ranks-on", backend))
 
 
 _MPI_PYTEST = Session(

@@ -30,7 +30,7 @@ from unisono.errors import (
 )
 from unisono.host.status_page import close_all as close_pages
 from unisono.model.contract import ComputationModel
-from unisono.model.handle import BACKGROUND, Background, Handle, Outcome
+from unisono.model.handle import BACKGROUND, Background, Handle, SafeFuture
 from unisono.model.reduction import ReduceOp
 from unisono.models.serial import ChildOfRank, SerialModel
 from unisono.recording import CallLog, job_of, job_of_one_process
@@ -140,7 +140,7 @@ class ContextState:
 
     def _done(self, call: Callable[[], T], group: Group | None) -> Handle[T]:
         self.settle(group)
-        outcome: Outcome[T] = Outcome()  # with the errors for the handle's caller
+        outcome: SafeFuture[T] = SafeFuture()  # with the errors for the handle's caller
         outcome.of(call, is_own=lambda error: isinstance(error, Exception))
         return Handle(outcome.wait, lambda: outcome.is_known)
 

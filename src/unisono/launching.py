@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from unisono.deadlines import DEFAULT_TIMEOUT_S
 from unisono.errors import LaunchError
-from unisono.launchers import processes
+from unisono.launchers import local
 from unisono.launchers.job.failure import Failure
 from unisono.launchers.job.job import Job, JobRanks
 from unisono.launchers.job.pickling import pickle_for_worker
@@ -115,7 +115,7 @@ class RankTask:
             workers = Workers(self.info.world_size, held, DEFAULT_TIMEOUT_S)
             job: Job[Any] = Job(workers, self.info.world_size, [self.info.rank])
             try:
-                processes.begin(workers, [self.info], self._task, held)
+                local.begin(workers, [self.info], self._task, held)
                 while not job.is_decided(_LOOK_S):
                     if _is_over(store, self.token):
                         break
@@ -129,7 +129,7 @@ class RankTask:
     def _task(self, info: RankInfo) -> Task:
         variables = {**self.environ, **os.environ}
         path = [*sys.path, *(item for item in self.path if item not in sys.path)]
-        return processes.task(self.entry, info, variables, path, self.folder)
+        return local.task(self.entry, info, variables, path, self.folder)
 
     def reach(self, limit_s: float) -> TCPStore:
         """Connect to the store of the process that hosts the job.

@@ -87,7 +87,7 @@ MODELS = (
 )
 _CHECKS = "unisono.launchers.availability:"
 LAUNCHERS = (
-    Row(("processes",), "unisono.launchers.processes:launch", script="run"),
+    Row(("processes",), "unisono.launchers.local:launch", script="run"),
     Row(("torchrun",), "unisono.launchers.torchrun:launch", script="run"),
     Row(
         ("mpi",),
@@ -115,7 +115,7 @@ LAUNCHERS = (
 OF_MODELS = (
     Row(("mpi",), "unisono.launchers.mpi:launch", command="unisono run --launcher mpi"),
     Row(("horovod",), "unisono.launchers.horovod:launch", command="horovodrun"),
-    Row(("xla",), "unisono.launchers.xla.functions:launch"),
+    Row(("xla",), "unisono.launchers.xla.launcher:launch"),
 )
 
 

@@ -39,7 +39,7 @@ from tests.support.measures import slack
 from tests.support.requirements import require_backend
 from unisono.context import communicator
 from unisono.errors import UnisonoError, WorkerFailedError
-from unisono.launchers import processes
+from unisono.launchers import local
 from unisono.launchers.job import channel
 
 SEED = int(os.environ.get("UNISONO_INTERRUPTS_SEED", random.SystemRandom().randrange(2**31)))
@@ -341,6 +341,6 @@ def test_a_message_that_an_interrupt_tore_is_never_taken_for_another() -> None:
 
 def _ranks_left(within_s: float) -> list[int]:
     """Give the processes of ranks that haven't ended a moment after their job."""
-    helpers = {helper.process.pid for helper in processes._fork_servers.values()}
+    helpers = {helper.process.pid for helper in local._fork_servers.values()}
     ranks = [p for p in psutil.Process().children(recursive=True) if p.pid not in helpers]
     return [process.pid for process in psutil.wait_procs(ranks, timeout=within_s)[1]]

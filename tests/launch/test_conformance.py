@@ -24,7 +24,7 @@ from unisono import registry
 from unisono.deadlines import require_time
 from unisono.environments.detection import ENVIRONMENTS
 from unisono.errors import EnvironmentDetectionError
-from unisono.launchers.processes import launch as processes
+from unisono.launchers.local import launch as processes
 from unisono.rendezvous import host_store
 from unisono.testing import (
     LAUNCHER_LAWS,

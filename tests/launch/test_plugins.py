@@ -28,7 +28,7 @@ MODULE = """
 import pickle, subprocess, sys
 from concurrent.futures import ThreadPoolExecutor
 import cloudpickle
-from unisono.launchers.processes import launch as local
+from unisono.launchers.local import launch as local
 from unisono import RankInfo
 from unisono.launching import host_job
 from unisono.rendezvous import host_store

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-PLUGIN = "unisono.testing.ranks.plugin"
+PLUGIN = "unisono.testing.pytest_plugin.plugin"
 ROOT = Path(__file__).parents[2]
 WARMS_UP = """
 import pytest

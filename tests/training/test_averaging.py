@@ -16,7 +16,7 @@ import unisono as idist
 from tests.support.worlds import alone_and_several, several
 from unisono.compat import mmengine
 from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError
-from unisono.training.agreement import OVERLAPS, aliases
+from unisono.training.same_tensors import OVERLAPS, aliases
 
 
 def tensors_of(rank: int) -> list[Tensor]:

@@ -20,7 +20,7 @@ from unisono.control.rendezvous import host_of_this_process
 from unisono.control.signatures import line, purpose_or, site as find_site, unpack
 from unisono.errors import CollectiveMismatchError, PayloadError, UnisonoError
 from unisono.host.collectives import HostCollectives
-from unisono.host.levels import TwoLevels
+from unisono.host.hierarchical import TwoLevels
 from unisono.model.handle import Handle
 from unisono.model.reduction import ReduceOp, fold_tensors
 from unisono.payload.codec import encode, header, reason

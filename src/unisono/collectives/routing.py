@@ -10,7 +10,7 @@ from torch import Tensor
 from unisono.context import ContextState
 from unisono.host.collectives import HostCollectives
 from unisono.host.folding import folds
-from unisono.host.levels import MemoryCollectives
+from unisono.host.hierarchical import MemoryCollectives
 from unisono.model.contract import ComputationModel
 from unisono.model.reduction import ReduceOp, is_order_of_floats
 from unisono.recording import plane_is

@@ -27,7 +27,7 @@ from unisono.deadlines import end_of_call
 from unisono.errors import GroupMembershipError
 from unisono.host.arena import Check
 from unisono.host.collectives import HostCollectives
-from unisono.host.levels import MemoryCollectives, TwoLevels
+from unisono.host.hierarchical import MemoryCollectives, TwoLevels
 from unisono.model import fallback
 from unisono.topology import EVERYBODY, Group, name_of
 from unisono.tracebacks import hides

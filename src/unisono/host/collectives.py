@@ -18,8 +18,8 @@ from torch.autograd.graph import increment_version
 from unisono.host import memory
 from unisono.host.arena import Arena, Check
 from unisono.host.folding import DTYPES, fold
+from unisono.host.serialized import Monitor, Turns
 from unisono.host.shared import LEAST_BYTES, SharedTensors
-from unisono.host.turns import Monitor, Turns
 from unisono.model.reduction import ReduceOp
 from unisono.payload.tensors import from_bytes
 from unisono.topology import Group

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from unisono.errors import ContextError, UnisonoError
 
-__all__ = ("BACKGROUND", "Background", "Handle", "Outcome", "joined")
+__all__ = ("BACKGROUND", "Background", "Handle", "SafeFuture", "joined")
 
 BACKGROUND = "unisono-background"
 """Prefix of the names of threads that run pending operations."""
@@ -19,7 +19,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
-class Outcome(Generic[T]):
+class SafeFuture(Generic[T]):
     """The value or the error of a call."""
 
     # As `concurrent.futures.Future`, whose lock an asynchronous exception (Ctrl-C, an alarm) may
@@ -48,9 +48,9 @@ class Outcome(Generic[T]):
         self._gate.release()
 
     @classmethod
-    def in_thread(cls, call: Callable[[], T], name: str) -> tuple[Outcome[T], threading.Thread]:
+    def in_thread(cls, call: Callable[[], T], name: str) -> tuple[SafeFuture[T], threading.Thread]:
         """Run a call in a daemon thread; return its outcome, and the thread."""
-        outcome: Outcome[T] = Outcome()
+        outcome: SafeFuture[T] = SafeFuture()
         thread = threading.Thread(target=outcome.of, args=(call,), name=name, daemon=True)
         thread.start()
         return outcome, thread
@@ -79,7 +79,7 @@ class Handle(Generic[T]):
     def __init__(self, wait: Callable[[], T], is_completed: Callable[[], bool]) -> None:
         self._wait: Callable[[], T] | None = wait
         self._is_completed = is_completed
-        self._outcome: Outcome[T] = Outcome()
+        self._outcome: SafeFuture[T] = SafeFuture()
         self._pid = os.getpid()
         self._turn = threading.RLock()
         self._waits = False
@@ -147,7 +147,7 @@ class Handle(Generic[T]):
         return Handle(lambda: finish(self.wait()), self.is_completed)
 
 
-_Calls = SimpleQueue["tuple[Outcome[Any], Callable[[], Any]] | None"]
+_Calls = SimpleQueue["tuple[SafeFuture[Any], Callable[[], Any]] | None"]
 
 
 def joined(outer: Handle[Handle[T]]) -> Handle[T]:
@@ -173,7 +173,7 @@ class Background:
 
     def __init__(self, name: str) -> None:
         self._calls: _Calls = SimpleQueue()
-        self._last: Outcome[Any] | None = None
+        self._last: SafeFuture[Any] | None = None
         self._thread = threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True)
         weakref.finalize(self, self._calls.put, None).atexit = False
         self._thread.start()
@@ -182,7 +182,7 @@ class Background:
         """Queue a call."""
         # A call submitted by a queued call is part of it, and runs at once: at the end of the queue
         # its position among the others would differ between ranks.
-        outcome: Outcome[T] = Outcome()
+        outcome: SafeFuture[T] = SafeFuture()
         if self._is_own_thread():
             outcome.of(call)
             return Handle(outcome.wait, lambda: outcome.is_known)
@@ -197,7 +197,7 @@ class Background:
         if last is None or self._is_own_thread():
             return
         if not last.is_known:  # an interrupted `submit` may not have queued it: wait for one more
-            after: Outcome[None] = Outcome()
+            after: SafeFuture[None] = SafeFuture()
             self._calls.put((after, _nothing))
             after.wait()
         if self._last is last:

@@ -21,7 +21,7 @@ from unisono.payload.pytree import flatten, unflatten
 from unisono.payload.tensors import TensorHeader, head_of, is_dense
 from unisono.topology import Group
 from unisono.training import buckets
-from unisono.training.agreement import Described, agree, is_sharded, listed
+from unisono.training.same_tensors import Described, agree, is_sharded, listed
 
 Params = nn.Module | Tensor | Iterable[Tensor] | MutableMapping[str, Any]
 

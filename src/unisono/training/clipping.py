@@ -16,7 +16,7 @@ from unisono.context import communicator
 from unisono.errors import ArgumentError, UnsupportedOperation
 from unisono.model.contract import ComputationModel
 from unisono.model.training import hooks_of
-from unisono.training.agreement import as_tensors, is_sharded
+from unisono.training.same_tensors import as_tensors, is_sharded
 from unisono.training.wrapping import averaging_optimizers
 
 # Optimizers whose gradients were averaged here, with the function that re-enables averaging.

@@ -19,7 +19,7 @@ from unisono.payload.pickling import dump
 from unisono.payload.pytree import mapped, survey
 from unisono.payload.tensors import is_dense, plain as plain_tensor, view_bytes
 from unisono.topology import Group
-from unisono.training.agreement import is_sharded
+from unisono.training.same_tensors import is_sharded
 from unisono.training.states import has_state, own_states, plain
 
 _DIGEST_BYTES = 16

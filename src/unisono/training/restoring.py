@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from unisono.context import current_model
 from unisono.errors import PayloadError
 from unisono.payload.pytree import like
-from unisono.training.agreement import is_sharded
+from unisono.training.same_tensors import is_sharded
 from unisono.training.states import (
     BY_RANK,
     ByRank,

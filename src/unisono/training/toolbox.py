@@ -31,7 +31,7 @@ from unisono.model.reduction import FoldLike, OpLike, ReduceOp, parse_op
 from unisono.payload.pytree import flatten, unflatten
 from unisono.payload.tensors import is_dense
 from unisono.topology import PREFIXED
-from unisono.training.agreement import is_sharded
+from unisono.training.same_tensors import is_sharded
 
 Meant = TypeVar("Meant", Tensor, float, complex, float | Tensor)
 _GIB = 2**30

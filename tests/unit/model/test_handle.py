@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from unisono.model.handle import Background, Handle, Outcome
+from unisono.model.handle import Background, Handle, SafeFuture
 
 
 class Boom(Exception):
@@ -42,10 +42,10 @@ def test_the_value_or_the_error_is_the_same_at_every_wait() -> None:
 
 
 def test_a_call_in_a_thread_gives_its_value_or_raises_its_error() -> None:
-    outcome, thread = Outcome.in_thread(lambda: threading.current_thread().name, "apart")
+    outcome, thread = SafeFuture.in_thread(lambda: threading.current_thread().name, "apart")
     thread.join()
     assert (outcome.is_known, outcome.wait()) == (True, "apart")
-    failed, _ = Outcome.in_thread(lambda: 1 // 0, "apart")
+    failed, _ = SafeFuture.in_thread(lambda: 1 // 0, "apart")
     with pytest.raises(ZeroDivisionError):
         failed.wait()
 
@@ -116,7 +116,7 @@ def test_a_second_thread_goes_on_where_the_first_was_interrupted() -> None:
 def test_what_an_interrupt_kept_from_the_queue_isnt_waited_for() -> None:
     background = Background("test-lost")
     background.submit(lambda: 1)
-    background._last = Outcome()  # as an interrupt in `submit` leaves it
+    background._last = SafeFuture()  # as an interrupt in `submit` leaves it
     waiting = threading.Thread(target=background.settle, daemon=True)
     waiting.start()
     waiting.join(20)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from unisono.control.rendezvous import host_of_this_process
 from unisono.errors import AlreadyInitializedError, ContextError
 from unisono.model.contract import ComputationModel
-from unisono.model.handle import Outcome
+from unisono.model.handle import SafeFuture
 from unisono.models.horovod.rendezvous import wait_for_all
 from unisono.topology import ContextHint, RankInfo, Topology
 
@@ -55,7 +55,7 @@ def initialize(hvd: ModuleType, info: RankInfo, timeout_s: float) -> None:
 def leave(end: Callable[[], None], limit_s: float) -> None:
     """Shut Horovod down within a limit: its calls wait 30 s for a stopped peer."""
     # After the limit it continues in a thread, which the exit of the process may wait for.
-    outcome, thread = Outcome.in_thread(end, "unisono-leaving")
+    outcome, thread = SafeFuture.in_thread(end, "unisono-leaving")
     thread.join(limit_s)
     if outcome.is_known:
         outcome.wait()

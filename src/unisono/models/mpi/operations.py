@@ -26,7 +26,7 @@ from unisono.errors import (
     PeerFailedError,
 )
 from unisono.model.fallback import FRAME_BYTES, as_frame, inline_part, length_of
-from unisono.model.handle import BACKGROUND, Outcome
+from unisono.model.handle import BACKGROUND, SafeFuture
 from unisono.model.reduction import TENSOR_STEPS, ReduceOp
 from unisono.models.mpi.liveness import LivenessProbe, bounded_barrier
 from unisono.tracebacks import hides
@@ -245,7 +245,7 @@ class MPICalls:
         mpi, limit_s = self._mpi, limit_of(self.timeout_s)
         if not self.allows("MULTIPLE"):
             return act()
-        outcome, _ = Outcome.in_thread(act, f"{BACKGROUND}-{name}")
+        outcome, _ = SafeFuture.in_thread(act, f"{BACKGROUND}-{name}")
         return outcome.wait()
 
     def finish(self) -> bool:

@@ -32,7 +32,7 @@ from unisono.control.addresses import (
 from unisono.control.stores import host_store, store_at
 from unisono.deadlines import end_of_block, format_s, host_s, limit_of
 from unisono.errors import ArgumentError, ContextError
-from unisono.model.handle import Outcome
+from unisono.model.handle import SafeFuture
 from unisono.topology import PRIVATE_STORE, RankInfo
 
 _log = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ class Rendezvous:
 
     def _in_thread(self, join: Callable[[], Store]) -> Store:
         """Run `join` in a thread: torch waits forever for a listener that never answers."""
-        outcome, thread = Outcome.in_thread(join, "unisono-rendezvous")
+        outcome, thread = SafeFuture.in_thread(join, "unisono-rendezvous")
         try:
             while not outcome.is_known and (left := self._until + _GRACE_S - time.monotonic()) > 0:
                 thread.join(left)

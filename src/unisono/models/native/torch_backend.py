@@ -34,8 +34,8 @@ from unisono.control.signatures import OUR_FRAMES, line, site, unpack
 from unisono.errors import ContextError
 from unisono.host.collectives import HostCollectives as Host
 from unisono.host.folding import folds
+from unisono.host.serialized import Turn
 from unisono.host.status_page import IN_FLIGHT
-from unisono.host.turns import Turn
 from unisono.model.reduction import ReduceOp, parse_op
 from unisono.models.native.gloo_threads import settle_at_exit
 from unisono.payload.tensors import from_bytes, to_bytes

@@ -26,7 +26,7 @@ from unisono import context, facts
 from unisono.errors import UnisonoError
 from unisono.launchers.job.pickling import load_from_parent
 from unisono.launchers.job.worker import describe
-from unisono.testing.ranks.place import IN_RANK, OF_A_PROCESS
+from unisono.testing.pytest_plugin.place import IN_RANK, OF_A_PROCESS
 
 # Plug-ins for the terminal, timing or the whole session, which run in the parent.
 _PARENTS = (

@@ -12,7 +12,14 @@ from typing import Any
 
 import pytest
 
-from unisono.testing.ranks.place import IN_RANK, OF_A_PROCESS, PLACE, Place, place_of, timeout_of
+from unisono.testing.pytest_plugin.place import (
+    IN_RANK,
+    OF_A_PROCESS,
+    PLACE,
+    Place,
+    place_of,
+    timeout_of,
+)
 
 _DEFAULT_ON_PROCESSES = ("gloo",)
 _DEFAULT_ON = ("threads", *_DEFAULT_ON_PROCESSES)
@@ -99,7 +106,7 @@ def world(request: pytest.FixtureRequest) -> Any:
             "the fixture world is for tests that run in ranks: mark this one @pytest.mark.ranks(2)",
             pytrace=False,
         )
-    return importlib.import_module("unisono.testing.ranks.world").World.here()
+    return importlib.import_module("unisono.testing.pytest_plugin.world").World.here()
 
 
 @pytest.fixture(scope="session")
@@ -129,7 +136,9 @@ class _Session:
     def pools(self, session: pytest.Session) -> Any:
         """Return the warm pools of this session; the first call imports torch."""
         if self._pools is None:
-            self._pools = importlib.import_module("unisono.testing.ranks.pools").Pools(session)
+            self._pools = importlib.import_module("unisono.testing.pytest_plugin.pools").Pools(
+                session
+            )
             session.config.pluginmanager.register(self._pools)
         return self._pools
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from unisono.host.arena import Arena, Check
 from unisono.host.collectives import HostCollectives
 from unisono.host.folding import DTYPES
-from unisono.host.turns import Monitor, Turns
+from unisono.host.serialized import Monitor, Turns
 from unisono.model.contract import ComputationModel
 from unisono.model.reduction import ReduceOp, mean_factors
 from unisono.topology import Group

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.host.test_arena import Watching
-from unisono.host.levels import TwoLevels
+from unisono.host.hierarchical import TwoLevels
 from unisono.model.reduction import ReduceOp
 from unisono.topology import Group
 

@@ -25,7 +25,7 @@ from unisono.context import communicator
 from unisono.control import rendezvous
 from unisono.errors import CollectiveError, CollectiveMismatchError, PayloadError, PeerFailedError
 from unisono.host import memory
-from unisono.host.levels import TwoLevels
+from unisono.host.hierarchical import TwoLevels
 from unisono.model.reduction import ReduceOp
 from unisono.topology import Group
 

@@ -24,10 +24,10 @@ from unisono.launchers.job.failure import Failure
 from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.pool.call import PoolCall
 from unisono.pool.pool import WorkerPool, end_replicas, outcome
-from unisono.testing.ranks import reports
-from unisono.testing.ranks.body import RankSession, Setting, begin, in_session
-from unisono.testing.ranks.output import of_threads
-from unisono.testing.ranks.place import Place, place_of, timeout_of
+from unisono.testing.pytest_plugin import reports
+from unisono.testing.pytest_plugin.body import RankSession, Setting, begin, in_session
+from unisono.testing.pytest_plugin.output import of_threads
+from unisono.testing.pytest_plugin.place import Place, place_of, timeout_of
 from unisono.tracebacks import hides
 
 __tracebackhide__ = hides

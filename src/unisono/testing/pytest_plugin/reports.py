@@ -24,10 +24,10 @@ from unisono.deadlines import format_s
 from unisono.errors import CollectiveTimeoutError, WorkerFailedError
 from unisono.launchers.job.failure import Failure
 from unisono.pool.call import PoolCall
-from unisono.testing.ranks.body import RankReport, TestFailed
-from unisono.testing.ranks.output import Printed
-from unisono.testing.ranks.place import Place
-from unisono.testing.ranks.world import ranks_text
+from unisono.testing.pytest_plugin.body import RankReport, TestFailed
+from unisono.testing.pytest_plugin.output import Printed
+from unisono.testing.pytest_plugin.place import Place
+from unisono.testing.pytest_plugin.world import ranks_text
 from unisono.tracebacks import fold_text
 
 _ADDRESS = re.compile(r"\b0x[0-9a-f]+")
