@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from socket import gethostname
@@ -23,6 +23,7 @@ __all__ = (
     "boot_id",
     "members_of_pair",
     "name_of",
+    "named",
     "pair",
     "usable_cores",
 )
@@ -251,6 +252,23 @@ class Group(_Referable):
             ValueError: the rank isn't a member.
         """
         return self.ranks.index(rank)
+
+
+def named(ranks: Iterable[int]) -> str:
+    """Return ranks as text, as in "rank 1" or "ranks 0-3, 7"."""
+    numbers = sorted(set(ranks))
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    parts = []
+    for first, last in runs:
+        parts += (
+            [f"{first}-{last}"] if last > first + 1 else [str(n) for n in range(first, last + 1)]
+        )
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(parts)}"
 
 
 def name_of(group: Group | None) -> str:

@@ -12,12 +12,12 @@ from rich.text import Text
 
 from unisono import __version__
 from unisono.cli._tables import Column
-from unisono.control.absent_ranks import named
 from unisono.errors import ArgumentError
 from unisono.observe.jobs import Meter, ObservedJob, look
 from unisono.observe.remote import look_through
 from unisono.observe.report import facts_of
 from unisono.observe.stacks import Frame, Stack, equal, folded
+from unisono.topology import named
 
 Via = Annotated[
     list[str] | None,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from unisono.arguments import number_in
 from unisono.model.handle import BACKGROUND
+from unisono.topology import named
 from unisono.tracebacks import frame_of, is_ours, place_of, where
 
 _WARN_AFTER_S = 30.0
@@ -75,23 +76,6 @@ def report(call: str, came: Mapping[int, str], missing: Sequence[Missing]) -> st
     for own_call, ranks in ranks_of.items():
         lines.append(f"  {named(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {own_call}")
     return "\n".join(lines)
-
-
-def named(ranks: Iterable[int]) -> str:
-    """Return ranks as text, as in "rank 1" or "ranks 0-3, 7"."""
-    numbers = sorted(set(ranks))
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    parts = []
-    for first, last in runs:
-        parts += (
-            [f"{first}-{last}"] if last > first + 1 else [str(n) for n in range(first, last + 1)]
-        )
-    return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(parts)}"
 
 
 def _state(pid: int) -> bytes:

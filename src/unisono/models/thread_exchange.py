@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
-from unisono.control.absent_ranks import named
 from unisono.control.condition import Condition
 from unisono.deadlines import format_s, host_s, limit_of
 from unisono.errors import (
@@ -16,6 +15,7 @@ from unisono.errors import (
     CollectiveTimeoutError,
     PeerFailedError,
 )
+from unisono.topology import named
 from unisono.tracebacks import hides
 
 __tracebackhide__ = hides

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from unisono.control.absent_ranks import named
+from unisono.topology import named
 
 _HOLD_S = 0.3  # for the same line of the other ranks
 _LOOK_AHEAD = 200  # lines

@@ -10,13 +10,13 @@ import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 
-from unisono.control.absent_ranks import named
 from unisono.deadlines import deadline
 from unisono.errors import UnisonoError
 from unisono.notebook.capture import by_thread
 from unisono.notebook.cell import Cell, defined_names, forget_names, make_context_again
 from unisono.notebook.run import Run, Watch
 from unisono.pool.pool import WorkerPool, end_replicas
+from unisono.topology import named
 
 _SETTLE_S = 20.0  # for ranks to create their context again
 _LOST = "their names are lost. The next cell makes fresh ranks"

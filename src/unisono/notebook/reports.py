@@ -8,11 +8,11 @@ from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-from unisono.control.absent_ranks import named
 from unisono.deadlines import format_s
 from unisono.errors import CollectiveTimeoutError, UnisonoError
 from unisono.launchers.job.failure import Failure
 from unisono.notebook.run import INTERRUPT, TIMEOUT, Run
+from unisono.topology import named
 from unisono.tracebacks import hides, is_full
 
 __tracebackhide__ = hides

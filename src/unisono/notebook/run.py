@@ -12,11 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from traceback import StackSummary
 
-from unisono.control.absent_ranks import named
 from unisono.notebook.cell import Cell, CellOutcome, run_cell
 from unisono.notebook.output import Transcript
 from unisono.pool.call import PoolCall
 from unisono.pool.pool import WorkerPool, outcome
+from unisono.topology import named
 from unisono.tracebacks import fold_text, is_ours
 
 INTERRUPT, TIMEOUT, FAILURE = "interrupt", "timeout", "failure"

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from unisono.control.absent_ranks import named
+from unisono.topology import named
 
 PATIENCE_S = 0.5
 """A rank counts as late only if others have waited longer for it."""

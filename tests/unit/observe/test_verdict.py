@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from unisono.control.absent_ranks import named
 from unisono.observe.verdict import ObservedCall, Rank, judge
+from unisono.topology import named
 
 NOW = 100 * 10**9
 ALL = "all ranks"

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from unisono.control.absent_ranks import named, warn_after_s
+from unisono.control.absent_ranks import warn_after_s
 from unisono.control.signatures import site
 from unisono.control.waiting import mapped
 from unisono.deadlines import DEFAULT_TIMEOUT_S, format_s, host_s, limit_of
@@ -29,6 +29,7 @@ from unisono.model.fallback import FRAME_BYTES, as_frame, inline_part, length_of
 from unisono.model.handle import BACKGROUND, SafeFuture
 from unisono.model.reduction import TENSOR_STEPS, ReduceOp
 from unisono.models.mpi.liveness import LivenessProbe, bounded_barrier
+from unisono.topology import named
 from unisono.tracebacks import hides
 
 __tracebackhide__ = hides

@@ -18,12 +18,11 @@ import torch
 
 from unisono.accelerators import accelerator, accelerator_count
 from unisono.at_exit import LastCalls
-from unisono.control.absent_ranks import named
 from unisono.deadlines import format_s, limit_of
 from unisono.errors import BackendUnavailableError, ContextError, GroupMembershipError
 from unisono.models.mpi.availability import REMEDY
 from unisono.models.mpi.liveness import LIMIT_S, bounded_barrier
-from unisono.topology import ContextHint, RankInfo, Topology
+from unisono.topology import ContextHint, RankInfo, Topology, named
 
 _log = logging.getLogger(__name__)
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_SIZE", "MPI_LOCALNRANKS")
