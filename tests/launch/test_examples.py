@@ -174,7 +174,8 @@ def test_ranks_of_a_batch_system_find_each_other_and_hear_that_their_keys_can_be
 
 
 STRANGER = """
-import sys, zmq
+import faulthandler, sys, zmq
+faulthandler.dump_traceback_later(80, exit=True)  # should it hang, this tells where
 from zmq.utils.monitor import recv_monitor_message
 context = zmq.Context()
 for keys in (None, zmq.curve_keypair()):
