@@ -39,6 +39,8 @@ _MOST_BYTES = 1 << 20  # of old text, before the next one is asked for
 _COUNTS = sys.version_info < (3, 11)  # whether faulthandler takes references
 _MASK = re.compile(r"^(SigPnd|ShdPnd|SigBlk|SigCgt|SigIgn):\s*([0-9a-f]+)", re.MULTILINE)
 _MEMORY = "unisono-stacks"
+_FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$', re.MULTILINE)
+_ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")  # beyond ASCII
 _lock = threading.Lock()  # ranks that are threads of one process install at once
 
 
@@ -99,6 +101,13 @@ def ask(pid: int, facts: Mapping[str, int], thread_id: int, timeout_s: float) ->
         finally:
             fcntl.flock(fd, fcntl.LOCK_UN)  # a child forked meanwhile may hold the descriptor
     return None
+
+
+def parse(text: str) -> list[tuple[str, int, str]]:
+    """Return file, line and function of each call on a stack of `ask`, the innermost first."""
+    text = _ESCAPED.sub(lambda m: chr(int(m[1] or m[2] or m[3], 16)), text)
+    found = _FRAME.findall(text)
+    return [(file, int(line) if line.isdecimal() else 0, name) for file, line, name in found]
 
 
 @contextlib.contextmanager

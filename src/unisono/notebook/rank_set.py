@@ -84,7 +84,7 @@ class RankSet:
         with by_thread() if are_threads else nullcontext():
             result = Watch(self._pool, cell, self.size, timeout_s).run()
         result.stays = self._settle(result, are_threads)
-        self._has_names = not are_threads and _LOST not in result.stays
+        self._has_names = not are_threads and bool(self._pool.pids)
         return result
 
     def _settle(self, result: Run, are_threads: bool) -> str:
@@ -110,5 +110,6 @@ class RankSet:
             with suppress(UnisonoError), deadline(_SETTLE_S):
                 self._pool.run(make_context_again, self._backend)
                 return again
+            end_replicas(self._pool)
             return f"The ranks' context could not be made again: they have been ended, and {_LOST}"
         return again

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import pickle
 import signal
 import threading
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 from traceback import StackSummary
 
@@ -127,8 +125,8 @@ class Watch:
             self._failed_at = self._failed_at or now
         if result.cut_by == INTERRUPT and now >= self._cut_at + _ALONE_S and not self._is_told:
             self._is_told = True
-            if self._call is not None and self._call.replicas.are_processes:
-                self._signal(self._late, signal.SIGINT)  # the first may have come too early
+            if self._call is not None:
+                self._call.replicas.signal(self._late, signal.SIGINT)  # the first may be too early
             print(f"{named(self._late)} can't stop yet: interrupt again to end what is left")
         elif result.cut_by:
             if result.cut_by != INTERRUPT and now >= self._cut_at + _LEAVE_S:
@@ -147,7 +145,7 @@ class Watch:
         replicas, late = self._call.replicas, self._late
         if replicas.are_processes:  # their tracebacks show where they were
             self._result.stacks = dict.fromkeys(late, "")
-            self._signal(late, signal.SIGINT)
+            replicas.signal(late, signal.SIGINT)
             return
         computing = self._keep_stacks(late)
         for rank in computing:
@@ -175,11 +173,5 @@ class Watch:
         self._result.late = self._late
         if self._call is not None and self._call.replicas.are_processes:
             self._keep_stacks(self._result.late)
-            self._signal(range(self._result.size), signal.SIGKILL)
+            self._call.replicas.signal(range(self._result.size), signal.SIGKILL)
             self._is_over.wait(_END_S)
-
-    def _signal(self, ranks: list[int] | range, number: int) -> None:
-        assert self._call is not None
-        for rank in ranks:
-            with suppress(ProcessLookupError):
-                os.kill(self._call.replicas.pids[rank], number)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from unisono.tracebacks import is_of_a_library
 
 STOPPED = "is stopped by a signal, so its stack cannot be read"
 
-_FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 _PACKAGE = Path(__file__).parents[1]
 _N_AT_ONCE = 16
 
@@ -39,10 +37,7 @@ class Stack:
 
 def parse(text: str) -> tuple[Frame, ...]:
     """Parse a stack that faulthandler has written."""
-    found = filter(None, map(_FRAME.match, text.splitlines()))
-    return tuple(
-        Frame(each[1], int(each[2]) if each[2].isdecimal() else 0, each[3]) for each in found
-    )
+    return tuple(Frame(*frame) for frame in stack_signal.parse(text))
 
 
 def own_frame(frames: Sequence[Frame]) -> Frame | None:

@@ -32,8 +32,6 @@ _QUIT_S = 0.3  # for threads whose context has been aborted
 _LEAVE_S = 1.0  # for idle replicas to answer the end
 _STACK_S = 1.0  # for all processes to write their stacks
 _LEAST_S = 0.1  # for each
-_ESCAPED = re.compile(r"\\(?:x(..)|u(.{4})|U(.{8}))")  # characters outside ASCII, by faulthandler
-_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)  # by faulthandler
 _NEVER_WAITS = re.compile(
     r"/unisono/(testing|notebook|pool|launchers|pickling\.py|tracebacks\.py)\b"
 )
@@ -135,8 +133,7 @@ class Replicas:
             text = stack_signal.ask(pid, facts, native_id, limit_s)
             if text is None:
                 return None
-            text = _ESCAPED.sub(lambda m: chr(int(m[1] or m[2] or m[3], 16)), text)
-            frames = [(file, int(line), name) for file, line, name in _FRAME.findall(text)]
+            frames = stack_signal.parse(text)
         files = [file for file, *_ in frames]
         own = frames[: files.index(inside.__file__) if inside.__file__ in files else None]
         return [FrameSummary(*frame, lookup_line=False) for frame in reversed(own)]

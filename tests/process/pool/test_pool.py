@@ -272,8 +272,8 @@ def test_where_replicas_are_is_asked_of_all_within_one_time(
             os.kill(pid, signal.SIGCONT)
     assert time.monotonic() - start < 2 * replicas._STACK_S
     own = f'  File "{worker.__file__}", line 1 in _outcome\n'
-    above = '  File "/tmp/caf\\xe9/\\u2603.py", line 2 in work\n'
-    for text, files in ((own, []), (above + own, ["/tmp/caf\xe9/\u2603.py"]), (None, [])):
+    above = '  File "/tmp/caf\\xe9/\\u2603\\users.py", line 2 in work\n'
+    for text, files in ((own, []), (above + own, ["/tmp/caf\xe9/\u2603\\users.py"]), (None, [])):
         monkeypatch.setattr("unisono.host.stack_signal.ask", lambda *_, text=text: text)
         stack = processes._replicas.stacks([0])[0]
         assert [frame.filename for frame in stack] == files
@@ -380,22 +380,25 @@ def test_replicas_that_are_all_stuck_are_ended_at_the_deadline(how: str) -> None
         assert {*threading.enumerate()} <= before
 
 
-def hold_the_lock_later(local_rank: int) -> None:
-    threading.Timer(0.3, HOLDS_THE_LOCK).start()
+def stick_later(local_rank: int, folder: Path, stick: Callable[[], object]) -> None:
+    def go() -> None:
+        until((folder / "go").exists, 20)
+        (folder / str(local_rank)).touch()
+        stick()
+
+    threading.Thread(target=go, daemon=True).start()
 
 
-def stop_later(local_rank: int) -> None:
-    threading.Timer(0.3, STOPS).start()
-
-
-@pytest.mark.parametrize("sticks", [hold_the_lock_later, stop_later])
+@pytest.mark.parametrize("stick", [HOLDS_THE_LOCK, STOPS])
 def test_replicas_that_are_stuck_between_calls_are_ended_at_the_end(
-    sticks: Callable[[int], None],
+    stick: Callable[[], object], tmp_path: Path
 ) -> None:
     with WorkerPool("gloo", nproc_per_node=2) as pool:
         pids = pool.run(lambda local_rank: os.getpid())
-        pool.run(sticks)
-        time.sleep(1)
+        pool.run(stick_later, tmp_path, stick)
+        (tmp_path / "go").touch()
+        for rank in range(2):
+            until((tmp_path / str(rank)).exists, 20)
         start = time.monotonic()
     assert time.monotonic() - start < SOON_S
     assert not any(psutil.pid_exists(pid) for pid in pids)
