@@ -124,8 +124,10 @@ class _Gloo:
         return tensor
 
 
-class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
+class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group of torch over gloo, with CPU tensors in shared memory."""
+
+    # Collective at creation, over its ranks.
 
     def __init__(self, place: Any) -> None:
         rank, size, timeout = place.group_rank, place.group_size, place.timeout
@@ -164,6 +166,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         self, name: str, tensor: Tensor | None = None, plane: str = "memory"
     ) -> Iterator[Token]:
         """Run an operation exclusively, without autograd and tensor subclasses, and record it."""
+        self._check_process(name)
         with self._turn.of(name), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self._turn.call = name
             token = self._calls.begin(name, self._recorded, tensor)
@@ -184,6 +187,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         group: Group | None = None,
     ) -> Any:
         """Start an operation of gloo's, recorded until it is done; return torch's handle."""
+        self._check_process(name)
         if _is_ours(sys._getframe(1)):
             return start()
         token = self._calls.begin(name, group or self._recorded, tensor, IN_FLIGHT)
@@ -193,13 +197,15 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
             token.end(error)
             raise
 
-    def _compare(self, call: str, tensor: Tensor | None = None, value: bytes = b"") -> list[bytes]:
-        """Compare the ranks' calls, and return the value that each adds."""
+    def _check_process(self, call: str) -> None:
         if self._is_forked:
             raise ContextError(
                 f"{call}: this process is a fork of rank {self._model.topology.rank}, whose "
                 "connections it must not use: call this in the process that made the group"
             )
+
+    def _compare(self, call: str, tensor: Tensor | None = None, value: bytes = b"") -> list[bytes]:
+        """Compare the ranks' calls, and return the value that each adds."""
         if tensor is not None:
             call = f"{call} of {str(tensor.dtype)[6:]}[{tensor.numel()}]"
         where = site()
@@ -395,19 +401,6 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         self._control.say_farewell("ended its program")
 
 
-def _delegating(kind: type) -> type:
-    """Delegate all methods that a class of handles lacks to gloo's own handle."""
-    for name in set(dir(_Work)) - set(dir(object)) - set(vars(kind)) - {"boxed", "unbox"}:
-        if not name.startswith("_pybind"):
-            setattr(kind, name, _asking(name))
-    return kind
-
-
-def _asking(name: str) -> Callable[..., Any]:
-    return lambda self, *args, **named: getattr(self._work, name)(*args, **named)
-
-
-@_delegating
 class _Recorded(_Work):  # type: ignore[misc]
     """Torch's handle of a call that gloo carries, which ends the record of the call."""
 
@@ -427,7 +420,18 @@ class _Recorded(_Work):  # type: ignore[misc]
         """Return torch's future, whose end is the call's; C++ waits only for that."""
         self._token.overlap_ns = 0  # the start of the wait is unknown: all of it counts
         # A future of its own, so that the record exists when the waiting thread continues.
-        return self._work.get_future().then(functools.partial(_end_with, self._token))
+        token = self._token
+        return self._work.get_future().then(lambda future: token.carry_out(future.value))
+
+
+def _asking_gloo(name: str) -> Callable[..., Any]:
+    return lambda self, *args, **named: getattr(self._work, name)(*args, **named)
+
+
+# The base class, in C++, has all of torch's methods, so that no `__getattr__` would be called.
+for _name in set(dir(_Work)) - set(dir(object)) - set(vars(_Recorded)) - {"boxed", "unbox"}:
+    if not _name.startswith("_pybind"):
+        setattr(_Recorded, _name, _asking_gloo(_name))
 
 
 def _going_on(token: Token, start: Callable[[], Any]) -> Any:
@@ -435,10 +439,6 @@ def _going_on(token: Token, start: Callable[[], Any]) -> Any:
     goes_on = token.goes_on("data")
     work = start()
     return _Recorded(work, token) if goes_on else work
-
-
-def _end_with(token: Token, future: Any) -> Any:
-    return token.carry_out(future.value)
 
 
 def _is_ours(frame: FrameType | None) -> bool:
@@ -457,11 +457,6 @@ def _log_of(topology: Topology) -> CallLog:
     job = job_of(None)
     rank, size = topology.rank, topology.world_size
     return CallLog.of_rank(rank, size, job, backend="unisono", model="torch.distributed")
-
-
-def create(place: Any) -> dist.ProcessGroup:
-    """Create a process group, for ``torch.distributed``. Collective over its ranks."""
-    return _UnisonoGroup(place)
 
 
 def _only(tensors: Sequence[Any]) -> Any:
@@ -528,7 +523,7 @@ def _done(result: Any) -> Any:
     return _c10d._create_work_from_future(future)
 
 
-_alive: weakref.WeakSet[_UnisonoGroup] = weakref.WeakSet()
+_alive: weakref.WeakSet[UnisonoGroup] = weakref.WeakSet()
 
 
 def _after_fork() -> None:

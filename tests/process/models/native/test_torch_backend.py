@@ -43,7 +43,7 @@ from unisono.errors import (
     ContextError,
     PeerFailedError,
 )
-from unisono.models.native.torch_backend import _UnisonoGroup
+from unisono.models.native.torch_backend import UnisonoGroup
 from unisono.recording import CollectiveRecord
 
 NAME = "unisono"
@@ -61,9 +61,9 @@ def forks() -> None:
     prepare(__name__, "torch._dynamo")  # what is here takes longer to import than to run
 
 
-def world() -> _UnisonoGroup:
+def world() -> UnisonoGroup:
     group = dist.group.WORLD
-    assert isinstance(group, _UnisonoGroup)
+    assert isinstance(group, UnisonoGroup)
     return group
 
 
@@ -277,7 +277,7 @@ def messages(rank: int, size: int, folder: Path) -> None:
 
 def groups(rank: int, size: int, folder: Path) -> None:
     pair, everybody = dist.new_group([0, size - 1]), dist.new_group()
-    assert isinstance(everybody, _UnisonoGroup)
+    assert isinstance(everybody, UnisonoGroup)
     total = torch.ones(300_001)
     dist.all_reduce(total, group=everybody)
     assert total[-1] == size
@@ -493,8 +493,17 @@ def what_is_not_there(rank: int, size: int, folder: Path) -> None:
     dist.barrier()
 
     def call() -> None:
-        with pytest.raises(ContextError, match=f"fork of rank {rank}"):
-            dist.all_reduce(torch.ones(1))
+        one, other = torch.ones(1), 1 - rank
+        forbidden: list[Callable[[], Any]] = [
+            lambda: dist.all_reduce(one),
+            lambda: dist.all_reduce(torch.eye(3).to_sparse()),  # gloo's
+            lambda: dist.barrier(),
+            lambda: dist.isend(one, other),
+            lambda: dist.irecv(one, other),
+        ]
+        for operation in forbidden:
+            with pytest.raises(ContextError, match=f"fork of rank {rank}"):
+                operation()
 
     assert in_fork(call) == 0
     dist.barrier()
