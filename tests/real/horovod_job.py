@@ -37,7 +37,7 @@ from unisono.errors import (
 )
 from unisono.model.reduction import ReduceOp
 from unisono.models.horovod.model import HorovodModel
-from unisono.models.horovod.rendezvous import Store, wait_for_all
+from unisono.models.horovod.setup import Store, wait_for_all
 from unisono.topology import ContextHint, RankInfo
 
 BRIEF = timedelta(seconds=3)
@@ -230,7 +230,7 @@ def part_absent() -> None:
         )
         refused(CollectiveTimeoutError, sign, lambda: make(timeout=BRIEF))
         assert not hvd.is_initialized()
-        board.put(f"{late}.{rank}", "")
+        board.ask("PUT", f"{late}.{rank}")
         make().finalize()
 
 

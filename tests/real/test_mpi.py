@@ -46,7 +46,7 @@ from unisono.errors import (
 from unisono.launchers import mpi as launcher
 from unisono.launchers.script.script import Script
 from unisono.model.reduction import ReduceOp
-from unisono.models.mpi import availability as probe
+from unisono.models.mpi import world as probe
 from unisono.models.mpi.model import MpiModel
 from unisono.topology import LaunchPlan, RankInfo, Topology
 

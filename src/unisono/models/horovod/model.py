@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import os
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import horovod.torch as hvd  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -13,14 +16,20 @@ from torch.optim import Optimizer
 
 from unisono.arguments import only_timeout_s
 from unisono.control.plane import SocketControlPlane
+from unisono.control.rendezvous import host_of_this_process
 from unisono.deadlines import DEFAULT_TIMEOUT_S, limit_of
-from unisono.errors import CollectiveError, UnsupportedOperation
+from unisono.errors import (
+    AlreadyInitializedError,
+    CollectiveError,
+    ContextError,
+    UnsupportedOperation,
+)
 from unisono.model.contract import ComputationModel
-from unisono.model.handle import Handle
+from unisono.model.handle import Handle, SafeFuture
 from unisono.model.reduction import ReduceOp
 from unisono.model.training import TrainingHooks
-from unisono.models.horovod import context
 from unisono.models.horovod.operations import NARROW, HorovodCalls, Start, widened
+from unisono.models.horovod.setup import wait_for_all
 from unisono.topology import ContextHint, Group, RankInfo, Topology
 
 if TYPE_CHECKING:
@@ -33,6 +42,8 @@ if not hasattr(hvd, "init"):  # without its extension horovod.torch only prints 
     )
 
 _log = logging.getLogger(__name__)
+_DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
+_LEAVE_S = 2.0  # for Horovod's shutdown after a peer has failed or timed out
 _OPS = {
     ReduceOp.SUM: hvd.Sum,
     ReduceOp.PRODUCT: hvd.Product,
@@ -66,7 +77,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
         # hvd.init() creates a new one each time; holding this one keeps its identity unique.
         self._identity = hvd.mpi_ops._handle_map
         self._topology = topology
-        self._device = context.device_of(hvd)
+        self._device = _device()
         self._is_owner = is_owner
         self.control: SocketControlPlane = SocketControlPlane(self, timeout_s)
         self._calls = HorovodCalls(hvd, self.control)
@@ -88,26 +99,28 @@ class HorovodModel(ComputationModel, TrainingHooks):
             return None
         model = cls._current
         if not isinstance(model, cls) or not model.is_alive():
-            model = cls(context.topology_of(hvd, hint), False, DEFAULT_TIMEOUT_S)
+            model = cls(_topology(hint), False, DEFAULT_TIMEOUT_S)
         elif not model._is_owner:
-            model._topology = context.topology_of(hvd, hint)
+            model._topology = _topology(hint)
         return model
 
     @classmethod
     def initialize(cls, backend: str, info: RankInfo, **options: Any) -> Self:
         timeout_s = only_timeout_s("initialize on horovod", options) or DEFAULT_TIMEOUT_S
-        context.initialize(hvd, info, timeout_s)
-        model = cls(context.topology_of(hvd, ContextHint()), True, timeout_s)
+        _initialize(info, timeout_s)
+        model = cls(_topology(ContextHint()), True, timeout_s)
         if model._device.type != "cpu":
             torch.accelerator.set_device_index(model._device.index)
-        model._topology = context.placed(hvd, model)
+        host = os.environ.get("HOROVOD_HOSTNAME") or host_of_this_process()
+        own = Topology(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
+        model._topology = own.among(model.exchange(host.encode()))
         return model
 
     def finalize(self) -> None:
         self.control.close()
         if not (self._is_owner and self.is_alive()):
             return
-        context.leave(self._end, (limit_of(self.control.timeout_s) or 0.0) + context.LEAVE_S)
+        _leave(self._end, (limit_of(self.control.timeout_s) or 0.0) + _LEAVE_S)
 
     def _end(self) -> None:
         try:
@@ -119,7 +132,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
     def abort(self) -> None:
         self.control.close(farewell="")
         if self._is_owner and self.is_alive():
-            context.leave(hvd.shutdown, context.LEAVE_S)
+            _leave(hvd.shutdown, _LEAVE_S)
 
     def is_alive(self) -> bool:
         return bool(hvd.is_initialized()) and hvd.mpi_ops._handle_map is self._identity
@@ -132,15 +145,25 @@ class HorovodModel(ComputationModel, TrainingHooks):
     def device(self) -> torch.device:
         if self._device.type == "cpu" or self._is_owner:
             return self._device
+        # A user's own program may change the current device after it was adopted.
         return torch.device(self._device.type, torch.accelerator.current_device_index())
 
     def wrap_optimizer(
         self, optimizer: Optimizer, *, is_averaged: bool, **options: Any
     ) -> Optimizer | None:
-        return context.wrap_optimizer(hvd, optimizer, is_averaged, **options)
+        if is_averaged and not options:
+            return None
+        made: Optimizer = hvd.DistributedOptimizer(optimizer, **options)
+        return made
 
     def settle_gradients(self, optimizer: Optimizer) -> Callable[[], None] | None:
-        return context.settle_gradients(optimizer)
+        own: Any = optimizer
+        if not hasattr(own, "skip_synchronize"):
+            return None
+        own.synchronize()
+        skipping = own.skip_synchronize()
+        skipping.__enter__()
+        return partial(skipping.__exit__, None, None, None)
 
     def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
         row = tensor.unsqueeze(0)
@@ -211,11 +234,11 @@ class HorovodModel(ComputationModel, TrainingHooks):
         try:
             made = self._find_process_set(ranks) or hvd.add_process_set(list(ranks))
         except ValueError as error:
-            if context.DYNAMIC in str(error):
+            if _DYNAMIC in str(error):
                 raise UnsupportedOperation(
                     self.name,
                     f"group {ranks}",
-                    f"set {context.DYNAMIC}=1 before hvd.init(), or give it "
+                    f"set {_DYNAMIC}=1 before hvd.init(), or give it "
                     f"process_sets=[hvd.ProcessSet({list(ranks)})]",
                 ) from error
             self._calls.fail(f"new_group({list(ranks)})", None, error)
@@ -244,3 +267,73 @@ def _reduction(tensor: Tensor, op: ReduceOp) -> Start:
     return lambda name, members: hvd.allreduce_async_(
         tensor, name=name, op=native, process_set=members
     )
+
+
+def _initialize(info: RankInfo, timeout_s: float) -> None:
+    """Create a context that allows dynamic groups. Collective over all ranks of `info`."""
+    if hvd.is_initialized():
+        raise AlreadyInitializedError(
+            "Horovod is initialised already in this process: use it as it is, or call "
+            "hvd.shutdown() first"
+        )
+    if _is_mpi_over():
+        raise ContextError(
+            "Horovod can't be initialised again in this process: its first context ended MPI too; "
+            "import mpi4py.MPI before the first initialize, and MPI lives as long as the process"
+        )
+    wait_for_all(os.environ, timeout_s)
+    if _DYNAMIC in os.environ:
+        hvd.init()
+    else:
+        try:
+            hvd.init(process_sets="dynamic")  # leaves the variable set
+        finally:
+            os.environ.pop(_DYNAMIC, None)
+    if hvd.size() == 1 < info.world_size:
+        hvd.shutdown()
+        raise ContextError(
+            f"rank {info.rank} of {info.world_size} (from {info.source}) found itself alone in "
+            "Horovod: start the program with horovodrun or mpirun, or use spawn"
+        )
+
+
+def _is_mpi_over() -> bool:
+    """Return whether Horovod would abort the process by using a finalized MPI."""
+    if not hvd.mpi_built() or os.environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo":
+        return False
+    is_over = ctypes.c_int(0)
+    hvd.mpi_ops._basics.MPI_LIB_CTYPES.MPI_Finalized(ctypes.byref(is_over))
+    return bool(is_over.value)
+
+
+def _leave(end: Callable[[], None], limit_s: float) -> None:
+    """Shut Horovod down within a limit: its calls wait 30 s for a stopped peer."""
+    # After the limit it continues in a thread, which the exit of the process may wait for.
+    outcome, thread = SafeFuture.in_thread(end, "unisono-leaving")
+    thread.join(limit_s)
+    if outcome.is_known:
+        outcome.wait()
+
+
+def _topology(hint: ContextHint) -> Topology:
+    """Return this replica's position, as far as Horovod's context has it."""
+    local_rank = hvd.local_rank()
+    node_rank: int | None = hvd.cross_rank()
+    nnodes: int | None = hvd.cross_size()
+    if local_rank > 0 and not hvd.mpi_ops.is_homogeneous():
+        # Its cross numbers count only nodes that have this local rank.
+        info = hint.environment
+        is_same = info is not None and (info.rank, info.world_size) == (hvd.rank(), hvd.size())
+        node_rank, nnodes = (info.node_rank, info.nnodes) if info and is_same else (None, None)
+    if hint.local_rank is not None:
+        local_rank = hint.local_rank
+    return Topology(hvd.rank(), hvd.size(), local_rank, hvd.local_size(), node_rank, nnodes)
+
+
+def _device() -> torch.device:
+    """Return the device for the local rank."""
+    # Only the CPU's branch has been run: no build for GPUs was available.
+    is_built = hvd.cuda_built() or hvd.rocm_built()
+    if not is_built or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", hvd.local_rank() % torch.cuda.device_count())

@@ -10,11 +10,21 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-_QUESTION, _ANSWER = 32_764, 32_765  # tags beside those of the model's own messages
-_BYTES = 256
-_ANSWER_NAP_S = 1e-3
+_log = logging.getLogger(__name__)
+LIMIT_S = 60.0
+"""Seconds for set-up, unless the user sets a timeout."""
+_WARN_AFTER_S = 10.0
+_GRACE_S = 1.0  # for the verdict of the first rank to arrive
+_QUESTION, _ANSWER, _TAG = 32_764, 32_765, 32_766  # beside that of the model's own messages
+_BYTES = 256  # of an answer, and of a verdict
+_SHOWN = 32
+_SPINS = 1_000
+_NAP_S = 1e-3
+_HERE = b"!"  # outlives every call, even an abandoned one
 _sending = threading.Lock()
 _sent: list[list[Any]] = []  # buffers that MPI reads, until it is done: also longer than a context
+# Buffers that MPI may still access, by id: an interrupt leaves them here permanently.
+_held: dict[int, object] = {}
 
 
 class LivenessProbe:
@@ -41,7 +51,7 @@ class LivenessProbe:
             answers |= {
                 rank: body.decode("utf-8", "replace") for rank, body in self._received(_ANSWER)
             }
-            time.sleep(_ANSWER_NAP_S)
+            time.sleep(_NAP_S)
         self.answer(doing)
         return answers
 
@@ -70,21 +80,6 @@ class LivenessProbe:
             return True
 
 
-_log = logging.getLogger(__name__)
-LIMIT_S = 60.0
-"""Seconds for set-up, unless the user sets a timeout."""
-_WARN_AFTER_S = 10.0
-_GRACE_S = 1.0  # for the verdict of the first rank to arrive
-_TAG = 32_766  # different from that of the model's own messages
-_HERE = b"!"  # outlives every call, even an abandoned one
-_VERDICT_BYTES = 256
-_SHOWN = 32
-_SPINS = 1_000
-_NAP_S = 1e-3
-# Buffers that MPI may still access, by id: an interrupt leaves them here permanently.
-_held: dict[int, object] = {}
-
-
 def bounded_barrier(
     mpi: Any, comm: Any, ranks: Sequence[int], limit_s: float, what: str
 ) -> list[int]:
@@ -97,7 +92,7 @@ def bounded_barrier(
     if comm.rank == first:
         return _collect(mpi, comm, others, limit_s, what)
     comm.Isend([_HERE, mpi.BYTE], first, _TAG).Test()
-    verdict = bytearray(_VERDICT_BYTES)
+    verdict = bytearray(_BYTES)
     _held[id(verdict)] = verdict
     answer = comm.Irecv([verdict, mpi.BYTE], first, _TAG)
     is_late = _await([answer], limit_s + _GRACE_S, f"{what}: rank {comm.rank} awaits rank {first}")
@@ -105,10 +100,7 @@ def bounded_barrier(
         answer.Cancel()
         answer.Wait()
     del _held[id(verdict)]
-    if is_late:
-        return [first]
-    absent: list[int] = json.loads(verdict.rstrip(b"\0"))
-    return absent
+    return [first] if is_late else list(json.loads(verdict.rstrip(b"\0")))
 
 
 def _collect(mpi: Any, comm: Any, others: list[int], limit_s: float, what: str) -> list[int]:
@@ -118,11 +110,10 @@ def _collect(mpi: Any, comm: Any, others: list[int], limit_s: float, what: str) 
     requests = [
         comm.Irecv([view[at : at + 1], mpi.BYTE], rank, _TAG) for at, rank in enumerate(others)
     ]
-    open_indices = _await(
-        requests, limit_s, f"{what}: rank {comm.rank} awaits all of {len(others)} others"
-    )
+    text = f"{what}: rank {comm.rank} awaits all of {len(others)} others"
+    open_indices = _await(requests, limit_s, text)
     absent = [others[at] for at in open_indices]
-    verdict = json.dumps(absent[:_SHOWN]).encode().ljust(_VERDICT_BYTES, b"\0")
+    verdict = json.dumps(absent[:_SHOWN]).encode().ljust(_BYTES, b"\0")
     sends = []
     _held[id(verdict)] = verdict
     for at, (rank, request) in enumerate(zip(others, requests, strict=True)):
@@ -132,7 +123,7 @@ def _collect(mpi: Any, comm: Any, others: list[int], limit_s: float, what: str) 
         else:
             sends.append(comm.Isend([verdict, mpi.BYTE], rank, _TAG))
     del _held[id(marks)]
-    if not _await(sends, _GRACE_S, what):
+    if not _await(sends, _GRACE_S, what):  # else MPI still reads it
         del _held[id(verdict)]
     return absent[:_SHOWN]
 

