@@ -45,9 +45,7 @@ class Row:
     path: str  # ``module:attribute``, or ``module``
     library: str = ""  # its library's module, which is searched and not imported
     remedy: str = ""  # how to get the library
-    check: str = (
-        ""  # ``module:function`` that returns why it can't be used; see `why_not_installed`
-    )
+    check: str = ""  # ``module:function`` that returns why it can't be used
     distribution: str = ""  # empty for unisono
     script: str = ""  # the launcher's function that runs scripts: run(script) -> Outcome
     seats_nodes: bool = False  # whether a launcher reaches all nodes from one
@@ -89,12 +87,7 @@ _CHECKS = "unisono.launchers.availability:"
 LAUNCHERS = (
     Row(("processes",), "unisono.launchers.local:launch", script="run"),
     Row(("torchrun",), "unisono.launchers.torchrun:launch", script="run"),
-    Row(
-        ("mpi",),
-        "unisono.launchers.mpi:launch",
-        check=f"{_CHECKS}why_no_mpi",
-        script="run",
-    ),
+    Row(("mpi",), "unisono.launchers.mpi:launch", check=f"{_CHECKS}why_no_mpi", script="run"),
     Row(
         ("slurm",),
         "unisono.launchers.slurm:launch",

@@ -147,9 +147,6 @@ class Handle(Generic[T]):
         return Handle(lambda: finish(self.wait()), self.is_completed)
 
 
-_Calls = SimpleQueue["tuple[SafeFuture[Any], Callable[[], Any]] | None"]
-
-
 def joined(outer: Handle[Handle[T]]) -> Handle[T]:
     """Return one handle for an operation that another one starts."""
 
@@ -162,6 +159,9 @@ def joined(outer: Handle[Handle[T]]) -> Handle[T]:
             return True
 
     return Handle(lambda: outer.wait().wait(), is_completed)
+
+
+_Calls = SimpleQueue["tuple[SafeFuture[Any], Callable[[], Any]] | None"]
 
 
 class Background:
@@ -185,9 +185,9 @@ class Background:
         outcome: SafeFuture[T] = SafeFuture()
         if self._is_own_thread():
             outcome.of(call)
-            return Handle(outcome.wait, lambda: outcome.is_known)
-        self._last = outcome
-        self._calls.put((outcome, call))
+        else:
+            self._last = outcome
+            self._calls.put((outcome, call))
         return Handle(outcome.wait, lambda: outcome.is_known)
 
     def settle(self) -> None:
@@ -198,17 +198,13 @@ class Background:
             return
         if not last.is_known:  # an interrupted `submit` may not have queued it: wait for one more
             after: SafeFuture[None] = SafeFuture()
-            self._calls.put((after, _nothing))
+            self._calls.put((after, lambda: None))
             after.wait()
         if self._last is last:
             self._last = None
 
     def _is_own_thread(self) -> bool:
         return threading.current_thread() is self._thread
-
-
-def _nothing() -> None:
-    return
 
 
 def _work(calls: _Calls) -> None:

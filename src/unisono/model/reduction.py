@@ -54,10 +54,8 @@ class ReduceOp(enum.Enum):
 
 _BITWISE = frozenset({ReduceOp.AND, ReduceOp.OR, ReduceOp.XOR})
 _BY_NAME: dict[str, ReduceOp] = {op.name: op for op in ReduceOp}
-_BY_NAME |= {name.lower(): op for name, op in _BY_NAME.items()}
-_BY_NAME |= {"MEAN": ReduceOp.AVERAGE, "mean": ReduceOp.AVERAGE}
-_OF_TORCH = {"AVG": "AVERAGE", "BAND": "AND", "BOR": "OR", "BXOR": "XOR"}
-_BY_NAME |= {name: _BY_NAME[ours] for name, ours in _OF_TORCH.items()}
+_BY_NAME |= {"MEAN": ReduceOp.AVERAGE, "AVG": ReduceOp.AVERAGE}
+_BY_NAME |= {"BAND": ReduceOp.AND, "BOR": ReduceOp.OR, "BXOR": ReduceOp.XOR}  # torch's names
 
 
 _FoldName: TypeAlias = Literal[
@@ -80,25 +78,21 @@ OpLike: TypeAlias = "_FoldName | _MeanName | ReduceOp | dist.ReduceOp | dist.Red
 
 def parse_op(op: OpLike | str) -> ReduceOp:
     """Return the reduction for a name, in any case, or for an operation of torch."""
-    found = _BY_NAME.get(op) if isinstance(op, str) else op
-    if isinstance(found, ReduceOp):
+    if isinstance(op, ReduceOp):
+        return op
+    name = op if isinstance(op, str) else _name_in_torch(op)
+    found = _BY_NAME.get(name) or _BY_NAME.get(name.upper())
+    if found is not None:
         return found
-    if isinstance(op, str) and op.upper() in _BY_NAME:
-        return _BY_NAME[op.upper()]
-    name = _name_in_torch(op)
-    if name in _BY_NAME:
-        return _BY_NAME[name]
     known = " ".join((*ReduceOp.__members__, "MEAN"))
     raise ArgumentError(f"unknown reduction {op!r}: use one of {known} (in any case)")
 
 
 def _name_in_torch(op: object) -> str:
     """Return the name of an operation of torch.distributed; empty for any other object."""
-    if not dist.is_available():
+    if not dist.is_available() or type(op) not in (dist.ReduceOp, dist.ReduceOp.RedOpType):
         return ""
     known: dict[str, object] = dict(dist.ReduceOp.RedOpType.__members__)
-    if type(op) not in (dist.ReduceOp, dist.ReduceOp.RedOpType):
-        return ""
     return next((name for name, value in known.items() if op == value), "")
 
 
@@ -155,9 +149,12 @@ def fold_numbers(op: ReduceOp, values: Sequence[Number]) -> Number:
         return reduce(add, values)  # not `sum`, which corrects floats since 3.12
     kinds = {type(value) for value in values}
     if kinds == {bool}:
-        return _fold_bools(op, values)
+        if op is ReduceOp.AVERAGE:
+            raise PayloadError("AVERAGE isn't defined on bool: pass int(value) or float(value)")
+        return bool(reduce(_BOOL_STEPS[op], values))
     if op.is_bitwise and not kinds <= {bool, int}:
-        raise PayloadError(f"{op.name} works on bool and int, not on {_names(kinds)}")
+        names = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise PayloadError(f"{op.name} works on bool and int, not on {names}")
     if op in (ReduceOp.MIN, ReduceOp.MAX):
         if complex in kinds:
             raise PayloadError(f"{op.name} isn't defined on complex numbers")
@@ -205,12 +202,6 @@ def _mean(values: Sequence[Any]) -> Number:
     return reduce(add, [value * scale for value in values]) / (count * scale)  # type: ignore[no-any-return]
 
 
-def _fold_bools(op: ReduceOp, values: Sequence[Number]) -> bool:
-    if op is ReduceOp.AVERAGE:
-        raise PayloadError("AVERAGE isn't defined on bool: pass int(value) or float(value)")
-    return bool(reduce(_BOOL_STEPS[op], values))
-
-
 def _extreme(op: ReduceOp, values: Sequence[Any]) -> Number:
     """Return the least or greatest; NaN wins and -0.0 is below 0.0, as in tensors."""
     for value in values:
@@ -220,10 +211,6 @@ def _extreme(op: ReduceOp, values: Sequence[Any]) -> Number:
     best: Any = choose(values, key=lambda value: (value, math.copysign(1, value)))
     kinds = {type(value) for value in values}
     return float(best) if float in kinds else int(best)
-
-
-def _names(kinds: set[type]) -> str:
-    return ", ".join(sorted(kind.__name__ for kind in kinds))
 
 
 def is_order_of_floats(tensor: Tensor, op: ReduceOp) -> bool:

@@ -31,6 +31,8 @@ class SerialModel(ComputationModel, LaunchHooks):
     backends: ClassVar[tuple[str, ...]] = ("serial",)
     capabilities: ClassVar[frozenset[str]] = frozenset({"groups", "launch", "send_recv"})
     dtypes: frozenset[torch.dtype] = COMMON_DTYPES
+    topology: Topology = _ALONE
+    transport_device: torch.device = torch.device("cpu")
 
     def __init__(self) -> None:
         self._n_groups = 0
@@ -59,19 +61,11 @@ class SerialModel(ComputationModel, LaunchHooks):
         return
 
     @property
-    def topology(self) -> Topology:
-        return _ALONE
-
-    @property
     def device(self) -> torch.device:
         kind = accelerator()
         if kind is None:
             return torch.device("cpu")
         return torch.device(kind.type, torch.accelerator.current_device_index())
-
-    @property
-    def transport_device(self) -> torch.device:
-        return torch.device("cpu")
 
     def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
         return tensor.unsqueeze(0)
@@ -91,11 +85,8 @@ class ChildOfRank(SerialModel):
     def __init__(self, topology: Topology, name: str, backend: str, device: str) -> None:
         super().__init__()
         self.name = name  # type: ignore[misc]
-        self._topology, self._backend, self._device = topology, backend, torch.device(device)
-
-    @property
-    def topology(self) -> Topology:
-        return self._topology
+        self.topology = topology
+        self._backend, self._device = backend, torch.device(device)
 
     @property
     def backend(self) -> str:

@@ -28,7 +28,6 @@ class ThreadExchange:
     """Rounds in which the replicas of one job, threads of this process, exchange items."""
 
     # A rank that has left is reported at once, a late one at the timeout.
-
     # Protocol of a round of a group, as seen by one of its ranks:
     #   open, from the first rank that arrives --all have arrived--> complete: return all items
     #   open --a missing rank has left, the job has failed, timeout--> withdraw, raise
@@ -127,7 +126,9 @@ class ThreadExchange:
                 item = entries.get(rank, ("", None))[1]
                 try:
                     self._check(rank, f"waited in {call}")
-                    self._check_left(rank, late, call)
+                    for peer in self._gone(late, rank):
+                        why = f"rank {peer} {self._left[peer][1]}"
+                        raise PeerFailedError(f"rank {rank} waited in {call}, but {why}", peer)
                     if now >= until:
                         raise self._time_out(rank, late, call, limit_s, item)
                 except CollectiveError:
@@ -136,12 +137,6 @@ class ThreadExchange:
             if now >= warn_at:
                 warn_at = math.inf
                 self._warn(rank, late, call, item)
-
-    def _check_left(self, rank: int, late: list[int], call: str) -> None:
-        for peer in self._gone(late, rank):
-            raise PeerFailedError(
-                f"rank {rank} waited in {call}, but rank {peer} {self._left[peer][1]}", peer
-            )
 
     def _gone(self, missing: list[int], rank: int) -> list[int]:
         return [r for r in missing if self._is_gone(r, self._joined.get(rank, 0))]

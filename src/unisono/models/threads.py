@@ -68,7 +68,9 @@ class _World(ThreadExchange):
                 end = math.inf if until is None else until + _LAST_WORD_S
                 thread.join(min(_POLL_S, _left(end)))
                 if not _left(end):
-                    late = self._give_up()
+                    ranks = [rank for rank in range(self.size) if not self.has_left(rank)]
+                    late = f"{overdue(ranks, self.size)}\n{self._describe(ranks)}"
+                    self.fail(-1, "the deadline is over")
         until = time.monotonic() + _GRACE_S
         for thread in threads:
             thread.join(_left(until))
@@ -78,13 +80,6 @@ class _World(ThreadExchange):
             _log.warning("replicas still computing after %s: %s", why, ", ".join(left))
         if late:
             raise CollectiveTimeoutError(late)
-
-    def _give_up(self) -> str:
-        """Fail the job at its deadline, and return a report of the late replicas."""
-        late = [rank for rank in range(self.size) if not self.has_left(rank)]
-        text = f"{overdue(late, self.size)}\n{self._describe(late)}"
-        self.fail(-1, "the deadline is over")
-        return text
 
     def post(self, key: tuple[object, int, int], tensor: Tensor) -> None:
         """Post a message; never waits."""
@@ -144,9 +139,6 @@ class _ControlPlane(ControlPlane):
         super().__init__(model)
         self._world = world
 
-    def compares_calls(self, group: Group | None) -> bool:
-        return (self._world.size if group is None else len(group.ranks)) > 1
-
     def interrupt(self, how: str) -> None:
         self._world.fail(self.model.topology.rank, how)
 
@@ -158,7 +150,6 @@ class ThreadsModel(ComputationModel, LaunchHooks):
     backends: ClassVar[tuple[str, ...]] = ("threads",)
     capabilities: ClassVar[frozenset[str]] = frozenset({"groups", "send_recv", "launch"})
     replicas_are_threads: ClassVar[bool] = True
-    options: ClassVar[frozenset[str]] = frozenset({"timeout"})
     dtypes: frozenset[torch.dtype] = COMMON_DTYPES
 
     def __init__(self, world: _World, rank: int) -> None:

@@ -87,6 +87,7 @@ class MpiModel(ComputationModel):
     launcher: ClassVar[str] = "mpi"
     options: ClassVar[frozenset[str]] = frozenset({"timeout", "device"})
     dtypes: frozenset[torch.dtype] = frozenset(DATATYPES)
+    transport_device: torch.device = torch.device("cpu")  # an attribute: read in each collective
     largest_count: ClassVar[int] = 2**31 - 1
     """Elements in one MPI call, which MPI 3 counts with a C int; more are sent in several calls."""
     _has_started_mpi: ClassVar[bool] = False
@@ -97,7 +98,7 @@ class MpiModel(ComputationModel):
         self._topology = topology
         self._device = device
         is_direct = device.type == "cuda" and world.is_cuda_aware(mpi)
-        self._transport = device if is_direct else torch.device("cpu")
+        self.transport_device = device if is_direct else torch.device("cpu")
         self._end = world.EndOfJob.install(mpi)
         self._calls = MPICalls(mpi, topology.rank, self._end.end_at_exit)
         self._world: Any = None
@@ -164,10 +165,6 @@ class MpiModel(ComputationModel):
     @property
     def device(self) -> torch.device:
         return self._device
-
-    @property
-    def transport_device(self) -> torch.device:
-        return self._transport
 
     def _over(self, group: Group | None) -> Any:
         if group is not None:

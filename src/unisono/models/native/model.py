@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from unisono.accelerators import accelerator
 from unisono.control.authentication import authenticate
 from unisono.control.plane import SocketControlPlane
+from unisono.control.rendezvous import host_of_this_process
 from unisono.deadlines import deadline
 from unisono.errors import (
     ArgumentError,
@@ -29,7 +30,6 @@ from unisono.model.launching import LaunchHooks
 from unisono.model.reduction import ReduceOp, parse_op
 from unisono.model.training import TrainingHooks
 from unisono.models.native import process_group
-from unisono.models.native.gloo_threads import settle, settle_at_exit
 from unisono.models.native.operations import NativeCalls
 from unisono.models.native.registration import NAME
 from unisono.models.native.rendezvous import (
@@ -59,7 +59,8 @@ class _KnownBackends:
     """The backends that torch knows at the time of access: more may be registered later."""
 
     def __get__(self, _instance: object, _owner: type) -> tuple[str, ...]:
-        return process_group.known_backends()
+        names = dist.Backend.backend_list
+        return tuple(name for name in names if name != dist.Backend.UNDEFINED)
 
 
 class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
@@ -89,12 +90,9 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         self._is_owner = is_owner
         self._interface = interface
         table = process_group.backends_by_device(self._backend)
-        transport = device if device is not None else self._user_device()
-        self.transport_device = (
-            torch.device("cpu")
-            if transport.type != "cpu" and table.get(transport.type, "gloo") == "gloo"
-            else transport
-        )
+        # Gloo carries tensors of the host only.
+        is_hosted = table.get(self.device.type, "gloo") == "gloo"
+        self.transport_device = torch.device("cpu") if is_hosted else self.device
         self._timeout = timeout or process_group.timeout_of(self._pg, self.transport_device)
         carrier = table.get(self.transport_device.type)
         is_gloo = carrier in ("gloo", NAME)
@@ -105,7 +103,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         if torch.__version__ >= "2.7":  # before, a destroyed group may wait for its own threads
             self.control.destroy = _destroy
         if is_gloo:
-            settle_at_exit()
+            process_group.settle_at_exit()
         self._calls = NativeCalls(
             self, self.transport_device.type == "cpu" and topology.world_size > 1
         )
@@ -169,15 +167,14 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
             if info.world_size > 1:
                 # Also so that a finished rank doesn't look dead to one that still joins.
                 with deadline(rendezvous.left()):
-                    model._topology = process_group.place_by_hosts(model)
-        except PeerRefusedError:
-            options.clear()  # as below
-            dist.destroy_process_group()
-            raise
+                    hosts = model.exchange(host_of_this_process().encode())
+                    model._topology = model.topology.among(hosts)
         except (RuntimeError, ValueError, OSError) as error:
             if dist.group.WORLD is not None:
                 dist.destroy_process_group()
             options.clear()  # a held store listens, and the error holds this frame
+            if isinstance(error, PeerRefusedError):  # it says more than ours
+                raise
             here = rendezvous.info
             where = url or f"{here.master_addr}:{here.master_port}"
             raise ContextError(
@@ -195,7 +192,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
     def finalize(self) -> None:
         self.control.close()
         if self._is_owner and self.is_alive():
-            settle()
+            process_group.settle()
             dist.destroy_process_group()
 
     def abort(self) -> None:
@@ -351,7 +348,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
 
 
 def _destroy(handle: Any) -> None:
-    settle()
+    process_group.settle()
     with suppress(ValueError):  # the user has destroyed it
         dist.destroy_process_group(handle)
 

@@ -1,11 +1,17 @@
-"""Process groups of torch for the native model, and torch's wrappers of modules."""
+"""Process groups of torch: devices, creation, facts, wrappers of modules, and gloo's threads."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
+import re
+import threading
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,19 +20,10 @@ from torch import nn
 from torch._C._distributed_c10d import FileStore, HashStore, TCPStore
 
 from unisono.accelerators import accelerator, accelerator_count
-from unisono.control.rendezvous import host_of_this_process
 from unisono.errors import ArgumentError, BackendUnavailableError
-from unisono.model.contract import ComputationModel
 from unisono.topology import RankInfo, Topology
 
 _LATER = timedelta(seconds=2)
-
-
-def known_backends() -> tuple[str, ...]:
-    """Return the backends of torch, including those registered with it."""
-    if not dist.is_available():
-        return ()
-    return tuple(name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED)
 
 
 def backends_by_device(backend: str) -> dict[str, str]:
@@ -152,11 +149,6 @@ def place_by_store(rank: int, world_size: int) -> Topology:
     return Topology(rank, world_size)
 
 
-def place_by_hosts(model: ComputationModel) -> Topology:
-    """Return a rank's position, from the hosts of all ranks. Collective over all ranks."""
-    return model.topology.among(model.exchange(host_of_this_process().encode()))
-
-
 def timeout_of(group: Any, device: torch.device) -> timedelta | None:
     """Return the timeout of a process group, or None."""
     with contextlib.suppress(AttributeError, RuntimeError):
@@ -169,8 +161,7 @@ def wrap(module: nn.Module, wrapper: str, device: torch.device, **options: Any) 
     """Return a module in ``DistributedDataParallel``, or sharded with ``fully_shard``."""
     # Collective over all ranks.
     if wrapper == "ddp":
-        is_trainable = any(parameter.requires_grad for parameter in module.parameters())
-        if not is_trainable:
+        if not any(parameter.requires_grad for parameter in module.parameters()):
             return module  # DistributedDataParallel rejects it
         ids = None if device.type == "cpu" else [device]
         return nn.parallel.DistributedDataParallel(module, device_ids=ids, **options)
@@ -182,3 +173,43 @@ def wrap(module: nn.Module, wrapper: str, device: torch.device, **options: Any) 
         sharded: nn.Module = fsdp.fully_shard(module, mesh=mesh, **options)
         return sharded
     return None
+
+
+# Gloo's threads release an operation's tensors shortly after it, and need the interpreter to
+# release one that has a Python object. Destroying a group meanwhile waits for its threads, and in
+# torch 2.6 holds the interpreter: a deadlock. A program that exits meanwhile aborts: "terminate
+# called without an active exception" (until Python 3.14, CPython then ends threads that request
+# it, out of a destructor of torch that must not be left).
+_MOST_S = 3.0  # less than a launcher's wait for the exit of its ranks
+_THREADS = Path("/proc/self/task")
+# An idle thread waits for a condition variable without a timeout, the call's fourth
+# argument; gloo within an operation, and a thread that waits for the interpreter, have one.
+_CONDITION = r"\d+ 0x\w+ 0x1?89 0x\w+ "
+if torch.__version__ >= "2.7":
+    _THREAD_NAME, _BUSY = "pt_gloo_runloop\n", re.compile(f"(?!{_CONDITION}0x0 )")
+else:  # torch doesn't name them: any thread that isn't Python's may be one
+    _THREAD_NAME, _BUSY = "", re.compile(f"running|{_CONDITION}0x[^0]")
+
+
+def settle_at_exit() -> None:
+    """Register a wait for gloo's threads before the interpreter exits."""
+    atexit.unregister(settle)
+    atexit.register(settle)
+
+
+def settle() -> None:
+    """Wait until gloo's threads are idle, for at most `_MOST_S`."""
+    until = time.monotonic() + _MOST_S
+    while any(map(_BUSY.match, _system_calls())) and time.monotonic() < until:
+        time.sleep(0.001)  # yields the interpreter to them
+
+
+def _system_calls() -> Iterator[str]:
+    """Return the system call of each of gloo's threads, as the kernel formats it."""
+    others = {str(thread.native_id) for thread in threading.enumerate()}
+    with contextlib.suppress(FileNotFoundError):  # this isn't Linux
+        for thread in _THREADS.iterdir():
+            with contextlib.suppress(OSError):  # it has exited
+                name = (thread / "comm").read_text()
+                if thread.name not in others and name.startswith(_THREAD_NAME):
+                    yield (thread / "syscall").read_text()

@@ -33,7 +33,7 @@ from unisono.control.stores import host_store, store_at
 from unisono.deadlines import end_of_block, format_s, host_s, limit_of
 from unisono.errors import ArgumentError, ContextError
 from unisono.model.handle import SafeFuture
-from unisono.topology import PRIVATE_STORE, RankInfo
+from unisono.topology import PRIVATE_STORE, RankInfo, named
 
 _log = logging.getLogger(__name__)
 _LIMIT_S = 60.0  # for set-up, unless the user sets a timeout
@@ -43,7 +43,6 @@ _TRY_S = 0.1
 _GRACE_S = 1.0
 _LOOK_S = 0.0005
 _LINGER_S = 3 * _TRY_S
-_SHOWN = 8
 _SECRET_BYTES = 32
 _ALL = "[]"  # no rank is missing, as JSON
 _GLOO = "GLOO_SOCKET_IFNAME"
@@ -258,10 +257,10 @@ class Rendezvous:
         if self.info.rank in missing:
             raise ContextError(
                 f"{self._who()} reached {self._at()} too late: the other ranks had timed out "
-                f"waiting for {_named(missing)}; start all ranks {limit}, or pass a longer timeout"
+                f"waiting for {named(missing)}; start all ranks {limit}, or pass a longer timeout"
             )
         raise ContextError(
-            f"{_named(missing)} of {self.info.world_size} did not reach {self._at()} {limit} "
+            f"{named(missing)} of {self.info.world_size} did not reach {self._at()} {limit} "
             f"(rank {self.info.rank} did){self._remedy('them')}"
         )
 
@@ -336,7 +335,7 @@ class Rendezvous:
                     time.sleep(_LINGER_S)  # the others read it, and this rank may host the store
                     return turn, json.loads(missing_json)
                 if store.compare_set(f"warned/{turn}", "", str(rank)) == str(rank).encode():
-                    self._warn(now, f"for {_named(missing)}", "them")
+                    self._warn(now, f"for {named(missing)}", "them")
                 self._warn_at = math.inf  # one rank warns for all
             time.sleep(min(max(_LOOK_S, (now - begin) / 20), _TRY_S))
         return turn, json.loads(store.get(end))
@@ -393,10 +392,3 @@ def _opened(path: str) -> str:
         os.close(file)
         raise ContextError(f"{PRIVATE_STORE}={path} isn't the store of this user's job: unset it")
     return own
-
-
-def _named(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:_SHOWN]))
-    return f"ranks {shown}" + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")

@@ -37,7 +37,7 @@ from unisono.host.folding import folds
 from unisono.host.serialized import Turn
 from unisono.host.status_page import IN_FLIGHT
 from unisono.model.reduction import ReduceOp, parse_op
-from unisono.models.native.gloo_threads import settle_at_exit
+from unisono.models.native.process_group import settle_at_exit
 from unisono.payload.tensors import from_bytes, to_bytes
 from unisono.recording import CallLog, Token, job_of, plane_is
 from unisono.topology import Group, Topology, pair
@@ -390,16 +390,6 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         self._shared = None
         self._control.close(farewell)
 
-    def disown(self) -> None:
-        """Release the connections inherited by a forked child."""
-        self._is_forked, self._turn = True, Turn()
-        self._calls.disown()
-        self._control.disown()
-
-    def say_farewell(self) -> None:
-        """Notify the other ranks that this rank's program has ended."""
-        self._control.say_farewell("ended its program")
-
 
 class _Recorded(_Work):  # type: ignore[misc]
     """Torch's handle of a call that gloo carries, which ends the record of the call."""
@@ -527,8 +517,12 @@ _alive: weakref.WeakSet[UnisonoGroup] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
+    """Release the connections that a forked child inherited; its parent keeps its own."""
     for group in list(_alive):
-        group.disown()
+        # The parent's thread that held the turn doesn't exist here.
+        group._is_forked, group._turn = True, Turn()
+        group._calls.disown()
+        group._control.disown()
     _alive.clear()
 
 
@@ -536,7 +530,7 @@ def _at_exit() -> None:
     """Send a farewell, unless an exception ended the program."""
     if not hasattr(sys, "last_type"):
         for group in list(_alive):
-            group.say_farewell()
+            group._control.say_farewell("ended its program")
 
 
 atexit.register(_at_exit)

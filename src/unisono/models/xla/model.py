@@ -32,7 +32,7 @@ from unisono.model.launching import LaunchHooks
 from unisono.model.reduction import ReduceOp, fold_tensors
 from unisono.model.training import TrainingHooks
 from unisono.models.thread_exchange import ThreadExchange
-from unisono.models.xla import setup, training
+from unisono.models.xla import setup
 from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology, name_of
 
 if TYPE_CHECKING:
@@ -102,9 +102,9 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
     backends: ClassVar[tuple[str, ...]] = ("xla-tpu", "xla-cuda", "xla-cpu")
     capabilities: ClassVar[frozenset[str]] = frozenset({"groups"})
     launcher: ClassVar[str] = "xla"
-    options: ClassVar[frozenset[str]] = frozenset({"timeout"})
     replicas_are_threads: ClassVar[bool] = True
     dtypes: frozenset[torch.dtype] = _EVERYWHERE
+    transport_device: torch.device = torch.device("cpu")
 
     def __init__(
         self, step: Any, topology: Topology, is_owner: bool, timeout_s: float = DEFAULT_TIMEOUT_S
@@ -121,7 +121,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         self._kind: str = step.device_type()
         is_cpu = self._kind == "CPU"
         self.dtypes = _ON_CPU if is_cpu else _EVERYWHERE
-        self._transport = torch.device("cpu") if is_cpu else self._device
+        self.transport_device = torch.device("cpu") if is_cpu else self._device
         cut = partial(step.cut, str(self._device))
         self.control: ControlPlane = _ControlPlane(self, self._are_threads, cut)
 
@@ -188,10 +188,6 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
     def device(self) -> torch.device:
         return self._device
 
-    @property
-    def transport_device(self) -> torch.device:
-        return self._transport
-
     @classmethod
     def worker_environ(cls, plan: LaunchPlan) -> dict[str, str]:
         backend = plan.backend
@@ -211,14 +207,20 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         return fallback.exchange(self, blob, None, _bucket)
 
     def wrap_module(self, module: nn.Module, wrapper: str, **options: Any) -> nn.Module | None:
-        return training.spread(self, module) if wrapper == "ddp" else None
+        if wrapper != "ddp":
+            return None
+        with torch.no_grad():
+            for item in (*module.parameters(), *module.buffers()):
+                mine = item.detach().to(self.transport_device).contiguous()
+                item.copy_(self.broadcast(mine, 0).to(item.device))
+        return module
 
     def wrap_optimizer(
         self, optimizer: Optimizer, *, is_averaged: bool, **options: Any
     ) -> Optimizer | None:
         if options or is_averaged:
             return None
-        return training.wrap_optimizer(self, optimizer, partial(self._step.cut, str(self._device)))
+        return _averaging(self, optimizer, partial(self._step.cut, str(self._device)))
 
     def settle_gradients(self, optimizer: Optimizer) -> Callable[[], None] | None:
         settle: Callable[[], Callable[[], None]] | None = getattr(optimizer, "settle", None)
@@ -233,12 +235,12 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         if not self._is_everybody(group):
             own = tensor.to("cpu", copy=True)
             parts = self._swap(_describe("all_gather", tensor), own, group)
-            return torch.stack(parts).to(self._transport)
+            return torch.stack(parts).to(self.transport_device)
         return self._run("all_gather", tensor, self._step.all_gather)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
         if not self._is_native(tensor, op, group):
-            return fold_tensors(op, self.all_gather(tensor, group).cpu()).to(self._transport)
+            return fold_tensors(op, self.all_gather(tensor, group).cpu()).to(self.transport_device)
         build = partial(self._step.all_reduce, kind=_REDUCTIONS[op])
         return self._run(f"all_reduce {op.name}", tensor, build)
 
@@ -296,7 +298,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
 
         try:
             result: Tensor = self._step.run(tensor.to(self._device), build, wait_for_all)
-            return result.to(self._transport)
+            return result.to(self.transport_device)
         except UnisonoError:
             raise
         except (RuntimeError, ValueError) as error:
@@ -316,3 +318,58 @@ def _bucket(size_bytes: int) -> int:
 
 def _describe(call: str, tensor: Tensor) -> str:
     return f"{call} {tensor.dtype} {list(tensor.shape)}"
+
+
+def _averaging(
+    model: ComputationModel, optimizer: Optimizer, cut: Callable[[], object]
+) -> Optimizer:
+    """Wrap an optimizer: ``step`` first averages the gradients, and finally runs the graph."""
+    # The step is collective over all ranks. Backward can't average: it only records a graph, and
+    # may run in a thread of autograd's that isn't a replica.
+    kind = type(optimizer)
+
+    class Averaging(kind):  # type: ignore[misc, valid-type]
+        is_settled = False
+
+        def settle(self) -> Callable[[], None]:
+            _average(model, self)
+            self.is_settled = True
+            return self._unsettle
+
+        def _unsettle(self) -> None:
+            self.is_settled = False
+
+        def step(self, closure: Any = None) -> Any:
+            if not self.is_settled:
+                _average(model, self)
+            result = kind.step(self) if closure is None else kind.step(self, closure)
+            cut()
+            return result
+
+    Averaging.__name__ = Averaging.__qualname__ = kind.__name__
+    optimizer.__class__ = Averaging
+    return optimizer
+
+
+def _average(model: ComputationModel, optimizer: Any) -> None:
+    """Average gradients, in one collective for each dtype. Collective over all ranks."""
+    # A gradient that only some ranks have counts as zero on the others.
+    size = model.topology.world_size
+    parameters = [each for entry in optimizer.param_groups for each in entry["params"]]
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    with torch.no_grad():
+        for dtype in sorted({parameter.dtype for parameter in trained}, key=str):
+            members = [parameter for parameter in trained if parameter.dtype == dtype]
+            grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in members]
+            has = torch.tensor([p.grad is not None for p in members])
+            wide = torch.float64 if dtype is torch.float64 else torch.float32
+            parts = [grad.detach().reshape(-1).to(wide) for grad in grads]
+            flat = torch.cat([*parts, has.to(wide).to(parts[0].device)])
+            total = model.all_reduce(flat.to(model.transport_device), ReduceOp.SUM)
+            sizes = [*(grad.numel() for grad in grads), len(members)]
+            *sums, counts = torch.split(total, sizes)
+            holders = counts.tolist()
+            for parameter, part, count in zip(members, sums, holders, strict=True):
+                if count:
+                    mean = (part / size).to(dtype).view(parameter.shape)
+                    parameter.grad = mean.to(parameter.device)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.models.native import gloo_threads
+from unisono.models.native import process_group
 
 IDLE = "202 0x55db3f59c444 0x189 0x0 0x0 0x0 0xffffffff 0x7ff733813d10 0x7ff7554a3f16\n"
 
@@ -17,13 +17,13 @@ def test_a_thread_that_ends_meanwhile_hides_no_other(
         (tmp_path / str(number) / "comm").write_text(f"{name}\n")
         (tmp_path / str(number) / "syscall").write_text(IDLE)
     (tmp_path / "1" / "comm").unlink()  # as when the thread ends between two looks
-    monkeypatch.setattr(gloo_threads, "_THREADS", tmp_path)
-    monkeypatch.setattr(gloo_threads, "_NAME", "pt_gloo_runloop\n")
-    assert list(gloo_threads._system_calls()) == [IDLE]
-    monkeypatch.setattr(gloo_threads, "_NAME", "")  # as torch 2.6 doesn't name them
-    assert list(gloo_threads._system_calls()) == [IDLE] * 2
-    monkeypatch.setattr(gloo_threads, "_THREADS", tmp_path / "nowhere")
-    assert not list(gloo_threads._system_calls())
+    monkeypatch.setattr(process_group, "_THREADS", tmp_path)
+    monkeypatch.setattr(process_group, "_THREAD_NAME", "pt_gloo_runloop\n")
+    assert list(process_group._system_calls()) == [IDLE]
+    monkeypatch.setattr(process_group, "_THREAD_NAME", "")  # as torch 2.6 doesn't name them
+    assert list(process_group._system_calls()) == [IDLE] * 2
+    monkeypatch.setattr(process_group, "_THREADS", tmp_path / "nowhere")
+    assert not list(process_group._system_calls())
 
 
 @pytest.mark.parametrize(
@@ -37,4 +37,4 @@ def test_a_thread_that_ends_meanwhile_hides_no_other(
     ids=["nothing to do", "between two waits", "in an operation", "asks for the interpreter"],
 )
 def test_a_thread_is_busy_unless_it_waits_without_a_timeout(call: str, is_busy: bool) -> None:
-    assert bool(gloo_threads._BUSY.match(call)) == is_busy
+    assert bool(process_group._BUSY.match(call)) == is_busy
