@@ -57,9 +57,9 @@ class ThreadExchange:
 
     def has_left(self, rank: int) -> bool:
         """Return whether `rank` has left and not joined again."""
-        return self._is_gone(rank, self._joined.get(rank, 0))
+        return self._has_left(rank, self._joined.get(rank, 0))
 
-    def _is_gone(self, rank: int, visit: int) -> bool:
+    def _has_left(self, rank: int, visit: int) -> bool:
         return rank in self._left and self._left[rank][0] >= visit
 
     def swap(
@@ -139,7 +139,7 @@ class ThreadExchange:
                 self._warn(rank, late, call, item)
 
     def _gone(self, missing: list[int], rank: int) -> list[int]:
-        return [r for r in missing if self._is_gone(r, self._joined.get(rank, 0))]
+        return [r for r in missing if self._has_left(r, self._joined.get(rank, 0))]
 
     def _has_failed(self) -> bool:
         """Return whether the job, and with it every round, has failed."""

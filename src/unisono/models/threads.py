@@ -33,7 +33,7 @@ __tracebackhide__ = hides
 T = TypeVar("T")
 _GRACE_S = 2.0
 _POLL_S = 0.2
-_LAST_WORD_S = 0.3  # replicas that wait for a late one report more: their error comes first
+_REPORT_S = 0.3  # replicas that wait for a late one report more: their error comes first
 _log = logging.getLogger(__name__)
 
 
@@ -48,7 +48,7 @@ class _World(ThreadExchange):
         self.is_lost: bool = False
         self.is_late: bool = False  # whether a deadline is the failure
         self.threads: dict[int, int] = {}
-        self._letters: dict[tuple[object, int, int], list[Tensor]] = {}
+        self._messages: dict[tuple[object, int, int], list[Tensor]] = {}
 
     def fail(self, rank: int, text: str) -> None:
         """Mark the job as failed by `rank`; waiting replicas raise."""
@@ -65,7 +65,7 @@ class _World(ThreadExchange):
         for thread in threads:
             while thread.is_alive() and not self.is_lost:
                 until = end_of_block()
-                end = math.inf if until is None else until + _LAST_WORD_S
+                end = math.inf if until is None else until + _REPORT_S
                 thread.join(min(_POLL_S, _left(end)))
                 if not _left(end):
                     ranks = [rank for rank in range(self.size) if not self.has_left(rank)]
@@ -84,19 +84,19 @@ class _World(ThreadExchange):
     def post(self, key: tuple[object, int, int], tensor: Tensor) -> None:
         """Post a message; never waits."""
         with self._condition.lock:
-            self._letters.setdefault(key, []).append(tensor)
+            self._messages.setdefault(key, []).append(tensor)
             self._condition.notify_all()
 
     def fetch(self, key: tuple[object, int, int], rank: int, timeout_s: float | None) -> Tensor:
         """Receive the oldest message of `key`."""
-        letters, src = self._letters, key[1]
-        missing = lambda: [] if letters.get(key) else [src]  # noqa: E731
+        messages, src = self._messages, key[1]
+        missing = lambda: [] if messages.get(key) else [src]  # noqa: E731
         self._wait(missing, {}, rank, f"recv from rank {src}", timeout_s)
         with self._condition.lock:
-            letter = letters[key].pop(0)
-            if not letters[key]:
-                del letters[key]
-        return letter
+            message = messages[key].pop(0)
+            if not messages[key]:
+                del messages[key]
+        return message
 
     def _has_failed(self) -> bool:
         return self.failure is not None

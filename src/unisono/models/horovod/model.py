@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import horovod.torch as hvd  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import torch
@@ -17,20 +18,23 @@ from torch.optim import Optimizer
 from unisono.arguments import only_timeout_s
 from unisono.control.plane import SocketControlPlane
 from unisono.control.rendezvous import host_of_this_process
+from unisono.control.waiting import LOOK_S, Wait
 from unisono.deadlines import DEFAULT_TIMEOUT_S, limit_of
 from unisono.errors import (
     AlreadyInitializedError,
     CollectiveError,
+    CollectiveMismatchError,
     ContextError,
+    PayloadError,
+    PeerFailedError,
     UnsupportedOperation,
 )
 from unisono.model.contract import ComputationModel
 from unisono.model.handle import Handle, SafeFuture
 from unisono.model.reduction import ReduceOp
 from unisono.model.training import TrainingHooks
-from unisono.models.horovod.operations import NARROW, HorovodCalls, Start, widened
 from unisono.models.horovod.setup import wait_for_all
-from unisono.topology import ContextHint, Group, RankInfo, Topology
+from unisono.topology import ContextHint, Group, RankInfo, Topology, name_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -44,6 +48,15 @@ if not hasattr(hvd, "init"):  # without its extension horovod.torch only prints 
 _log = logging.getLogger(__name__)
 _DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
 _LEAVE_S = 2.0  # for Horovod's shutdown after a peer has failed or timed out
+Start = Callable[[str, Any], int]
+"""Function that starts an operation under a name in a process set; returns Horovod's handle."""
+_NARROW = frozenset({torch.uint8, torch.int8, torch.int16})
+_ERRORS: dict[str, type[CollectiveError]] = {
+    "^Mismatched": CollectiveMismatchError,
+    "horovod has been shut down|not been initialized|closed by peer|reset by peer": PeerFailedError,
+}
+_MAX_COUNT = 2**31 - 1
+_ASYNC_NAMES = 512  # fewer than Horovod's response cache holds, 1024
 _OPS = {
     ReduceOp.SUM: hvd.Sum,
     ReduceOp.PRODUCT: hvd.Product,
@@ -68,7 +81,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
     capabilities: ClassVar[frozenset[str]] = frozenset({"groups"})
     launcher: ClassVar[str] = "horovod"
     options: ClassVar[frozenset[str]] = frozenset({"timeout", "hosts", "use_gloo", "verbose"})
-    dtypes: frozenset[torch.dtype] = NARROW | frozenset(
+    dtypes: frozenset[torch.dtype] = _NARROW | frozenset(
         {torch.int32, torch.int64, torch.float32, torch.float64}
     )
     _current: ClassVar[HorovodModel | None] = None
@@ -80,7 +93,8 @@ class HorovodModel(ComputationModel, TrainingHooks):
         self._device = _device()
         self._is_owner = is_owner
         self.control: SocketControlPlane = SocketControlPlane(self, timeout_s)
-        self._calls = HorovodCalls(hvd, self.control)
+        self._under_way: dict[str, int] = {}
+        self._numbers: dict[str, int] = {}
         self._made = 0
         HorovodModel._current = self
 
@@ -167,7 +181,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
 
     def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
         row = tensor.unsqueeze(0)
-        rows: Tensor = self._calls.run(
+        rows: Tensor = self._run(
             "all_gather",
             group,
             tensor.numel() * self._topology.size(group),
@@ -177,7 +191,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
 
     def _barrier(self) -> None:
         start = _reduction(torch.zeros(1, dtype=torch.int32), ReduceOp.SUM)
-        self._calls.run("barrier", None, 1, start, ".barrier")  # hvd.barrier can't time out
+        self._run("barrier", None, 1, start, ".barrier")  # hvd.barrier can't time out
 
     def exchange(self, blob: bytes, group: Group | None = None) -> list[bytes]:
         return self.control.exchange(blob, group)
@@ -185,21 +199,21 @@ class HorovodModel(ComputationModel, TrainingHooks):
     def all_reduce(self, tensor: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
         if op not in _OPS:
             return super().all_reduce(tensor, op, group)
-        carrier, restore = widened(tensor)
+        carrier, restore = _widened(tensor)
         start = _reduction(carrier, op)
-        return restore(self._calls.run("all_reduce", group, tensor.numel(), start))
+        return restore(self._run("all_reduce", group, tensor.numel(), start))
 
     def start_all_reduce(
         self, tensor: Tensor, op: ReduceOp, group: Group | None = None
     ) -> Handle[Tensor] | None:
         if op not in _OPS:
             return None
-        carrier, restore = widened(tensor)
+        carrier, restore = _widened(tensor)
         start = _reduction(carrier, op)
-        return self._calls.start("all_reduce", group, tensor.numel(), start).then(restore)
+        return self._start("all_reduce", group, tensor.numel(), start).then(restore)
 
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
-        got: Tensor = self._calls.run(
+        got: Tensor = self._run(
             "broadcast",
             group,
             tensor.numel(),
@@ -210,8 +224,8 @@ class HorovodModel(ComputationModel, TrainingHooks):
     def reduce_scatter(self, rows: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
         if op is not ReduceOp.SUM:
             return super().reduce_scatter(rows, op, group)
-        carrier, restore = widened(rows)
-        row: Tensor = self._calls.run(
+        carrier, restore = _widened(rows)
+        row: Tensor = self._run(
             "reduce_scatter",
             group,
             rows.numel(),
@@ -220,7 +234,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
         return restore(row.squeeze(0))
 
     def all_to_all(self, rows: Tensor, group: Group | None = None) -> Tensor:
-        got: Tensor = self._calls.run(
+        got: Tensor = self._run(
             "all_to_all",
             group,
             rows.numel(),
@@ -241,7 +255,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
                     f"set {_DYNAMIC}=1 before hvd.init(), or give it "
                     f"process_sets=[hvd.ProcessSet({list(ranks)})]",
                 ) from error
-            self._calls.fail(f"new_group({list(ranks)})", None, error)
+            self._fail(f"new_group({list(ranks)})", None, error)
         # Horovod has one process set for these ranks; names keep the operations of groups apart.
         return Group(ranks, made, f"group{self._made}", timeout_s)
 
@@ -260,6 +274,89 @@ class HorovodModel(ComputationModel, TrainingHooks):
             return None
         name = f"set{handle.process_set_id}"
         return Group(tuple(handle.ranks), handle, name)
+
+    # Horovod matches operations by name. These names depend only on the group and the kind of call,
+    # never on a value, so mismatched calls raise Horovod's own error; and the response
+    # cache works, which a new name for each call would only fill. Concurrent calls are
+    # numbered.
+
+    def _run(
+        self, call: str, group: Group | None, count: int, start: Start, label: str = ""
+    ) -> Any:
+        """Start an operation and wait for its value. Collective over `group`."""
+        return self._finish(*self._begin(call, group, count, start, label))
+
+    def _start(self, call: str, group: Group | None, count: int, start: Start) -> Handle[Any]:
+        """Start an operation without waiting for it. Collective over `group`, as `_run` is."""
+        number = self._numbers.get(team := name_of(group), 0)
+        self._numbers[team] = number + 1
+        work = self._begin(call, group, count, start, f".async{number % _ASYNC_NAMES}")
+        return Handle(partial(self._finish, *work), partial(_is_done, work[-1]))
+
+    def _begin(
+        self, call: str, group: Group | None, count: int, start: Start, label: str
+    ) -> tuple[str, str, Group | None, int, int]:
+        """Start an operation; return the arguments of `_finish`."""
+        if count > _MAX_COUNT:
+            raise PayloadError(
+                f"{call} of {count} elements over all ranks: Horovod counts in 32 bits, so "
+                f"{_MAX_COUNT} are the most; split the tensor"
+            )
+        members = hvd.global_process_set if group is None else group.handle
+        name = f"unisono.{name_of(group)}{label}"
+        key = f"{call}.{name}"
+        earlier = self._under_way.get(key)
+        if earlier is not None:  # it timed out, was interrupted, or hasn't been waited for
+            self._wait(call, group, 0, earlier)
+        step = self.control.steps.begin(name_of(group), call)
+        try:
+            handle = self._under_way[key] = start(name, members)
+        except (RuntimeError, ValueError) as error:  # HorovodInternalError is a RuntimeError
+            self._fail(call, group, error)
+        return key, call, group, step, handle
+
+    def _wait(self, call: str, group: Group | None, step: int, handle: int) -> None:
+        check, begin = Wait(self.control, group, call, step), time.monotonic()
+        check_at = begin + LOOK_S
+        while not _is_done(handle):
+            now = time.monotonic()
+            if now >= check_at:
+                check()
+                check_at = now + LOOK_S
+            # hvd.synchronize would spin, on a core that Horovod's own thread may need.
+            time.sleep(min(max((now - begin) / 50, 5e-5), 1e-3))
+
+    def _finish(self, key: str, call: str, group: Group | None, step: int, handle: int) -> Any:
+        self._wait(call, group, step, handle)
+        if self._under_way.get(key) == handle:
+            del self._under_way[key]
+        try:
+            return hvd.synchronize(handle)
+        except (RuntimeError, ValueError) as error:
+            self._fail(call, group, error)
+
+    def _fail(self, call: str, group: Group | None, error: Exception) -> NoReturn:
+        """Raise our error for an error of Horovod's."""
+        try:
+            Wait(self.control, group, call).fail(_ERRORS, error)
+        except CollectiveMismatchError as ours:
+            text = f"{ours}; make every rank call the same, with equal shapes and dtypes"
+            raise CollectiveMismatchError(text) from error
+
+
+def _is_done(handle: int) -> bool:
+    try:
+        return bool(hvd.poll(handle))
+    except ValueError:  # another thread has waited for it already
+        return True
+
+
+def _widened(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Return a tensor that Horovod reduces exactly, and the inverse conversion."""
+    dtype = tensor.dtype
+    if dtype in _NARROW:
+        return tensor.to(torch.int32), lambda total: total.to(dtype)
+    return tensor, lambda total: total
 
 
 def _reduction(tensor: Tensor, op: ReduceOp) -> Start:

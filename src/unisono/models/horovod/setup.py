@@ -61,7 +61,7 @@ _REQUEST_S = 30.0
 _TRIES = 3
 _POLL_S, _SLOWEST_POLL_S = 0.002, 0.1
 _POLL_PER_RANK_S = 0.005  # the server answers about a thousand times a second
-_VERDICT = "word"
+_VERDICT = "verdict"
 _GONE = "gone"
 _scopes = itertools.count(1)
 
@@ -76,10 +76,10 @@ def wait_for_all(environ: Mapping[str, str], timeout_s: float) -> None:
     if size == 1:
         return
     store = Store(environ[_ADDRESS], int(environ[_PORT]), f"unisono_{next(_scopes)}")
-    own_seat = json.dumps([environ["HOROVOD_HOSTNAME"], int(environ.get("HOROVOD_LOCAL_RANK", 0))])
+    own_place = json.dumps([environ["HOROVOD_HOSTNAME"], int(environ.get("HOROVOD_LOCAL_RANK", 0))])
     until = time.monotonic() + timeout_s
     try:
-        store.ask("PUT", str(rank), own_seat)
+        store.ask("PUT", str(rank), own_place)
         why = _meet(store, rank, size, until)
         if why:  # so that rank 0, if it is the late one, doesn't count this rank as arrived
             store.ask("PUT", str(rank), _GONE)
@@ -100,17 +100,19 @@ def _meet(store: Store, rank: int, size: int, until: float) -> str:
     if rank > 0:
         verdict = store.wait(_VERDICT, until, size)
         return store.missing(size) if verdict is None else verdict
-    seats: list[str | None] = []
-    while len(seats) < size and not {None, _GONE} & {*seats}:
-        seats.append(store.wait(str(len(seats)), until, size))
-    came = [json.loads(seat) for seat in seats if seat not in (None, _GONE)]
+    places: list[str | None] = []
+    while len(places) < size and not {None, _GONE} & {*places}:
+        places.append(store.wait(str(len(places)), until, size))
+    arrived = [json.loads(place) for place in places if place not in (None, _GONE)]
     why = ""
-    if len(came) == size:
-        scopes = {f"local_{host}" for host, _ in came} | {f"cross_{index}" for _, index in came}
+    if len(arrived) == size:
+        scopes = {f"local_{host}" for host, _ in arrived} | {
+            f"cross_{index}" for _, index in arrived
+        }
         for scope in ("global", *scopes):
             _clear(store, scope, size)
-    elif _GONE in seats:
-        why = f"rank {seats.index(_GONE)} had timed out"
+    elif _GONE in places:
+        why = f"rank {places.index(_GONE)} had timed out"
     else:
         why = store.missing(size)
     store.ask("PUT", _VERDICT, why)

@@ -64,7 +64,7 @@ class _ControlPlane(ControlPlane):
 
     def interrupt(self, how: str) -> None:
         """Record an interrupted call; other ranks only notice when this process exits."""
-        self._calls.lose(how)
+        self._calls.mark_interrupted(how)
 
 
 class MpiModel(ComputationModel):
@@ -144,9 +144,9 @@ class MpiModel(ComputationModel):
     def finalize(self) -> None:
         self._end.remove()
         if self.is_alive():
-            is_whole = self._calls.finish()
-            with self._calls.edge("Comm_free"):
-                for comm in self._comms if is_whole else ():  # MPI may still access them
+            is_finished = self._calls.finish()
+            with self._calls.mapped_errors("Comm_free"):
+                for comm in self._comms if is_finished else ():  # MPI may still access them
                     comm.Free()
         self._is_live = False
 
@@ -170,7 +170,7 @@ class MpiModel(ComputationModel):
         if group is not None:
             return group.handle
         if self._world is None:
-            with self._calls.edge("Comm_dup"):
+            with self._calls.mapped_errors("Comm_dup"):
                 self._world = self._keep(self._mpi.COMM_WORLD.Dup())
                 self.control.has_world = True
                 host = self._world.Split_type(self._mpi.COMM_TYPE_SHARED)
@@ -218,9 +218,9 @@ class MpiModel(ComputationModel):
         if self._is_derived(tensor):
             return super().all_reduce(tensor, op, group)
         calls, comm = self._calls, self._over(group)
-        rule = calls.rule(op, tensor.dtype)
+        native = calls.native_op(op, tensor.dtype)
         for piece in self._pieces(tensor):
-            calls.run("Allreduce", comm, self._mpi.IN_PLACE, calls.buffer(piece), rule)
+            calls.run("Allreduce", comm, self._mpi.IN_PLACE, calls.buffer(piece), native)
         return tensor
 
     def start_all_reduce(
@@ -229,8 +229,12 @@ class MpiModel(ComputationModel):
         is_whole = tensor.numel() <= self.largest_count and tensor.is_cpu
         if not is_whole or not self._calls.allows("MULTIPLE"):
             return None
-        calls, comm, rule = self._calls, self._over(group), self._calls.rule(op, tensor.dtype)
-        args = (self._mpi.IN_PLACE, calls.buffer(tensor), rule)
+        calls, comm, native = (
+            self._calls,
+            self._over(group),
+            self._calls.native_op(op, tensor.dtype),
+        )
+        args = (self._mpi.IN_PLACE, calls.buffer(tensor), native)
         return Handle(*calls.start("Iallreduce", comm, tensor, *args))
 
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
@@ -244,12 +248,16 @@ class MpiModel(ComputationModel):
     ) -> Tensor | None:
         if self._is_derived(tensor):
             return super().reduce(tensor, dst, op, group)
-        calls, comm, rule = self._calls, self._over(group), self._calls.rule(op, tensor.dtype)
+        calls, comm, native = (
+            self._calls,
+            self._over(group),
+            self._calls.native_op(op, tensor.dtype),
+        )
         is_root, root = self._topology.rank == dst, self._topology.position(group, dst)
         for piece in self._pieces(tensor):
             mine = calls.buffer(piece)
             ends = (self._mpi.IN_PLACE, mine) if is_root else (mine, None)
-            calls.run("Reduce", comm, *ends, rule, root)
+            calls.run("Reduce", comm, *ends, native, root)
         return tensor if is_root else None
 
     def scatter(
@@ -265,10 +273,10 @@ class MpiModel(ComputationModel):
     def reduce_scatter(self, rows: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
         if rows.numel() > self.largest_count or self._is_derived(rows):
             return super().reduce_scatter(rows, op, group)
-        calls, rule = self._calls, self._calls.rule(op, rows.dtype)
+        calls, native = self._calls, self._calls.native_op(op, rows.dtype)
         row = rows.new_empty(rows.shape[1:])
         ends = (calls.buffer(rows), calls.buffer(row))
-        calls.run("Reduce_scatter_block", self._over(group), *ends, rule)
+        calls.run("Reduce_scatter_block", self._over(group), *ends, native)
         return row
 
     def all_to_all(self, rows: Tensor, group: Group | None = None) -> Tensor:
@@ -296,9 +304,10 @@ class MpiModel(ComputationModel):
         if self._topology.rank not in ranks:
             return Group(ranks)
         name = f"new_group({list(ranks)})"
-        comm = self._calls.together(name, self._pairs, ranks, partial(self._create, ranks))
+        create = partial(self._create, ranks)
+        comm = self._calls.run_when_all_arrived(name, self._pairs, ranks, create)
         if timeout_s is not None:
-            self._calls.allow(comm, timeout_s)
+            self._calls.timeouts_s[id(comm)] = timeout_s
         return Group(ranks, comm, _name(comm), timeout_s)
 
     def _create(self, ranks: tuple[int, ...]) -> Any:

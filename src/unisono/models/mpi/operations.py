@@ -64,7 +64,7 @@ _ERRORS: dict[str, type[CollectiveError]] = {
     "ERR_TRUNCATE": CollectiveMismatchError,
 }
 _DIFFERENT = ": the ranks passed different sizes, or called different things"
-_SPINS_TO_LISTEN = 100  # 10 ms after the first spins
+_SPINS_PER_ANSWER = 100  # 10 ms after the first spins
 _ASK_S = 0.4  # short: a stuck rank never answers, and the caller is past its deadline
 _SPINS = 1_000  # tests of a request before it yields to other processes
 # By number: pending calls of MPI and their memory, from before the call until it is done. Abandoned
@@ -89,21 +89,22 @@ class _Buffer(list[Any]):
 class MPICalls:
     """MPI calls of one rank."""
 
-    def __init__(self, mpi: Any, rank: int, at_loss: Callable[[str], None]) -> None:
+    def __init__(self, mpi: Any, rank: int, end_at_exit: Callable[[str], None]) -> None:
         self._mpi = mpi
-        self._who = f"rank {rank} of {mpi.COMM_WORLD.size}"
-        self._at_loss = at_loss
-        self._rules: dict[tuple[int, torch.dtype], Any] = {}
+        self._this_rank = f"rank {rank} of {mpi.COMM_WORLD.size}"
+        self._end_at_exit = end_at_exit
+        self._operations: dict[tuple[int, torch.dtype], Any] = {}
         self._folds: list[Any] = []
         self._one_test = threading.Lock()  # of a request, which two threads must not test at once
         self._under_way: dict[int, Any] = {}  # requests by number, as in `_held`
         self._datatypes = {dtype: getattr(mpi, name) for dtype, name in DATATYPES.items()}
         self._at = mpi.buffer.fromaddress
-        self._lost = ""  # how a call was interrupted, after which this rank is out of step
+        self._interrupted = ""  # how a call was interrupted, after which this rank is out of step
         self._warn_after_s = warn_after_s()
         self.probe: LivenessProbe = LivenessProbe(mpi, mpi.COMM_WORLD)
         self.timeout_s: float | None = DEFAULT_TIMEOUT_S
-        self._allowed_s: dict[int, float] = {}  # by the identity of permanent communicators
+        self.timeouts_s: dict[int, float] = {}
+        """Other timeouts, by the identity of communicators, which must be permanent."""
 
     def buffer(self, tensor: Tensor) -> list[Any]:
         """Return an MPI buffer of a contiguous tensor, which must outlive the call."""
@@ -113,37 +114,33 @@ class MPICalls:
         made.tensor = tensor
         return made
 
-    def allow(self, comm: Any, timeout_s: float) -> None:
-        """Set the timeout of calls over a permanent communicator."""
-        self._allowed_s[id(comm)] = timeout_s
-
     def allows(self, level: str) -> bool:
         """Return whether MPI was initialised with at least the named thread level."""
         return bool(self._mpi.Query_thread() >= getattr(self._mpi, f"THREAD_{level}"))
 
     def _limit_s(self, comm: Any) -> float | None:
-        return limit_of(self._allowed_s.get(id(comm), self.timeout_s))
+        return limit_of(self.timeouts_s.get(id(comm), self.timeout_s))
 
-    def rule(self, op: ReduceOp, dtype: torch.dtype) -> Any:
+    def native_op(self, op: ReduceOp, dtype: torch.dtype) -> Any:
         """Return MPI's operation, or ours if MPI's computes other results than torch."""
-        rule = self._rules.get((id(op), dtype))  # an enum's own hash is Python, and slow
-        if rule is None:
+        operation = self._operations.get((id(op), dtype))  # an enum's own hash is Python, and slow
+        if operation is None:
             if op.is_bitwise and dtype.is_floating_point:
                 raise PayloadError(f"{op.name} works on integer tensors, not on {dtype}")
             if op in (ReduceOp.SUM, ReduceOp.PRODUCT) and is_folded_by_torch(dtype):
-                rule = self._mpi.Op.Create(_fold(TENSOR_STEPS[op], dtype), commute=True)
-                self._folds.append(rule)
+                operation = self._mpi.Op.Create(_fold(TENSOR_STEPS[op], dtype), commute=True)
+                self._folds.append(operation)
             else:
-                rule = getattr(self._mpi, _OPS[op])
-            self._rules[id(op), dtype] = rule
-        return rule
+                operation = getattr(self._mpi, _OPS[op])
+            self._operations[id(op), dtype] = operation
+        return operation
 
     def run(self, name: str, comm: Any, *args: Any) -> None:
         """Call a method of a communicator and wait for it."""
         # Collective over `comm`, or as the method is.
         try:
             if self._limit_s(comm) is None:
-                self._check_whole(name)
+                self._check_in_step(name)
                 getattr(comm, name)(*args)
             else:
                 number, request = self._begin(getattr(comm, f"I{name.lower()}"), args, name)
@@ -157,7 +154,7 @@ class MPICalls:
     ) -> tuple[int, Any]:
         """Start a non-blocking call; return its number in `_held`, and the request."""
         # An interrupt at any moment leaves its memory in `_held`.
-        self._check_whole(name)
+        self._check_in_step(name)
         number = next(_numbers)
         entry = _held[number] = [args, *keep]
         self._under_way[number] = request = start(*args)
@@ -168,17 +165,17 @@ class MPICalls:
         self._under_way.pop(number, None)
         _held.pop(number, None)
 
-    def _check_whole(self, name: str) -> None:
-        if self._lost:
+    def _check_in_step(self, name: str) -> None:
+        if self._interrupted:
             raise CollectiveError(
-                f"{self._who}: {name}: the ranks are out of step, since {self._lost} here: "
-                "end the job"
+                f"{self._this_rank}: {name}: the ranks are out of step, since {self._interrupted} "
+                "here: end the job"
             )
 
-    def lose(self, how: str) -> None:
+    def mark_interrupted(self, how: str) -> None:
         """Record that a call was interrupted, which the other ranks may complete."""
-        self._lost = self._lost or how
-        self._at_loss(f"{self._who}: {self._lost}")
+        self._interrupted = self._interrupted or how
+        self._end_at_exit(f"{self._this_rank}: {self._interrupted}")
 
     def exchange(
         self, comm: Any, n_ranks: int, blob: bytes, largest: int
@@ -210,16 +207,16 @@ class MPICalls:
         for number, earlier in list(self._under_way.items()):
             if self._is_done(earlier):
                 self._release(number)
-        with self.edge(name):
+        with self.mapped_errors(name):
             _, request = self._begin(getattr(comm, name), args, name, tensor)
 
         def wait() -> Tensor:
-            with self.edge(name):
+            with self.mapped_errors(name):
                 self._await(name, comm, request)
             return tensor
 
         def is_completed() -> bool:
-            with self.edge(name):
+            with self.mapped_errors(name):
                 return self._is_done(request)
 
         return wait, is_completed
@@ -228,19 +225,21 @@ class MPICalls:
         with self._one_test:
             return bool(request.Test())
 
-    def together(self, name: str, comm: Any, ranks: Sequence[int], call: Callable[[], T]) -> T:
+    def run_when_all_arrived(
+        self, name: str, comm: Any, ranks: Sequence[int], call: Callable[[], T]
+    ) -> T:
         """Run a call that MPI can't cancel, once all ranks have arrived in time."""
         # Collective over `ranks`. If MPI may be called from any thread, a thread does both: Ctrl-C
         # and alarms interrupt the main thread, and between the two steps one would leave the other
         # ranks in MPI forever.
 
         def act() -> T:
-            with self.edge(name):
+            with self.mapped_errors(name):
                 absent = limit_s is not None and bounded_barrier(mpi, comm, ranks, limit_s, name)
                 if not absent:
                     return call()
-            self.lose(f"{name} timed out")
-            waited = f"{self._who} waited {format_s(limit_s or 0)}"
+            self.mark_interrupted(f"{name} timed out")
+            waited = f"{self._this_rank} waited {format_s(limit_s or 0)}"
             raise CollectiveTimeoutError(f"{named(absent)} never reached {name}: {waited}")
 
         mpi, limit_s = self._mpi, limit_of(self.timeout_s)
@@ -251,20 +250,20 @@ class MPICalls:
 
     def finish(self) -> bool:
         """Wait for pending operations of `start`, and free ours; return whether it did."""
-        if self._lost:
+        if self._interrupted:
             _held[next(_numbers)] = self._folds  # MPI may still call them
             return False
-        with self.edge("finalize"):
+        with self.mapped_errors("finalize"):
             for number, request in list(self._under_way.items()):
                 self._await("finalize", self._mpi.COMM_WORLD, request)
                 self._release(number)
-            for rule in self._folds:
-                rule.Free()
+            for operation in self._folds:
+                operation.Free()
         self._folds = []
         return True
 
     @contextmanager
-    def edge(self, name: str) -> Iterator[None]:
+    def mapped_errors(self, name: str) -> Iterator[None]:
         """Raise our errors in place of MPI's."""
         try:
             yield
@@ -287,22 +286,24 @@ class MPICalls:
             if spins <= _SPINS:
                 continue
             time.sleep(0 if spins < 2 * _SPINS else 1e-4)
-            if spins % _SPINS_TO_LISTEN == 0:
-                doing = doing or self._doing(name, comm)
+            if spins % _SPINS_PER_ANSWER == 0:
+                doing = doing or self._describe(name, comm)
                 self.probe.answer(doing)
                 if time.monotonic() > warn_at:
                     warn_at = math.inf
                     late = self._late(comm, doing)
-                    _log.warning("%s still waits in %s: %s", self._who, doing, late)
-        self.lose(f"{name} timed out")
-        doing = doing or self._doing(name, comm)
+                    _log.warning("%s still waits in %s: %s", self._this_rank, doing, late)
+        self.mark_interrupted(f"{name} timed out")
+        doing = doing or self._describe(name, comm)
         late = self._late(comm, doing)
-        raise CollectiveTimeoutError(f"{late}\n  {self._who} waited {format_s(limit_s)} in {doing}")
+        raise CollectiveTimeoutError(
+            f"{late}\n  {self._this_rank} waited {format_s(limit_s)} in {doing}"
+        )
 
     def _ranks(self, comm: Any) -> list[int]:
         return list(comm.group.Translate_ranks(None, self._mpi.COMM_WORLD.group))
 
-    def _doing(self, name: str, comm: Any) -> str:
+    def _describe(self, name: str, comm: Any) -> str:
         return f"{name} over ranks {self._ranks(comm)} at {site().decode('utf-8', 'replace')}"
 
     def _late(self, comm: Any, doing: str) -> str:
@@ -326,7 +327,7 @@ class MPICalls:
         names = " ".join(key for key in classes if getattr(self._mpi, key) == number)
         ours = mapped(_ERRORS, names)
         remedy = _DIFFERENT if ours is CollectiveMismatchError else ""
-        raise ours(f"{self._who}: {name} failed: {error}{remedy}") from error
+        raise ours(f"{self._this_rank}: {name} failed: {error}{remedy}") from error
 
 
 def _fold(step: Callable[..., Tensor], dtype: torch.dtype) -> Callable[[Any, Any, Any], None]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -17,11 +19,16 @@ from unisono.accelerators import accelerator
 from unisono.control.authentication import authenticate
 from unisono.control.plane import SocketControlPlane
 from unisono.control.rendezvous import host_of_this_process
-from unisono.deadlines import deadline
+from unisono.control.signatures import purpose_or
+from unisono.control.waiting import LOOK_S, Wait
+from unisono.deadlines import allowed_s, deadline, end_of_block, host_s, limit_of
 from unisono.errors import (
     ArgumentError,
+    CollectiveError,
+    CollectiveTimeoutError,
     ContextError,
     GroupMembershipError,
+    PeerFailedError,
     PeerRefusedError,
 )
 from unisono.model.contract import COMMON_DTYPES, ComputationModel
@@ -30,7 +37,6 @@ from unisono.model.launching import LaunchHooks
 from unisono.model.reduction import ReduceOp, parse_op
 from unisono.model.training import TrainingHooks
 from unisono.models.native import process_group
-from unisono.models.native.operations import NativeCalls
 from unisono.models.native.registration import NAME
 from unisono.models.native.rendezvous import (
     Rendezvous,
@@ -39,7 +45,15 @@ from unisono.models.native.rendezvous import (
     listening_at,
     wrong_interface,
 )
-from unisono.topology import EVERYBODY, ContextHint, Group, LaunchPlan, RankInfo, Topology
+from unisono.topology import (
+    EVERYBODY,
+    ContextHint,
+    Group,
+    LaunchPlan,
+    RankInfo,
+    Topology,
+    name_of,
+)
 from unisono.tracebacks import hides
 
 if TYPE_CHECKING:
@@ -49,6 +63,12 @@ __tracebackhide__ = hides
 
 _NAMES = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")  # the last only on gloo
 _OPS = {parse_op(name): getattr(dist.ReduceOp, name) for name in _NAMES}
+_SLICE = timedelta(seconds=LOOK_S)
+_LEAST_S = 0.001  # 0 means no limit to torch
+_ERRORS: dict[str, type[CollectiveError]] = {
+    "timed out": CollectiveTimeoutError,
+    "closed by peer|reset by peer|connection closed|broken pipe|socket closed": PeerFailedError,
+}
 _MANY = 8  # ranks, from which on a ring is slower than two operations over rank 0
 # Torch 2.13 deprecates the older names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -104,9 +124,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
             self.control.destroy = _destroy
         if is_gloo:
             process_group.settle_at_exit()
-        self._calls = NativeCalls(
-            self, self.transport_device.type == "cpu" and topology.world_size > 1
-        )
+        self._is_watched = self.transport_device.type == "cpu" and topology.world_size > 1
         self._ops = {op: _OPS[op] for op in _OPS if is_gloo or not op.is_bitwise}
         # Gloo's always sums, for any operation: in torch 2.6, no longer in torch 2.9.
         only_sums = is_gloo and torch.__version__ < "2.9"
@@ -244,15 +262,15 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         if self._gathers_at_root and group is None and EVERYBODY not in self.control.hubs:
             return self._gather_at_root(tensor, rows)
         flat = (rows.view(-1), tensor.view(-1))
-        self._calls.run("all_gather", group, _all_gather, *flat)
+        self._run("all_gather", group, _all_gather, *flat)
         return rows
 
     def _gather_at_root(self, tensor: Tensor, rows: Tensor) -> Tensor:
         """Gather over rank 0 while many ranks are set up: gloo's own all_gather is a ring."""
         # The ring takes as many steps as there are ranks, each on every rank.
         is_root = self._topology.rank == 0
-        self._calls.run("all_gather", None, dist.gather, tensor, [*rows] if is_root else None, 0)
-        self._calls.run("all_gather", None, dist.broadcast, rows, 0)
+        self._run("all_gather", None, dist.gather, tensor, [*rows] if is_root else None, 0)
+        self._run("all_gather", None, dist.broadcast, rows, 0)
         # A stranger in rank 0's place can't replay this rank's random number of an earlier proof.
         rows[self._topology.rank] = tensor
         return rows
@@ -261,7 +279,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         native = self._ops.get(op)
         if native is None:
             return super().all_reduce(tensor, op, group)
-        self._calls.run(f"all_reduce {op.name}", group, dist.all_reduce, tensor, native)
+        self._run(f"all_reduce {op.name}", group, dist.all_reduce, tensor, native)
         return tensor
 
     def start_all_reduce(
@@ -270,13 +288,12 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         native = self._ops.get(op)
         if native is None:
             return None
-        call = f"all_reduce {op.name}"
-        return self._calls.start(call, group, dist.all_reduce, tensor, native).then(
-            lambda _: tensor
-        )
+        started = self._begin(f"all_reduce {op.name}", group, dist.all_reduce, tensor, native)
+        wait = partial(self._wait, group, *started, end_of_block())
+        return Handle(wait, started[1].is_completed).then(lambda _: tensor)
 
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
-        self._calls.run(f"broadcast from {src}", group, dist.broadcast, tensor, src)
+        self._run(f"broadcast from {src}", group, dist.broadcast, tensor, src)
         return tensor
 
     def reduce_scatter(self, rows: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
@@ -285,19 +302,19 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
             return super().reduce_scatter(rows, op, group)
         row = rows.new_empty(rows.shape[1:])
         flat = (row.view(-1), rows.view(-1), native)
-        self._calls.run(f"reduce_scatter {op.name}", group, _reduce_scatter, *flat)
+        self._run(f"reduce_scatter {op.name}", group, _reduce_scatter, *flat)
         return row
 
     def all_to_all(self, rows: Tensor, group: Group | None = None) -> Tensor:
         got = torch.empty_like(rows)
-        self._calls.run("all_to_all", group, dist.all_to_all_single, got, rows, None, None)
+        self._run("all_to_all", group, dist.all_to_all_single, got, rows, None, None)
         return got
 
     def send(self, tensor: Tensor, dst: int, group: Group | None = None) -> None:
-        self._calls.message(f"send to rank {dst}", group, dist.isend, tensor, dst)
+        self._message(f"send to rank {dst}", group, dist.isend, tensor, dst)
 
     def recv(self, into: Tensor, src: int, group: Group | None = None) -> Tensor:
-        self._calls.message(f"recv from rank {src}", group, dist.irecv, into, src)
+        self._message(f"recv from rank {src}", group, dist.irecv, into, src)
         return into
 
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
@@ -310,7 +327,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         except TypeError as error:
             raise ArgumentError(f"new_group: {error}") from error
         except (RuntimeError, ValueError) as error:
-            self._calls.fail(f"new_group({list(ranks)})", None, error)
+            self._fail(f"new_group({list(ranks)})", None, error)
         if self._topology.rank not in ranks:
             return Group(ranks)
         allowed_s = None if allowed is None else allowed.total_seconds()
@@ -345,6 +362,69 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         group = Group(ranks, handle, handle.group_name, timeout_s)
         self.control.adopt(group)
         return group
+
+    def _run(self, call: str, group: Group | None, start: Callable[..., Any], *args: Any) -> None:
+        """Run one operation to completion. Collective over `group`."""
+        if not self._is_watched:
+            try:
+                start(*args, _handle(group))
+            except RuntimeError as error:
+                self._fail(call, group, error)
+            return
+        self._wait(group, *self._begin(call, group, start, *args))
+
+    def _begin(
+        self, call: str, group: Group | None, start: Callable[..., Any], *args: Any
+    ) -> tuple[str, Any, int]:
+        """Start an operation; return its name, torch's handle and its number, 0 for none."""
+        call, step = purpose_or(call), 0
+        if self._is_watched:
+            step = self.control.steps.begin(name_of(group), call)
+        try:
+            return call, start(*args, _handle(group), async_op=True), step
+        except RuntimeError as error:
+            self._fail(call, group, error, step)
+
+    def _wait(
+        self, group: Group | None, call: str, work: Any, step: int, until: float | None = None
+    ) -> None:
+        check = Wait(self.control, group, call, step, until)
+        while True:
+            is_over = not self._is_watched or work.is_completed()
+            try:
+                if is_over:
+                    work.wait()
+                else:
+                    work.wait(_SLICE)
+                return
+            except RuntimeError as error:
+                if is_over:
+                    check.fail(_ERRORS, error)
+            if not work.is_completed():  # else just after its slice, or with an error
+                check()
+
+    def _message(
+        self, call: str, group: Group | None, start: Callable[..., Any], *args: Any
+    ) -> None:
+        """Send or receive a message without slices: gloo's can't be waited for twice."""
+        # Called on two ranks; raises as `_run` does.
+        limit_s = limit_of(allowed_s(self.control, group))
+        try:
+            work = start(*args, _handle(group))
+            if self._is_watched and limit_s is not None:
+                work.wait(timedelta(seconds=max(host_s(limit_s), _LEAST_S)))
+            else:
+                work.wait()
+        except RuntimeError as error:
+            self._fail(call, group, error)
+
+    def _fail(self, call: str, group: Group | None, error: Exception, step: int = 0) -> NoReturn:
+        """Raise our error for an error of torch's."""
+        Wait(self.control, group, call, step).fail(_ERRORS, error)
+
+
+def _handle(group: Group | None) -> Any:
+    return None if group is None else group.handle
 
 
 def _destroy(handle: Any) -> None:

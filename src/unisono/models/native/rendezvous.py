@@ -307,7 +307,7 @@ class Rendezvous:
         # A store that outlives a context is used again: each turn has its own keys, and so has each
         # attempt of torchrun.
         rank, size = self.info.rank, self.info.world_size
-        turn = store.add(f"came/{rank}", 1)
+        turn = store.add(f"arrived/{rank}", 1)
         end, begin = f"end/{turn}", time.monotonic()
         first = store.compare_set(f"size/{turn}", "", f"{rank} {size}").decode().split()
         if first[1] != str(size):
@@ -329,7 +329,7 @@ class Rendezvous:
                 if n_ranks > n_before:  # the timeout is for set-up without progress
                     self._until = min(now + host_s(self._limit_s), self._last)
             if now >= min(self._until, self._warn_at):
-                missing = [at for at in range(size) if store.add(f"came/{at}", 0) < turn]
+                missing = [at for at in range(size) if store.add(f"arrived/{at}", 0) < turn]
                 if now >= self._until:
                     missing_json = store.compare_set(end, "", json.dumps(missing))
                     time.sleep(_LINGER_S)  # the others read it, and this rank may host the store

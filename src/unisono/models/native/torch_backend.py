@@ -57,7 +57,7 @@ _OPS: dict[Any, ReduceOp] = {
 }
 
 
-def _carried(name: str, at: int, count: int, is_list: bool = True) -> Callable[..., Any]:
+def _in_memory(name: str, at: int, count: int, is_list: bool = True) -> Callable[..., Any]:
     """Decorate a collective of `count` arguments before its options, by its name in records.
 
     Argument `at` is the tensor, or a list of one, whose memory is shared. The method receives it,
@@ -74,13 +74,13 @@ def _carried(name: str, at: int, count: int, is_list: bool = True) -> Callable[.
             if others or named or not count <= len(args) <= count + 1:
                 return self._by_gloo(name, others[0] if others else None, by_gloo)
             opts, args = args[count] if len(args) > count else opts, args[:count]
-            tensor = _only(args[at]) if is_list else args[at]
+            tensor = _single(args[at]) if is_list else args[at]
             host = self._shared if _has_memory(tensor) else None
             if host is None:
                 return self._by_gloo(name, tensor, by_gloo)
             with self._operation(name, tensor) as token:
                 if method(self, host, tensor, opts, *args[:at], *args[at + 1 :]) is False:
-                    return _going_on(token, by_gloo)
+                    return _start_recorded(token, by_gloo)
             return _done(args[0] if is_list else [args[0]])
 
         return call
@@ -192,7 +192,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
             return start()
         token = self._calls.begin(name, group or self._recorded, tensor, IN_FLIGHT)
         try:
-            return _going_on(token, start)
+            return _start_recorded(token, start)
         except BaseException as error:
             token.end(error)
             raise
@@ -219,11 +219,11 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     # Reductions
 
-    @_carried("all_reduce", 0, 1)
+    @_in_memory("all_reduce", 0, 1)
     def allreduce(self, host: Host, tensor: Tensor, opts: Any) -> bool:
         return self._reduced(host, tensor, opts, None)
 
-    @_carried("reduce", 0, 1)
+    @_in_memory("reduce", 0, 1)
     def reduce(self, host: Host, tensor: Tensor, opts: Any) -> bool:
         return self._reduced(host, tensor, opts, self._members[opts.rootRank])
 
@@ -239,7 +239,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         mine = _reducible(tensor, op)
         total = host.all_reduce(mine, op) if dst is None else host.reduce(mine, dst, op)
         if total is not None:
-            _give_back(total, tensor)
+            _copy_back(total, tensor)
         return True
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
@@ -250,24 +250,24 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
             self.allreduce([tensor], single).wait()
         return _done(tensors)
 
-    @_carried("reduce_scatter", 0, 2)
+    @_in_memory("reduce_scatter", 0, 2)
     def reduce_scatter(self, host: Host, output: Tensor, opts: Any, tensors: Any) -> bool:
-        parts = _only(tensors)
+        parts = _single(tensors)
         is_even = parts is not None and _are_alike(parts, output, len(parts))
         return is_even and self._scattered(host, torch.stack(list(parts)), opts, output)
 
-    @_carried("reduce_scatter", 1, 2, is_list=False)
+    @_in_memory("reduce_scatter", 1, 2, is_list=False)
     def _reduce_scatter_base(self, host: Host, tensor: Tensor, opts: Any, output: Tensor) -> bool:
         return self._scattered(host, tensor, opts, output)
 
     def _scattered(self, host: Host, tensor: Tensor, opts: Any, output: Tensor) -> bool:
         op = _operation(opts)
-        if op is None or not _is_times(tensor, output, host.size):
+        if op is None or not _is_multiple(tensor, output, host.size):
             return False
         self._compare(f"reduce_scatter {op.name}", tensor)
         if not _can_reduce(tensor, op):
             return False
-        _give_back(host.reduce_scatter(_reducible(tensor, op).view(host.size, -1), op), output)
+        _copy_back(host.reduce_scatter(_reducible(tensor, op).view(host.size, -1), op), output)
         return True
 
     reduce_scatter_single = _reduce_scatter_base
@@ -276,16 +276,16 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     # Movement
 
-    @_carried("broadcast", 0, 1)
+    @_in_memory("broadcast", 0, 1)
     def broadcast(self, host: Host, tensor: Tensor, opts: Any) -> None:
         root, is_inline = opts.rootRank, self._fits_round(tensor)
         src, is_src, mine = self._members[root], root == self.rank(), _memory_of(tensor)
         value = to_bytes(mine) if is_src and is_inline else b""
         values = self._compare(f"broadcast from {src}", tensor, value)
         if not is_inline:
-            _give_back(host.broadcast(mine, src), tensor)
+            _copy_back(host.broadcast(mine, src), tensor)
         elif not is_src:
-            _give_back(from_bytes(values[root], tensor.dtype, tuple(tensor.shape)), tensor)
+            _copy_back(from_bytes(values[root], tensor.dtype, tuple(tensor.shape)), tensor)
 
     def _gathered(self, host: Host, call: str, tensor: Tensor) -> Sequence[Tensor]:
         """Return the tensors of all ranks, each of the shape of this rank's."""
@@ -296,9 +296,9 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         values = self._compare(call, tensor, to_bytes(mine))
         return [from_bytes(value, tensor.dtype, tuple(tensor.shape)) for value in values]
 
-    @_carried("all_gather", 1, 2, is_list=False)
+    @_in_memory("all_gather", 1, 2, is_list=False)
     def _allgather_base(self, host: Host, tensor: Tensor, _: Any, output: Tensor) -> bool:
-        if not _is_times(output, tensor, host.size):
+        if not _is_multiple(output, tensor, host.size):
             return False
         rows, into = self._gathered(host, "all_gather", tensor), output.data
         if into.is_contiguous():
@@ -312,11 +312,11 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     all_gather_single_coalesced = _one_by_one("_allgather_base")
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    @_carried("all_gather", 1, 2)
+    @_in_memory("all_gather", 1, 2)
     def allgather(self, host: Host, tensor: Tensor, _: Any, outputs: Any) -> bool:
         return len(outputs) == 1 and self._gather_into(host, "all_gather", tensor, outputs)
 
-    @_carried("gather", 1, 2)
+    @_in_memory("gather", 1, 2)
     def gather(self, host: Host, tensor: Tensor, opts: Any, outputs: Any) -> bool:
         return self._gather_into(host, f"gather to {self._members[opts.rootRank]}", tensor, outputs)
 
@@ -325,26 +325,26 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
             return False
         rows = self._gathered(host, call, tensor)
         for each, row in zip(outputs[0] if outputs else (), rows, strict=bool(outputs)):
-            _give_back(row, each)
+            _copy_back(row, each)
         return True
 
-    @_carried("scatter", 0, 2)
+    @_in_memory("scatter", 0, 2)
     def scatter(self, host: Host, output: Tensor, opts: Any, tensors: Any) -> None:
-        src, parts = self._members[opts.rootRank], _only(tensors)
+        src, parts = self._members[opts.rootRank], _single(tensors)
         rows = None if parts is None else torch.stack([part.data for part in parts])
         self._compare(f"scatter from {src}", output)
-        _give_back(host.scatter(rows, _memory_of(output), src), output)
+        _copy_back(host.scatter(rows, _memory_of(output), src), output)
 
-    @_carried("all_to_all", 1, 4, is_list=False)
+    @_in_memory("all_to_all", 1, 4, is_list=False)
     def alltoall_base(
         self, host: Host, tensor: Tensor, _: Any, output: Tensor, *sizes: Any
     ) -> bool:
-        is_even = not any(sizes) and _is_times(output, tensor, 1)
+        is_even = not any(sizes) and _is_multiple(output, tensor, 1)
         size = b"%d" % tensor.numel() if is_even else b""  # which only some ranks may know
         every = self._compare(f"all_to_all of {str(tensor.dtype)[6:]}", None, size)
         if not size or any(other != size for other in every):
             return False
-        _give_back(host.all_to_all(_memory_of(tensor).view(host.size, -1)), output)
+        _copy_back(host.all_to_all(_memory_of(tensor).view(host.size, -1)), output)
         return True
 
     all_to_all_single = alltoall_base
@@ -363,13 +363,13 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         """Send to one rank. Called on two ranks."""
         group = pair(self._model.topology.rank, self._members[dst])
         start = functools.partial(self._gloo.send, tensors, dst, tag)
-        return self._by_gloo("send", _only(tensors), start, group)
+        return self._by_gloo("send", _single(tensors), start, group)
 
     def recv(self, tensors: Any, src: int, tag: int) -> Any:
         """Receive from one rank. Called on two ranks."""
         group = pair(self._members[src], self._model.topology.rank)
         start = functools.partial(self._gloo.recv, tensors, src, tag)
-        return self._by_gloo("recv", _only(tensors), start, group)
+        return self._by_gloo("recv", _single(tensors), start, group)
 
     # Shutdown
 
@@ -414,17 +414,17 @@ class _Recorded(_Work):  # type: ignore[misc]
         return self._work.get_future().then(lambda future: token.carry_out(future.value))
 
 
-def _asking_gloo(name: str) -> Callable[..., Any]:
+def _delegate(name: str) -> Callable[..., Any]:
     return lambda self, *args, **named: getattr(self._work, name)(*args, **named)
 
 
 # The base class, in C++, has all of torch's methods, so that no `__getattr__` would be called.
 for _name in set(dir(_Work)) - set(dir(object)) - set(vars(_Recorded)) - {"boxed", "unbox"}:
     if not _name.startswith("_pybind"):
-        setattr(_Recorded, _name, _asking_gloo(_name))
+        setattr(_Recorded, _name, _delegate(_name))
 
 
-def _going_on(token: Token, start: Callable[[], Any]) -> Any:
+def _start_recorded(token: Token, start: Callable[[], Any]) -> Any:
     """Start a call that gloo carries; return the handle whose end is that of the call."""
     goes_on = token.goes_on("data")
     work = start()
@@ -449,7 +449,7 @@ def _log_of(topology: Topology) -> CallLog:
     return CallLog.of_rank(rank, size, job, backend="unisono", model="torch.distributed")
 
 
-def _only(tensors: Sequence[Any]) -> Any:
+def _single(tensors: Sequence[Any]) -> Any:
     return tensors[0] if len(tensors) == 1 else None
 
 
@@ -483,7 +483,7 @@ def _are_alike(tensors: Sequence[Tensor], other: Tensor, count: int) -> bool:
     )
 
 
-def _is_times(whole: Tensor, part: Tensor, count: int) -> bool:
+def _is_multiple(whole: Tensor, part: Tensor, count: int) -> bool:
     return whole.dtype == part.dtype and whole.numel() == part.numel() * count
 
 
@@ -500,7 +500,7 @@ def _reducible(tensor: Tensor, op: ReduceOp) -> Tensor:
     return flat.float() if is_narrow else flat
 
 
-def _give_back(result: Tensor, tensor: Tensor) -> None:
+def _copy_back(result: Tensor, tensor: Tensor) -> None:
     """Copy a result into torch's tensor, unless it is there."""
     if result.data_ptr() != tensor.data_ptr():
         tensor.data.copy_(result.view(tensor.shape))

@@ -107,22 +107,22 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
     transport_device: torch.device = torch.device("cpu")
 
     def __init__(
-        self, step: Any, topology: Topology, is_owner: bool, timeout_s: float = DEFAULT_TIMEOUT_S
+        self, graph: Any, topology: Topology, is_owner: bool, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> None:
-        self._step = step
+        self._graph = graph
         self._topology = topology
         self._is_owner = is_owner
         self._timeout_s = timeout_s
         self._is_live = True
         self._made: dict[tuple[int, ...], int] = {}
-        self._n_replicas = step.n_replicas()
-        self._device: torch.device = step.device()
-        self._are_threads = step.replicas_are_threads()
-        self._kind: str = step.device_type()
+        self._n_replicas = graph.n_replicas()
+        self._device: torch.device = graph.device()
+        self._are_threads = graph.replicas_are_threads()
+        self._kind: str = graph.device_type()
         is_cpu = self._kind == "CPU"
         self.dtypes = _ON_CPU if is_cpu else _EVERYWHERE
         self.transport_device = torch.device("cpu") if is_cpu else self._device
-        cut = partial(step.cut, str(self._device))
+        cut = partial(graph.cut, str(self._device))
         self.control: ControlPlane = _ControlPlane(self, self._are_threads, cut)
 
     @classmethod
@@ -133,19 +133,19 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
     def from_context(cls, hint: ContextHint) -> Self | None:
         if "torch_xla" not in sys.modules:
             return None
-        step = setup.find_step()
-        topology = None if step is None else step.replica()
+        graph = setup.find_graph()
+        topology = None if graph is None else graph.replica()
         if topology is None or REPLICAS.has_left(topology.rank):
             return None
-        return cls(step, topology, False)
+        return cls(graph, topology, False)
 
     @classmethod
     def initialize(cls, backend: str, info: RankInfo, **options: Any) -> Self:
         reason = cls.why_unavailable(backend)
         if reason is not None:
             raise BackendUnavailableError(f"backend {backend!r} can't be used here: {reason}")
-        step = setup.load_step()
-        topology = step.replica()
+        graph = setup.load_graph()
+        topology = graph.replica()
         n_made = 1 if topology is None else topology.world_size
         if info.world_size not in (1, n_made):
             raise ContextError(
@@ -154,8 +154,8 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
                 "torch_xla.launch, or under torchrun call "
                 "dist.init_process_group('xla', init_method='xla://') first"
             )
-        step.begin(setup.KINDS[backend])
-        topology = topology or step.replica()
+        graph.begin(setup.KINDS[backend])
+        topology = topology or graph.replica()
         if topology is None:
             raise ContextError(
                 f"{backend}: this thread isn't a replica of XLA's runtime: make the call in the "
@@ -163,7 +163,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
             )
         REPLICAS.join(topology.rank)
         timeout_s = only_timeout_s(backend, options)
-        return cls(step, topology, True, timeout_s or DEFAULT_TIMEOUT_S)
+        return cls(graph, topology, True, timeout_s or DEFAULT_TIMEOUT_S)
 
     def finalize(self) -> None:
         self._is_live = False
@@ -174,7 +174,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         REPLICAS.leave(self._topology.rank, "has failed")
 
     def is_alive(self) -> bool:
-        return self._is_live and self._n_replicas == self._step.n_replicas()
+        return self._is_live and self._n_replicas == self._graph.n_replicas()
 
     @property
     def backend(self) -> str:
@@ -220,7 +220,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
     ) -> Optimizer | None:
         if options or is_averaged:
             return None
-        return _averaging(self, optimizer, partial(self._step.cut, str(self._device)))
+        return _averaging(self, optimizer, partial(self._graph.cut, str(self._device)))
 
     def settle_gradients(self, optimizer: Optimizer) -> Callable[[], None] | None:
         settle: Callable[[], Callable[[], None]] | None = getattr(optimizer, "settle", None)
@@ -236,12 +236,12 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
             own = tensor.to("cpu", copy=True)
             parts = self._swap(_describe("all_gather", tensor), own, group)
             return torch.stack(parts).to(self.transport_device)
-        return self._run("all_gather", tensor, self._step.all_gather)
+        return self._run("all_gather", tensor, self._graph.all_gather)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
         if not self._is_native(tensor, op, group):
             return fold_tensors(op, self.all_gather(tensor, group).cpu()).to(self.transport_device)
-        build = partial(self._step.all_reduce, kind=_REDUCTIONS[op])
+        build = partial(self._graph.all_reduce, kind=_REDUCTIONS[op])
         return self._run(f"all_reduce {op.name}", tensor, build)
 
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
@@ -251,19 +251,19 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         # all_gather.
         if self._topology.rank != src:
             tensor = torch.zeros(tensor.shape, dtype=tensor.dtype)
-        build = partial(self._step.all_reduce, kind="sum", as_bits=True)
+        build = partial(self._graph.all_reduce, kind="sum", as_bits=True)
         return self._run(f"broadcast from {src}", tensor, build)
 
     def reduce_scatter(self, rows: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
         if not self._is_native(rows, op, group):
             return super().reduce_scatter(rows, op, group)
-        build = partial(self._step.reduce_scatter, kind=_REDUCTIONS[op])
+        build = partial(self._graph.reduce_scatter, kind=_REDUCTIONS[op])
         return self._run(f"reduce_scatter {op.name}", rows, build)
 
     def all_to_all(self, rows: Tensor, group: Group | None = None) -> Tensor:
         if not self._is_native(rows, ReduceOp.SUM, group):
             return super().all_to_all(rows, group)
-        return self._run("all_to_all", rows, self._step.all_to_all)
+        return self._run("all_to_all", rows, self._graph.all_to_all)
 
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
         if options:
@@ -297,7 +297,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
                 self._swap(what, None, None)
 
         try:
-            result: Tensor = self._step.run(tensor.to(self._device), build, wait_for_all)
+            result: Tensor = self._graph.run(tensor.to(self._device), build, wait_for_all)
             return result.to(self.transport_device)
         except UnisonoError:
             raise

@@ -83,7 +83,7 @@ def environment(backend: str, plan: LaunchPlan) -> dict[str, str]:
     return variables
 
 
-def load_step() -> Any:
+def load_graph() -> Any:
     """Import the module that needs torch_xla."""
     # It doesn't initialise the runtime.
     try:
@@ -96,11 +96,11 @@ def load_step() -> Any:
 
 
 @functools.cache
-def find_step() -> Any:
-    """Return the result of `load_step` if the program has imported torch_xla, else None."""
+def find_graph() -> Any:
+    """Return the result of `load_graph` if the program has imported torch_xla, else None."""
     # If it is broken: None, with one warning for each process.
     try:
-        return load_step()
+        return load_graph()
     except BackendUnavailableError as error:
         warnings.warn(f"XLA is left out: {error}", RuntimeWarning, stacklevel=5)
         return None
