@@ -94,7 +94,7 @@ def take_the_seat_of_rank_1(port: int, pwned: str, reached: int) -> None:
     """Come to the job's store before any rank does, and be one."""
     store = TCPStore("127.0.0.1", port, 2, False, wait_for_workers=False)
     ours = PrefixStore("unisono/0", store)
-    ours.add("came/1", 1)
+    ours.add("arrived/1", 1)
     ours.add("ranks/1", 1)
     os.write(reached, b".")
     with contextlib.suppress(Exception):

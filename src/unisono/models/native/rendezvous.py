@@ -111,7 +111,7 @@ class Rendezvous:
         private = info.private_store or os.environ.get(PRIVATE_STORE, "")
         self._private = private if is_one_host(info) else ""
         self._limit_s = limit_s
-        self._is_ours = timeout is None
+        self._is_default_limit = timeout is None
         self._last: float = end_of_block() or math.inf
         self._until = time.monotonic() + host_s(limit_s)
         self._warn_at: float = time.monotonic() + host_s(_WARN_AFTER_S)
@@ -169,10 +169,17 @@ class Rendezvous:
             while not outcome.is_known and (left := self._until + _GRACE_S - time.monotonic()) > 0:
                 thread.join(left)
         except BaseException:  # Ctrl-C: the thread gives up, and its store closes
-            self._until, self._is_ours = time.monotonic(), False
+            self._until, self._is_default_limit = time.monotonic(), False
             raise
         if outcome.is_known:
-            return outcome.wait()
+            try:
+                return outcome.wait()
+            except ContextError:
+                raise
+            except RuntimeError as error:  # torch's
+                hint = "" if self._private else " Rank 0 may have timed out or ended"
+                why = str(error).partition("\n")[0]
+                raise ContextError(f"{self._where()}: {why}{hint}") from error
         limit = format_s(self._limit_s)
         if self._private:
             raise ContextError(f"{self._where()}: the file was locked for {limit}")
@@ -183,18 +190,18 @@ class Rendezvous:
 
     def _join_store(self, addr: str, port: int, is_host: bool) -> Store:
         size = self.info.world_size
-        with self._reporting(" Rank 0 may have timed out or ended"):
-            while True:
-                limit = timedelta(seconds=math.ceil(self.left().total_seconds()))
-                stores: list[Store] = [
-                    self._host_store(addr, port, limit)
-                    if is_host
-                    else store_at(addr, port, size, False, timeout=limit, wait_for_workers=False)
-                ]
-                if not self._is_of_earlier_run(stores[0]):
-                    return self._await_all(stores.pop())  # as an error would refer to this frame
-                stores.clear()
-                self._wait_for_end_of_earlier_run(addr, port)
+        while True:
+            limit = timedelta(seconds=math.ceil(self.left().total_seconds()))
+            # In a list, as an error would refer to this frame, and the store listens meanwhile.
+            stores: list[Store] = [
+                self._host_store(addr, port, limit)
+                if is_host
+                else store_at(addr, port, size, False, timeout=limit, wait_for_workers=False)
+            ]
+            if not self._is_of_earlier_run(stores[0]):
+                return self._await_all(stores.pop())
+            stores.clear()
+            self._wait_for_end_of_earlier_run(addr, port)
 
     def _is_of_earlier_run(self, store: Store) -> bool:
         """Return whether another process was this rank in a store that node 0 has yet to close."""
@@ -222,28 +229,16 @@ class Rendezvous:
         time.sleep(_TRY_S)
         self._wait_for_listener(addr, port)
 
-    @contextlib.contextmanager
-    def _reporting(self, hint: str) -> Iterator[None]:
-        """Raise torch's errors as ours, with this rank and address."""
-        try:
-            yield
-        except ContextError:
-            raise
-        except RuntimeError as error:
-            why = str(error).partition("\n")[0]
-            raise ContextError(f"{self._where()}: {why}{hint}") from error
-
     def _join_private_store(self) -> Store:
         """Wait for all ranks in the launcher's file, and agree on a secret there."""
         info = self.info
-        with self._reporting(""):
-            store = FileStore(_opened(self._private), -1)
-            # Jobs that a rank starts inherit the variable, and use keys of their own.
-            job = PrefixStore(f"{info.master_addr}:{info.master_port}/{info.world_size}", store)
-            joined = self._await_all(job)
-            token = job.compare_set("secret", "", secrets.token_hex(_SECRET_BYTES))
-            self.secret = bytes.fromhex(token.decode())
-            return joined
+        store = FileStore(_opened(self._private), -1)
+        # Jobs that a rank starts inherit the variable, and use keys of their own.
+        job = PrefixStore(f"{info.master_addr}:{info.master_port}/{info.world_size}", store)
+        joined = self._await_all(job)
+        token = job.compare_set("secret", "", secrets.token_hex(_SECRET_BYTES))
+        self.secret = bytes.fromhex(token.decode())
+        return joined
 
     def _await_all(self, store: Store) -> Store:
         ours = _of_attempt(store)
@@ -324,7 +319,7 @@ class Rendezvous:
             return turn, json.loads(store.compare_set(end, "", _ALL))
         while not store.check([end]):
             now = time.monotonic()
-            if now >= self._until and self._is_ours:
+            if now >= self._until and self._is_default_limit:
                 n_before, n_ranks = n_ranks, store.add(f"ranks/{turn}", 0)
                 if n_ranks > n_before:  # the timeout is for set-up without progress
                     self._until = min(now + host_s(self._limit_s), self._last)
