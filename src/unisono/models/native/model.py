@@ -145,13 +145,12 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
             return None
         rank, world_size = pg.rank(), pg.size()
         info = hint.environment
+        topology = placed = process_group.place_by_store(rank, world_size)
         if info is not None and (info.rank, info.world_size) == (rank, world_size):
             topology = info.topology()
-            placed = process_group.place_by_store(rank, world_size)
+            # A store on this host suggests one node; another local rank shows that there are more.
             if topology.local_rank in (None, placed.local_rank) and not placed.is_guess:
                 topology = topology.or_else(placed)
-        else:
-            topology = process_group.place_by_store(rank, world_size)
         local_rank = hint.local_rank
         if local_rank is None and info is None:
             text = os.environ.get("LOCAL_RANK", "")  # alone it doesn't show the other ranks
@@ -163,10 +162,9 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
     @classmethod
     def initialize(cls, backend: str, info: RankInfo, **options: Any) -> Self:
         device = process_group.choose_device(backend, info, options.pop("device", None))
-        if (
-            device.type != "cpu"
-            and process_group.backends_by_device(backend).get(device.type) != "gloo"
-        ):
+        carrier = process_group.backends_by_device(backend).get(device.type)
+        if device.type != "cpu" and carrier != "gloo":
+            # Binds the group to the device: its barriers and new groups needn't guess it.
             options.setdefault("device_id", device)
         timeout = options.pop("timeout", None)
         rendezvous = Rendezvous(info, timeout)

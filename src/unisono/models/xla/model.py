@@ -65,15 +65,12 @@ _ON_CPU = _EVERYWHERE | {
 class _ControlPlane(ControlPlane):
     is_lazy = True
     is_thread_bound = True
+    allows_threads = False
 
     def __init__(self, model: XlaModel, are_threads: bool, cut: Callable[[], object]) -> None:
         super().__init__(model)
         self._are_threads = are_threads
         self._cut = cut
-
-    @property
-    def allows_threads(self) -> bool:
-        return False
 
     def compares_calls(self, group: Group | None) -> bool:
         return self._are_threads and self.model.topology.size(group) > 1
