@@ -171,10 +171,6 @@ class PluginRegistry(Generic[T]):
             self._scanned = _scan(self.group)
         return self._scanned
 
-    def forget_plugins(self) -> None:
-        """Discard the entry points, which are read again at the next use."""
-        self._scanned = self._loaded = None
-
     def known(self, name: Any) -> str:
         """Return all names, and the nearest one to a wrong name, for an error."""
         names = sorted({*self.built_in, *self.registered, *self.plugins})
@@ -281,7 +277,7 @@ def _scan(group: str) -> dict[str, list[Row]]:
         name = point.name.lower()
         root = point.value.partition(":")[0].partition(".")[0]
         row = Row((name,), point.value, root, f"reinstall {owner}", distribution=owner)
-        if row not in rows.setdefault(name, []):
+        if row not in rows.setdefault(name, []):  # a distribution may be found twice on the path
             rows[name].append(row)
     return rows
 

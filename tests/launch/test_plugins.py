@@ -107,7 +107,7 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def _forget() -> None:
     for plugins in (registry._launchers, environments):
-        plugins.forget_plugins()
+        plugins._scanned = plugins._loaded = None  # read again at the next use
 
 
 @pytest.fixture

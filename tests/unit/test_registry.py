@@ -49,7 +49,7 @@ def _forget_what_was_scanned() -> None:
     importlib.invalidate_caches()
     plugins.load.cache_clear()
     for kind in (registry._models, registry._launchers, environments, _wrappers, _converters):
-        kind.forget_plugins()
+        kind._scanned = kind._loaded = None  # read again at the next use
     registry._models.watched = None
 
 
