@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -82,11 +81,10 @@ class TrainingHooks:
         return False
 
 
-class _Defaults(TrainingHooks):
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-
 def hooks_of(model: ComputationModel) -> TrainingHooks:
     """Return the hooks of a model, or the defaults if it has none."""
-    return model if isinstance(model, TrainingHooks) else _Defaults(model.device)
+    if isinstance(model, TrainingHooks):
+        return model
+    defaults = TrainingHooks()
+    defaults.device = model.device
+    return defaults

@@ -77,7 +77,7 @@ class ThreadExchange:
             entries = self._round_of(group, rank)
             entries[rank] = (call, item)
             is_last = len(entries) == len(ranks)
-            if is_last:
+            if is_last:  # the next call of a rank opens another round
                 self._open[group].remove(entries)
                 if not self._open[group]:
                     del self._open[group]

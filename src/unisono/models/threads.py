@@ -222,6 +222,9 @@ class ThreadsModel(ComputationModel, LaunchHooks):
         ranks, rank = self._topology.members(group), self._topology.rank
         return self._world.swap(handle, ranks, rank, call, item, allowed_s(self._world, group))
 
+    # Other replicas read what one has submitted after its call has returned, when the caller may
+    # overwrite its tensor: hence the clones.
+
     def _swap_tensors(self, call: str, tensor: Tensor, group: Group | None) -> list[Tensor]:
         return self._swap(f"{call} {tensor.dtype} {list(tensor.shape)}", tensor, group)
 

@@ -139,7 +139,7 @@ class MPICalls:
         """Call a method of a communicator and wait for it."""
         # Collective over `comm`, or as the method is.
         try:
-            if self._limit_s(comm) is None:
+            if self._limit_s(comm) is None:  # nothing to poll for: MPI's own wait is faster
                 self._check_in_step(name)
                 getattr(comm, name)(*args)
             else:
@@ -204,7 +204,7 @@ class MPICalls:
         self, name: str, comm: Any, tensor: Tensor, *args: Any
     ) -> tuple[Callable[[], Tensor], Callable[[], bool]]:
         """Start a non-blocking method whose result is in `tensor`. Collective over `comm`."""
-        for number, earlier in list(self._under_way.items()):
+        for number, earlier in list(self._under_way.items()):  # a dropped handle isn't waited for
             if self._is_done(earlier):
                 self._release(number)
         with self.mapped_errors(name):

@@ -385,7 +385,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _end(self, farewell: str) -> None:
         _alive.discard(self)
-        if not any(group._calls is self._calls for group in _alive):
+        if not any(group._calls is self._calls for group in _alive):  # the groups share a log
             self._calls.close()
         self._shared = None
         self._control.close(farewell)
