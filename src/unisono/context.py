@@ -169,7 +169,6 @@ class ContextState:
         self.settle()
 
 
-_NO_HINT = ContextHint()
 _OF_RANK = "unisono: of rank"
 _serial = ContextState(SerialModel())
 
@@ -182,7 +181,7 @@ class _Slot(threading.local):
 _thread = _Slot()
 _process: ContextState | None = None
 _ours: ContextState | None = None
-_before: ContextState | None = None
+_previous: ContextState | None = None
 _forked: ContextState | None = None
 _replica_threads = 0
 _local_rank: int | None = None
@@ -259,17 +258,18 @@ def _look_around() -> ContextState:
 
 def _adopt() -> ContextState | None:
     """Adopt a context that was created outside unisono, once per process."""
-    global _process, _before
-    is_there = registry.probe(_NO_HINT) is not None
-    model = registry.probe(ContextHint(_local_rank, detect_environment())) if is_there else None
-    before, _before = _before, None
-    if before is not None and not before.model.is_alive():
-        before.part()
-        before = None
+    global _process, _previous
+    model = None
+    if registry.probe(ContextHint()) is not None:  # the environment's readers aren't loaded before
+        model = registry.probe(ContextHint(_local_rank, detect_environment()))
+    previous, _previous = _previous, None
+    of_type = [each for each in (previous, _forked) if each and type(each.model) is type(model)]
+    context = next((each for each in of_type if each.model.is_alive()), None)
+    if previous is not None and previous is not context:
+        previous.part()
     if model is None:
         return None
-    context = before or _forked
-    if context is not None and type(context.model) is type(model) and context.model.is_alive():
+    if context is not None:
         context.renew(model)
     else:
         topology, job = model.topology, job_of(detect_environment())
@@ -401,13 +401,13 @@ def is_serial(model: ComputationModel) -> bool:
 
 def forget() -> None:
     """Release the process's context, so that the next call looks for one again."""
-    global _process, _ours, _before
+    global _process, _ours, _previous
     with _lock:
-        _before = _process or _before
-        if _before is not None and not _before.model.is_alive():
+        _previous = _process or _previous
+        if _previous is not None and not _previous.model.is_alive():
             # Torch's group listens while it is referenced.
-            _before.part()
-            _before = None
+            _previous.part()
+            _previous = None
         _process = _ours = None
         if _thread.context is not None and _thread.context.control.is_thread_bound:
             _thread.context = _thread.ours = None
@@ -415,14 +415,14 @@ def forget() -> None:
 
 def set_local_rank(local_rank: int | None) -> None:
     """Set or remove the hint for contexts created outside unisono."""
-    global _local_rank, _process, _before
+    global _local_rank, _process, _previous
     is_rank = isinstance(local_rank, int) and not isinstance(local_rank, bool) and local_rank >= 0
     if local_rank is not None and not is_rank:
         raise ArgumentError(f"local_rank should be an int of at least 0, or None: {local_rank!r}")
     with _lock:
         _local_rank = local_rank
         if _process is not None and _process is not _ours:
-            _before, _process = _process, None
+            _previous, _process = _process, None
 
 
 @contextmanager
@@ -463,7 +463,7 @@ def _after_fork() -> None:
     _lock = threading.RLock()
     _replica_threads = 0
     _forked = _thread.context or _process or _forked
-    for context in {_thread.context, _process, _before}:
+    for context in {_thread.context, _process, _previous}:
         if context is not None:
             context.disown()
 
@@ -471,7 +471,7 @@ def _after_fork() -> None:
 def _at_exit() -> None:
     """Send peers a farewell, unless an exception ended the program."""
     if not hasattr(sys, "last_type"):
-        for context in {_process, _before}:
+        for context in {_process, _previous}:
             if context is not None:
                 context.control.say_farewell("ended its program")
         close_pages()
