@@ -101,9 +101,14 @@ class Replica:
 
 
 def _log_of(info: RankInfo, backend: str, cls: type[ComputationModel], job: str = "") -> CallLog:
-    name, variables = job_of(info, job), str(context.detect_environment())
-    facts = {"backend": backend, "model": cls.name, "variables": variables}
-    return CallLog.of_rank(info.rank, info.world_size, name, **facts)
+    return CallLog.of_rank(
+        info.rank,
+        info.world_size,
+        job_of(info, job),
+        backend=backend,
+        model=cls.name,
+        variables=str(context.detect_environment()),  # read by `_refuse_child`
+    )
 
 
 T = TypeVar("T")
@@ -484,7 +489,9 @@ def start(
     try:
         return _launch(cls, replace(replica, limit=limit), plan, options)
     except WorkerFailedError as error:
-        if not _is_of_the_block(error, limit):
+        # The block's deadline may have passed in a replica first.
+        is_over = limit is not None and time.monotonic() >= limit.until
+        if not (is_over and isinstance(error.__cause__, CollectiveTimeoutError)):
             raise raised_here(error) from error.__cause__
         raise CollectiveTimeoutError(f"the block's deadline is over: {error}") from error
     except KeyboardInterrupt as error:
@@ -566,7 +573,9 @@ def _launch(
     if options.get("launcher") is None and own is not None:
         _check_own_launch(cls.name, options)
         launch = load(own.path)
-        replica, extra = _split(replica, launch)
+        extra = {key: value for key, value in replica.options.items() if _takes(launch, key)}
+        rest = {key: value for key, value in replica.options.items() if key not in extra}
+        replica = replace(replica, options=rest)
     else:
         launch, extra = _launcher(replica.backend, cls, options)
     if replica.options.get("timeout") is not None and _takes(launch, "stop_limit_s"):
@@ -578,20 +587,6 @@ def _launch(
 
 def _takes(launch: Callable[..., Any], name: str) -> bool:
     return name in inspect.signature(launch).parameters
-
-
-def _split(replica: Replica, launch: Callable[..., Any]) -> tuple[Replica, dict[str, Any]]:
-    """Remove the options for its model's launcher from a replica, and return both."""
-    known = inspect.signature(launch).parameters
-    extra = {key: value for key, value in replica.options.items() if key in known}
-    own = {key: value for key, value in replica.options.items() if key not in known}
-    return replace(replica, options=own), extra
-
-
-def _is_of_the_block(error: WorkerFailedError, limit: Limit | None) -> bool:
-    """Return whether a replica failed because the block's deadline passed there first."""
-    is_late = limit is not None and time.monotonic() >= limit.until
-    return is_late and isinstance(error.__cause__, CollectiveTimeoutError)
 
 
 def check_job(

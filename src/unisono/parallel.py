@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, TypeVar
 
@@ -30,8 +30,6 @@ from unisono.tracebacks import hides
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-__all__ = ("Parallel",)
 
 __tracebackhide__ = hides
 
@@ -123,8 +121,8 @@ class Parallel:
         self._check(cls, for_spawn)
         self._grace = {"grace": self._options.pop("grace", None)}  # of ranks that it starts
         self._count = nproc_per_node
-        self._place: dict[str, Any] = {}
-        self._gap: str | None = None
+        self._place: dict[str, Any] = {}  # of this node, as options of `spawn`
+        self._gaps: list[str] = []  # why a job of several nodes isn't known here
         self._is_entered = False
         self._has_context = False
 
@@ -164,24 +162,29 @@ class Parallel:
         self._take_place()
         self._is_entered = True
         alone = self._alone() if self._count is None else {}
-        if self._gap is not None:
-            warnings.warn(self._gap, UserWarning, stacklevel=level())
-        if self._count is None and (self._backend is not None or self._is_in_job(alone)):
-            initialize(self._backend, **self._options, **alone)
-            self._has_context = True
-            self._say("initialised: %s, backend %s", facts.model_name(), facts.backend())
+        for gap in self._gaps:
+            warnings.warn(gap, UserWarning, stacklevel=level())
+        if self._count is not None:
+            return self  # each `run` spawns
+        if self._backend is None and (alone or context.read_environment() is None):
+            return self  # alone, where no backend is asked for: serial
+        initialize(self._backend, **self._options, **alone)
+        self._has_context = True
+        self._say("initialised: %s, backend %s", facts.model_name(), facts.backend())
         return self
 
     def _take_place(self) -> None:
         """Detect whether this is a node of several whose ranks have yet to be started."""
-        self._count, self._place, self._gap = self._nproc_per_node, {}, None
-        is_asked = self._may_be_node() and (self._backend is None or self._can_spawn_on_nodes())
-        if not is_asked:
+        self._count, self._place, self._gaps = self._nproc_per_node, {}, []
+        if not self._may_be_node() or not (self._backend is None or self._can_spawn_on_nodes()):
             return
         is_auto = self._nnodes == "auto"
-        node = find_node(self._keep, is_asked=is_auto, may_be_several=True)
-        if is_auto and self._count is not None:
-            self._refuse_own_job(node)
+        node = find_node(self._gaps.append, is_asked=is_auto, may_be_several=True)
+        if is_auto and self._count is not None:  # else each process would start a job of its own
+            if node is None:
+                refuse_rank("nnodes='auto'")
+            elif node.is_ambiguous:
+                raise ambiguity(node)
         if node is None or node.is_ambiguous or not self._can_spawn_on_nodes():
             return
         if node.node_rank is None:
@@ -207,20 +210,10 @@ class Parallel:
         where = (node.node_rank, node.nnodes, node.source, self._count)
         self._say(text, *where, node.master_addr, node.master_port)
 
-    def _refuse_own_job(self, node: NodeInfo | None) -> None:
-        """Raise if replicas would form a separate job although other nodes start ranks of one."""
-        if node is None:
-            refuse_rank("nnodes='auto'")
-        elif node.is_ambiguous:
-            raise ambiguity(node)
-
-    def _keep(self, text: str) -> None:
-        self._gap = text
-
     def _alone(self) -> dict[str, Any]:
         """Return options of `initialize` for one replica, if that is already known."""
-        is_alone = self._nnodes == 1 or self._gap is not None
-        if not is_alone or "rank" in self._options or not self._can_spawn_on_nodes():
+        is_known = self._nnodes == 1 or self._gaps
+        if not is_known or "rank" in self._options or not self._can_spawn_on_nodes():
             return {}
         if self._nnodes != 1:  # a gap doesn't excuse a wrong RANK
             is_rank = context.read_environment() is not None
@@ -260,9 +253,6 @@ class Parallel:
         cls = find_model(self._backend or best_backend())
         own = cls.replicas_are_threads or "launch" in cls.capabilities
         return cls.launcher == "processes" and not own
-
-    def _is_in_job(self, alone: Mapping[str, Any]) -> bool:
-        return not alone and context.read_environment() is not None
 
     def run(
         self, fn: Callable[Concatenate[int, P], T], *args: P.args, **kwargs: P.kwargs

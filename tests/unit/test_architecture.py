@@ -458,9 +458,8 @@ REFERENCE = frozenset(
 
 def documented(source: Source) -> Iterator[tuple[str, ast.FunctionDef]]:
     """List the functions of a file that the reference has, and the methods of its classes."""
-    names = REFERENCE.intersection(source.public or ())
     for node in source.tree.body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name in names:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name in REFERENCE:
             if isinstance(node, ast.FunctionDef):
                 yield node.name, node
             elif not any(ast.unparse(base).startswith("Protocol") for base in node.bases):
@@ -500,6 +499,7 @@ VERBS = frozenset(
         "Check",
         "Choose",
         "Close",
+        "Compare",
         "Connect",
         "Convert",
         "Count",
@@ -513,6 +513,7 @@ VERBS = frozenset(
         "Gather",
         "Host",
         "Iterate",
+        "Join",
         "Leave",
         "List",
         "Load",
