@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import gc
 import linecache
 import os
@@ -264,16 +265,10 @@ def summary(error: BaseException) -> str:
     except Exception:  # an exception's own __str__ may raise anything
         text = "<its text can't be had>"
     if not text and isinstance(error, AssertionError):
-        text = _assertion_or_nothing(error.__traceback__)
+        with contextlib.suppress(Exception):  # a value's own __repr__ may raise anything
+            text = _assertion(error.__traceback__)
     text = text.strip().partition("\n")[0]
     return f"{name}: {text}" if text else name
-
-
-def _assertion_or_nothing(frames: TracebackType | None) -> str:
-    try:
-        return _assertion(frames)
-    except Exception:  # a value's own __repr__ may raise anything
-        return ""
 
 
 def _assertion(frames: TracebackType | None) -> str:
@@ -289,14 +284,10 @@ def _assertion(frames: TracebackType | None) -> str:
     names = [
         n.id for n in ast.walk(statement.test) if isinstance(n, ast.Name) and n.id in variables
     ]
-    values = [f"{name} = {_shown(variables[name])}" for name in dict.fromkeys(names)]
-    values = [value for value in values if " = <function " not in value]
+    values = [f"{name} = {_SHOWN.repr(variables[name])}" for name in dict.fromkeys(names)]
+    values = [" ".join(value.split()) for value in values if " = <function " not in value]
     text = ast.unparse(statement)
     return f"{text}, where {', '.join(values)}" if values else text
-
-
-def _shown(value: object) -> str:
-    return " ".join(_SHOWN.repr(value).split())
 
 
 def _statement(file: str, line: int) -> ast.Assert | None:
