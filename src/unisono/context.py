@@ -114,7 +114,10 @@ class ContextState:
         # first call over all ranks is done: its result decides how their groups connect.
         self.check_whole()
         if not (self.control.allows_threads and self.control.has_met(None)):
-            return self._run_now(call, group)
+            self.settle(group)
+            outcome: SafeFuture[T] = SafeFuture()  # with the errors for the handle's caller
+            outcome.of(call, is_own=lambda error: isinstance(error, Exception))
+            return Handle(outcome.wait, lambda: outcome.is_known)
         name = self._queue_of(group)
         if name not in self.backgrounds:
             made = Background(f"{BACKGROUND}-{self.model.name}-{self.context_id}")
@@ -124,12 +127,6 @@ class ContextState:
     def _queue_of(self, group: Group | None) -> str:
         """Return the name of the group whose background thread runs the calls over `group`."""
         return name_of(group) if self.control.separates_groups else EVERYBODY
-
-    def _run_now(self, call: Callable[[], T], group: Group | None) -> Handle[T]:
-        self.settle(group)
-        outcome: SafeFuture[T] = SafeFuture()  # with the errors for the handle's caller
-        outcome.of(call, is_own=lambda error: isinstance(error, Exception))
-        return Handle(outcome.wait, lambda: outcome.is_known)
 
     def start_all_reduce(
         self, tensor: Tensor, op: ReduceOp, group: Group | None = None
@@ -162,14 +159,14 @@ _serial = ContextState(SerialModel())
 
 class _Slot(threading.local):
     context: ContextState | None = None
-    ours: ContextState | None = None
+    ours: ContextState | None = None  # `context` as long as `activate` made it
 
 
 _thread = _Slot()
-_process: ContextState | None = None
-_ours: ContextState | None = None
-_previous: ContextState | None = None
-_forked: ContextState | None = None
+_process: ContextState | None = None  # of all threads without one of their own
+_ours: ContextState | None = None  # `_process` as long as `activate` made it
+_previous: ContextState | None = None  # alive when forgotten; a new view of it keeps its state
+_forked: ContextState | None = None  # of the rank that forked or started this process
 _replica_threads = 0
 _local_rank: int | None = None
 _lock = threading.RLock()
@@ -447,17 +444,15 @@ def _after_fork() -> None:
     _lock = threading.RLock()
     _replica_threads = 0
     _forked = _thread.context or _process or _forked
-    for context in {_thread.context, _process, _previous}:
-        if context is not None:
-            context.disown()
+    for context in filter(None, {_thread.context, _process, _previous}):
+        context.disown()
 
 
 def _at_exit() -> None:
     """Send peers a farewell, unless an exception ended the program."""
     if not hasattr(sys, "last_type"):
-        for context in {_process, _previous}:
-            if context is not None:
-                context.control.say_farewell("ended its program")
+        for context in filter(None, {_process, _previous}):
+            context.control.say_farewell("ended its program")
         close_pages()
 
 

@@ -217,10 +217,10 @@ class Parallel:
             return {}
         if self._nnodes != 1:  # a gap doesn't excuse a wrong RANK
             is_rank = context.read_environment() is not None
-        else:
-            rank = context.detect_environment()
-            is_task = rank is not None and rank.source != "torchrun"
-            is_rank = rank is not None and (is_task or not self._is_numbered(rank))
+        elif (rank := context.detect_environment()) is None:
+            is_rank = False
+        else:  # srun and mpirun only number ranks; RANK alone may be this node's number
+            is_rank = rank.source != "torchrun" or not self._is_numbered(rank)
         return {} if is_rank else {"rank": 0, "world_size": 1}
 
     def _is_numbered(self, rank: RankInfo) -> bool:
