@@ -22,7 +22,7 @@ from functools import cache
 from itertools import groupby
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 E = TypeVar("E", bound=BaseException)
 _TEXT = "_unisono_text"  # attribute of an exception
@@ -118,33 +118,7 @@ def _libraries() -> tuple[str, ...]:
 
 def fold(error: BaseException, frames: TracebackType | None) -> str:
     """Return the traceback of an exception and of its causes, with our frames folded."""
-    captured = traceback.TracebackException(type(error), error, frames)
-    if not is_full():
-        _fold_all(captured)
-    return "".join(captured.format())
-
-
-def _fold_all(captured: traceback.TracebackException) -> None:
-    waiting, seen = [captured], {0}
-    while waiting:
-        error = waiting.pop()
-        if id(error) not in seen:
-            seen.add(id(error))
-            error.stack = _Folded(error.stack)
-            causes = [error.__cause__, error.__context__]
-            causes += getattr(error, "exceptions", None) or ()
-            waiting += [cause for cause in causes if cause is not None]
-
-
-class _Folded(traceback.StackSummary):
-    """Frames, with each run of ours written as one line."""
-
-    def format(self, **options: Any) -> list[str]:
-        lines = []
-        for is_hidden, indices in _runs([frame.filename for frame in self]):
-            part = traceback.StackSummary.from_list([self[index] for index in indices])
-            lines += [_note(len(part))] if is_hidden else part.format(**options)
-        return lines
+    return fold_text("".join(traceback.format_exception(type(error), error, frames)))
 
 
 def _runs(files: Sequence[str]) -> list[tuple[bool, list[int]]]:
