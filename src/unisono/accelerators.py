@@ -26,21 +26,18 @@ def accelerator_count() -> int:
 
 def can_pin_for(device: torch.device) -> bool:
     """Return whether torch's ``DataLoader`` can pin the memory of batches for a device."""
+    kind = _kind()
+    if kind is None or device.type != kind.type:
+        return False
+    if kind.type != "cuda" and (kind.type == "mps" or torch.__version__ < "2.9"):
+        return False  # loaders would warn or ignore it
     # It tries, as a loader would raise if it can't: a third-party accelerator
     # may have no pinned memory, and tensors on another default device aren't pinned.
-    kind = _kind()
-    if kind is None or device.type != kind.type or not _loaders_pin_for(kind):
-        return False
     try:
         torch.empty(1).pin_memory()
     except RuntimeError:
         return False
     return True
-
-
-def _loaders_pin_for(kind: torch.device) -> bool:
-    """Return whether loaders pin for a type of accelerator, rather than warn or ignore it."""
-    return kind.type == "cuda" or (kind.type != "mps" and torch.__version__ >= "2.9")
 
 
 def _kind() -> torch.device | None:

@@ -11,16 +11,11 @@ from typing import Any
 
 from unisono.errors import ArgumentError, EnvironmentDetectionError
 
-_NUMBERS = {
-    "UNISONO_WARN_AFTER_S": 0.0,
-    "UNISONO_SHARED_BYTES": 0.0,
-}
-
 
 def check_variables() -> None:
     """Raise if a number in one of our variables is bad, before replicas start."""
-    for variable, least in _NUMBERS.items():
-        number_in(variable, least, least)
+    for variable in ("UNISONO_WARN_AFTER_S", "UNISONO_SHARED_BYTES"):
+        number_in(variable, 0.0)
 
 
 def _from_text(value: Any) -> Any:

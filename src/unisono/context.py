@@ -43,19 +43,6 @@ _context_ids = itertools.count(1)
 class ContextState:
     """State of the facade for one context of any library; unknown to the model."""
 
-    __slots__ = (
-        "backgrounds",
-        "calls",
-        "context_id",
-        "control",
-        "flat_buffers",
-        "groups",
-        "hosts",
-        "interrupted",
-        "model",
-        "must_introduce",
-    )
-
     def __init__(self, model: ComputationModel, calls: CallLog | None = None) -> None:
         self.model: ComputationModel = model
         if calls is not None:
@@ -93,7 +80,7 @@ class ContextState:
         self.model.finalize()
         self.calls.close()
 
-    def part(self) -> None:
+    def release(self) -> None:
         """Release a context that has ended by itself."""
         self.groups.clear()
         self.calls.close()
@@ -127,22 +114,19 @@ class ContextState:
         # first call over all ranks is done: its result decides how their groups connect.
         self.check_whole()
         if not (self.control.allows_threads and self.control.has_met(None)):
-            return self._done(call, group)
-        name = self._order(group)
+            self.settle(group)
+            outcome: SafeFuture[T] = SafeFuture()  # with the errors for the handle's caller
+            outcome.of(call, is_own=lambda error: isinstance(error, Exception))
+            return Handle(outcome.wait, lambda: outcome.is_known)
+        name = self._queue_of(group)
         if name not in self.backgrounds:
             made = Background(f"{BACKGROUND}-{self.model.name}-{self.context_id}")
             self.backgrounds.setdefault(name, made)
         return self.backgrounds[name].submit(partial(from_here().run, call))
 
-    def _order(self, group: Group | None) -> str:
-        """Return the name of the group that `group` shares its order of calls with."""
+    def _queue_of(self, group: Group | None) -> str:
+        """Return the name of the group whose background thread runs the calls over `group`."""
         return name_of(group) if self.control.separates_groups else EVERYBODY
-
-    def _done(self, call: Callable[[], T], group: Group | None) -> Handle[T]:
-        self.settle(group)
-        outcome: SafeFuture[T] = SafeFuture()  # with the errors for the handle's caller
-        outcome.of(call, is_own=lambda error: isinstance(error, Exception))
-        return Handle(outcome.wait, lambda: outcome.is_known)
 
     def start_all_reduce(
         self, tensor: Tensor, op: ReduceOp, group: Group | None = None
@@ -156,7 +140,7 @@ class ContextState:
 
     def settle(self, group: Group | None = None) -> None:
         """Wait for pending calls of `start` over a group, as every rank keeps one order."""
-        background = self.backgrounds.get(self._order(group)) if self.backgrounds else None
+        background = self.backgrounds.get(self._queue_of(group)) if self.backgrounds else None
         if background is not None:
             background.settle()
         if self.control.is_lazy:
@@ -169,21 +153,20 @@ class ContextState:
         self.settle()
 
 
-_NO_HINT = ContextHint()
 _OF_RANK = "unisono: of rank"
 _serial = ContextState(SerialModel())
 
 
 class _Slot(threading.local):
     context: ContextState | None = None
-    ours: ContextState | None = None
+    ours: ContextState | None = None  # `context` as long as `activate` made it
 
 
 _thread = _Slot()
-_process: ContextState | None = None
-_ours: ContextState | None = None
-_before: ContextState | None = None
-_forked: ContextState | None = None
+_process: ContextState | None = None  # of all threads without one of their own
+_ours: ContextState | None = None  # `_process` as long as `activate` made it
+_previous: ContextState | None = None  # alive when forgotten; a new view of it keeps its state
+_forked: ContextState | None = None  # of the rank that forked or started this process
 _replica_threads = 0
 _local_rank: int | None = None
 _lock = threading.RLock()
@@ -196,7 +179,7 @@ def current() -> ContextState:
     context = _thread.context or _process
     if context is not None and context.model.is_alive():
         return context
-    return _look_around()
+    return _find_context()
 
 
 def current_model() -> ComputationModel:
@@ -208,7 +191,7 @@ def communicator(group: Group | None = None, settles: bool = True) -> ContextSta
     """Return the active context for a collective, after the calls started over the group."""
     context = _thread.context or _process  # as in `current`, without its call
     if context is None or not context.model.is_alive():
-        context = _look_around()
+        context = _find_context()
     if _forked is not None:
         refuse_fork(context)
     if context.interrupted is not None:
@@ -241,9 +224,9 @@ def left_half_way(call: str, error: BaseException) -> None:
         context.interrupt(who, f"{type(error).__name__} interrupted {call} at {line}")
 
 
-def _look_around() -> ContextState:
+def _find_context() -> ContextState:
     with _lock:
-        context = _still_alive() or _adopt() or _of_parent()
+        context = _live_context() or _adopt() or _of_parent()
     if context is not None:
         return context
     if _replica_threads:
@@ -259,17 +242,18 @@ def _look_around() -> ContextState:
 
 def _adopt() -> ContextState | None:
     """Adopt a context that was created outside unisono, once per process."""
-    global _process, _before
-    is_there = registry.probe(_NO_HINT) is not None
-    model = registry.probe(ContextHint(_local_rank, detect_environment())) if is_there else None
-    before, _before = _before, None
-    if before is not None and not before.model.is_alive():
-        before.part()
-        before = None
+    global _process, _previous
+    model = None
+    if registry.probe(ContextHint()) is not None:  # the environment's readers aren't loaded before
+        model = registry.probe(ContextHint(_local_rank, detect_environment()))
+    previous, _previous = _previous, None
+    of_type = [each for each in (previous, _forked) if each and type(each.model) is type(model)]
+    context = next((each for each in of_type if each.model.is_alive()), None)
+    if previous is not None and previous is not context:
+        previous.release()
     if model is None:
         return None
-    context = before or _forked
-    if context is not None and type(context.model) is type(model) and context.model.is_alive():
+    if context is not None:
         context.renew(model)
     else:
         topology, job = model.topology, job_of(detect_environment())
@@ -280,7 +264,7 @@ def _adopt() -> ContextState | None:
         _thread.context = context
     else:
         _process = context
-    _tell_children()
+    _pass_to_children()
     return context
 
 
@@ -298,7 +282,7 @@ class _Config(dict[str, Any]):
         return made
 
 
-def _tell_children() -> None:
+def _pass_to_children() -> None:
     """Pass this rank's facts to the processes that multiprocessing creates, forked or not."""
     process: Any = multiprocessing.current_process()
     config = getattr(process, "_config", None)  # its other content, such as a key, is kept
@@ -322,13 +306,13 @@ def _of_parent() -> ContextState | None:
     return _process
 
 
-def _still_alive() -> ContextState | None:
+def _live_context() -> ContextState | None:
     """Return the thread's or the process's context if it is alive; release one that has ended."""
     global _process
     if _thread.context is not None and not _thread.context.model.is_alive():
         _thread.context = None
     if _process is not None and not _process.model.is_alive():
-        _process.part()
+        _process.release()
         _process = None
     return _thread.context or _process
 
@@ -369,24 +353,21 @@ def activate(
                     f"{topology.world_size}): call finalize() first"
                 )
         plugins.begin_trace()  # before the first call, `initialize`
-        context = _recorded(make, record())
+        calls = record()
+        try:
+            with calls.call("initialize"):
+                model = make()
+        except BaseException:  # Ctrl-C too: there is no context that would remove the page
+            calls.close()
+            raise
+        calls.become(model.topology.rank, model.topology.world_size)
+        context = ContextState(model, calls)
         if context.control.is_thread_bound:
             _thread.context = _thread.ours = context
         else:
             _process = _ours = context
-        _tell_children()
+        _pass_to_children()
         return context
-
-
-def _recorded(make: Callable[[], ComputationModel], calls: CallLog) -> ContextState:
-    try:
-        with calls.call("initialize"):
-            model = make()
-    except BaseException:  # Ctrl-C too: there is no context that would remove the page
-        calls.close()
-        raise
-    calls.become(model.topology.rank, model.topology.world_size)
-    return ContextState(model, calls)
 
 
 def is_ours(context: ContextState) -> bool:
@@ -401,13 +382,13 @@ def is_serial(model: ComputationModel) -> bool:
 
 def forget() -> None:
     """Release the process's context, so that the next call looks for one again."""
-    global _process, _ours, _before
+    global _process, _ours, _previous
     with _lock:
-        _before = _process or _before
-        if _before is not None and not _before.model.is_alive():
+        _previous = _process or _previous
+        if _previous is not None and not _previous.model.is_alive():
             # Torch's group listens while it is referenced.
-            _before.part()
-            _before = None
+            _previous.release()
+            _previous = None
         _process = _ours = None
         if _thread.context is not None and _thread.context.control.is_thread_bound:
             _thread.context = _thread.ours = None
@@ -415,14 +396,14 @@ def forget() -> None:
 
 def set_local_rank(local_rank: int | None) -> None:
     """Set or remove the hint for contexts created outside unisono."""
-    global _local_rank, _process, _before
+    global _local_rank, _process, _previous
     is_rank = isinstance(local_rank, int) and not isinstance(local_rank, bool) and local_rank >= 0
     if local_rank is not None and not is_rank:
         raise ArgumentError(f"local_rank should be an int of at least 0, or None: {local_rank!r}")
     with _lock:
         _local_rank = local_rank
         if _process is not None and _process is not _ours:
-            _before, _process = _process, None
+            _previous, _process = _process, None
 
 
 @contextmanager
@@ -437,7 +418,7 @@ def replica(context: ContextState) -> Iterator[None]:
         if is_process:  # its threads belong to the replica too
             _process = context
     _thread.context = context
-    _tell_children()
+    _pass_to_children()
     try:
         yield
     finally:
@@ -463,17 +444,15 @@ def _after_fork() -> None:
     _lock = threading.RLock()
     _replica_threads = 0
     _forked = _thread.context or _process or _forked
-    for context in {_thread.context, _process, _before}:
-        if context is not None:
-            context.disown()
+    for context in filter(None, {_thread.context, _process, _previous}):
+        context.disown()
 
 
 def _at_exit() -> None:
     """Send peers a farewell, unless an exception ended the program."""
     if not hasattr(sys, "last_type"):
-        for context in {_process, _before}:
-            if context is not None:
-                context.control.say_farewell("ended its program")
+        for context in filter(None, {_process, _previous}):
+            context.control.say_farewell("ended its program")
         close_pages()
 
 

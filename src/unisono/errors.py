@@ -63,6 +63,10 @@ _ABOUT_OTHERS = (
 class UnisonoError(Exception):
     """Base of every error that unisono raises."""
 
+    def __str__(self) -> str:
+        # Further arguments of the constructor, which pickle needs, are no part of the text.
+        return str(self.args[0]) if self.args else ""
+
 
 class ArgumentError(UnisonoError, ValueError, TypeError):
     """Raised when an argument has a wrong type, a wrong value or an unknown name.
@@ -130,9 +134,6 @@ class EnvironmentDetectionError(UnisonoError, ValueError, RuntimeError):
         self.variable = variable
         self.value = value
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
 
 class LaunchError(UnisonoError, RuntimeError):
     """Raised when replicas can't be started or their results can't be collected."""
@@ -191,9 +192,7 @@ class WorkerFailedError(LaunchError):
     def line_of(error: BaseException) -> str:
         """Return the line of the user's code that raised `error`, empty if there is none."""
         frame = where(extract_tb(error.__traceback__))
-        if frame is None:
-            return ""
-        return line_of(frame)
+        return "" if frame is None else line_of(frame)
 
     @staticmethod
     def exit_code_of(error: BaseException) -> int | None:
@@ -201,9 +200,6 @@ class WorkerFailedError(LaunchError):
         if not isinstance(error, SystemExit):
             return None
         return error.code if isinstance(error.code, int) else int(error.code is not None)
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class UnsupportedOperation(UnisonoError, NotImplementedError):
@@ -260,9 +256,6 @@ class PeerRefusedError(CollectiveError):
         super().__init__(message, rank)
         self.rank = rank
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
 
 class PeerFailedError(CollectiveError):
     """Raised when another rank failed, or a guarded section did there.
@@ -277,6 +270,3 @@ class PeerFailedError(CollectiveError):
         super().__init__(message, rank, traceback)
         self.rank = rank
         self.traceback = traceback
-
-    def __str__(self) -> str:
-        return str(self.args[0])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import socket
 import warnings
-from typing import TypeVar
 
 import torch
 
@@ -14,25 +13,6 @@ from unisono.context import ContextState, current, current_model
 from unisono.errors import ContextError
 from unisono.topology import Topology
 
-__all__ = (
-    "backend",
-    "device",
-    "get_local_rank",
-    "get_nnodes",
-    "get_node_rank",
-    "get_nproc_per_node",
-    "get_rank",
-    "get_world_size",
-    "hostname",
-    "is_distributed",
-    "is_main_process",
-    "make_audible",
-    "model_name",
-    "set_local_rank",
-    "show_config",
-)
-
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _warned: set[int] = set()
 

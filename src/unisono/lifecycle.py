@@ -69,7 +69,7 @@ class Replica:
         # receives this error before any that it causes elsewhere. Threads that outlive the function
         # keep the context until they end, as an asynchronous checkpoint needs it.
         cls = find_model(self.backend)
-        if cls.replicas_are_threads:
+        if cls.replicas_are_threads:  # of this process, as XLA's launcher may start them
             return self.run(cls.initialize(self.backend, info, **self.options))
         if self.prefix_output and info.world_size > 1:
             begin_lines_with_rank(info.rank)
@@ -101,9 +101,14 @@ class Replica:
 
 
 def _log_of(info: RankInfo, backend: str, cls: type[ComputationModel], job: str = "") -> CallLog:
-    name, variables = job_of(info, job), str(context.detect_environment())
-    facts = {"backend": backend, "model": cls.name, "variables": variables}
-    return CallLog.of_rank(info.rank, info.world_size, name, **facts)
+    return CallLog.of_rank(
+        info.rank,
+        info.world_size,
+        job_of(info, job),
+        backend=backend,
+        model=cls.name,
+        variables=str(context.detect_environment()),  # read by `_refuse_child`
+    )
 
 
 T = TypeVar("T")
@@ -169,7 +174,7 @@ def initialize(backend: str | None = None, **options: Unpack[InitializeOptions])
     cls = find_model(name)
     check_names(f"initialize({name!r})", options, {*cls.options, "rank", "world_size"})
     given: dict[str, Any] = {**options}
-    info = _who_am_i(given)
+    info = _pop_rank(given)
     takes_info = not (cls.replicas_are_threads or "launch" in cls.capabilities)
     if info.source == "none" and takes_info:
         _warn_on_a_node(cls.launcher)
@@ -187,7 +192,7 @@ def initialize(backend: str | None = None, **options: Unpack[InitializeOptions])
         name_thread(info.rank, info.world_size)
 
 
-def _who_am_i(options: dict[str, Any]) -> RankInfo:
+def _pop_rank(options: dict[str, Any]) -> RankInfo:
     """Return rank and world size from the options, else from the environment."""
     rank, world_size = options.pop("rank", None), options.pop("world_size", None)
     if (rank is None) != (world_size is None):
@@ -478,13 +483,15 @@ def start(
     name, cls, plan = check_job("spawn", backend, nproc_per_node, options)
     _check_call(fn, args, kwargs_dict)
     limit = Limit.here() if options.get("join", True) is not False else None
-    replica = _replica(name, plan, options, fn, args, kwargs_dict)
+    replica = _replica(name, plan, options, fn, args, kwargs_dict, limit)
     if limit is not None and limit.left_s == 0:
         raise CollectiveTimeoutError("nothing was spawned: the block's deadline is over")
     try:
-        return _launch(cls, replace(replica, limit=limit), plan, options)
+        return _launch(cls, replica, plan, options)
     except WorkerFailedError as error:
-        if not _is_of_the_block(error, limit):
+        # The block's deadline may have passed in a replica first.
+        is_over = limit is not None and time.monotonic() >= limit.until
+        if not (is_over and isinstance(error.__cause__, CollectiveTimeoutError)):
             raise raised_here(error) from error.__cause__
         raise CollectiveTimeoutError(f"the block's deadline is over: {error}") from error
     except KeyboardInterrupt as error:
@@ -499,15 +506,16 @@ def _replica(
     fn: Callable[..., Any],
     args: Sequence[Any] = (),
     kwargs_dict: Mapping[str, Any] | None = None,
+    limit: Limit | None = None,
 ) -> Replica:
     given = {key: value for key, value in options.items() if key not in _LAUNCH_OPTIONS}
     if options.get("timeout") is not None:
         given["timeout"] = seconds("timeout", options["timeout"])
     if plan.init_method is not None:
         given["init_method"] = plan.init_method
-    prefix = options.get("prefix_output") is not False
+    prefix_output = options.get("prefix_output") is not False
     kwargs = dict(kwargs_dict or {})
-    return Replica(name.lower(), fn, tuple(args), kwargs, given, prefix_output=prefix)
+    return Replica(name.lower(), fn, tuple(args), kwargs, given, limit, prefix_output)
 
 
 def start_to_stay(
@@ -518,19 +526,18 @@ def start_to_stay(
     if options.get("launcher") is None and "launch" in cls.capabilities:
         return None
     replica = _replica(name, plan, options, fn, args)
+    # "join" isn't the user's here: checks of options would refuse it.
     job: Job[Any] = _launch(cls, replica, plan, {**options, "join": True}, join=False)
     return job
 
 
 def check_stay(cls: type[ComputationModel], options: Mapping[str, Any]) -> None:
     """Raise if the launcher of a pool's ranks can't make any that stay."""
-    given, own = options.get("launcher"), by_name(OF_MODELS).get(cls.launcher)
+    given = options.get("launcher")
     if given is None and "launch" in cls.capabilities:
         return
-    if given is None and own is not None:
-        launch = load(own.path)
-    else:
-        launch = find_launcher(given or cls.launcher)
+    own = by_name(OF_MODELS).get(cls.launcher) if given is None else None
+    launch = find_launcher(given or cls.launcher) if own is None else load(own.path)
     if not _takes(launch, "join"):
         raise ArgumentError(
             f"launcher {given or cls.launcher!r} makes no replicas that stay: leave it out, or run "
@@ -566,7 +573,9 @@ def _launch(
     if options.get("launcher") is None and own is not None:
         _check_own_launch(cls.name, options)
         launch = load(own.path)
-        replica, extra = _split(replica, launch)
+        extra = {key: value for key, value in replica.options.items() if _takes(launch, key)}
+        rest = {key: value for key, value in replica.options.items() if key not in extra}
+        replica = replace(replica, options=rest)
     else:
         launch, extra = _launcher(replica.backend, cls, options)
     if replica.options.get("timeout") is not None and _takes(launch, "stop_limit_s"):
@@ -578,20 +587,6 @@ def _launch(
 
 def _takes(launch: Callable[..., Any], name: str) -> bool:
     return name in inspect.signature(launch).parameters
-
-
-def _split(replica: Replica, launch: Callable[..., Any]) -> tuple[Replica, dict[str, Any]]:
-    """Remove the options for its model's launcher from a replica, and return both."""
-    known = inspect.signature(launch).parameters
-    extra = {key: value for key, value in replica.options.items() if key in known}
-    own = {key: value for key, value in replica.options.items() if key not in known}
-    return replace(replica, options=own), extra
-
-
-def _is_of_the_block(error: WorkerFailedError, limit: Limit | None) -> bool:
-    """Return whether a replica failed because the block's deadline passed there first."""
-    is_late = limit is not None and time.monotonic() >= limit.until
-    return is_late and isinstance(error.__cause__, CollectiveTimeoutError)
 
 
 def check_job(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from unisono.accelerators import accelerator_count
@@ -27,13 +27,10 @@ MACHINE = Machine(_name, own_address, lambda path: Path(path).read_text(encoding
 """This machine, as an argument of platforms."""
 
 
-def read_node(
-    environ: Mapping[str, str] | None = None, *, is_asked: bool = False
-) -> NodeInfo | None:
+def read_node(*, is_asked: bool = False) -> NodeInfo | None:
     """Return this process's node, from its variables."""
     # A file named by a variable is read; only the lookup of this host's name is sent.
-    variables = os.environ if environ is None else environ
-    return detect_node(variables, MACHINE, environments.load_plugins(), is_asked=is_asked)
+    return detect_node(os.environ, MACHINE, environments.load_plugins(), is_asked=is_asked)
 
 
 def find_node(
@@ -62,21 +59,15 @@ def refuse_rank(what: str) -> None:
         raise error
 
 
-def devices_here() -> int:
-    """Count the accelerators of this node."""
-    return accelerator_count()
-
-
 def count_ranks(name: str, text: str) -> int:
     """Return the number of ranks for a node, from its text."""
     if text.isascii() and text.isdigit() and 0 < int(text) < 2**31:
         return int(text)
-    has_devices = devices_here() > 0
-    kind = text.lower()
-    if kind == "cpu" or (kind == "auto" and not has_devices):
+    n_devices, kind = accelerator_count(), text.lower()
+    if kind == "cpu" or (kind == "auto" and n_devices == 0):
         return usable_cores()
     if kind in ("gpu", "auto"):
-        if not has_devices:
+        if n_devices == 0:
             raise ArgumentError(f"{name} gpu: torch finds no accelerator here; use cpu")
-        return devices_here()
+        return n_devices
     raise ArgumentError(f"{name} {text} should be a number of at least 1, or gpu, cpu or auto")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, TypeVar
 
@@ -21,7 +21,6 @@ from unisono.errors import (
     NotInitializedError,
 )
 from unisono.lifecycle import best_backend, check_job, finalize, initialize, spawn
-from unisono.model.contract import ComputationModel
 from unisono.node import count_ranks, find_node, read_node, refuse_rank
 from unisono.options import ParallelOptions
 from unisono.registry import find_launcher, find_model
@@ -31,15 +30,13 @@ from unisono.tracebacks import hides
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ("Parallel",)
-
 __tracebackhide__ = hides
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _OURS = (None, "processes", "torchrun")
-_PLACE = ("node_rank", "init_method", "rank", "world_size")
+_POSITION = ("node_rank", "init_method", "rank", "world_size")
 """Options that identify this rank or node."""
 _log = logging.getLogger(__name__)
 
@@ -102,7 +99,8 @@ class Parallel:
         launcher: str | None = None,
         **spawn_kwargs: Unpack[ParallelOptions],
     ) -> None:
-        cls = None if backend is None else find_model(backend)
+        if backend is not None:
+            find_model(backend)  # an unknown one is reported before bad options
         self._nnodes = nnodes
         is_word = nnodes == "auto" or (nnodes == 1 and nproc_per_node is None)
         for_spawn = {
@@ -120,15 +118,15 @@ class Parallel:
         self._options: dict[str, Any] = {**given, **spawn_kwargs}
         if init_method is not None:
             self._options["init_method"] = init_method
-        self._check(cls, for_spawn)
+        self._check(for_spawn)
         self._grace = {"grace": self._options.pop("grace", None)}  # of ranks that it starts
         self._count = nproc_per_node
-        self._place: dict[str, Any] = {}
-        self._gap: str | None = None
+        self._node_options: dict[str, Any] = {}  # of this node, as options of `spawn`
+        self._gaps: list[str] = []  # why a job of several nodes isn't known here
         self._is_entered = False
         self._has_context = False
 
-    def _check(self, cls: type[ComputationModel] | None, for_spawn: Iterable[str]) -> None:
+    def _check(self, for_spawn: Iterable[str]) -> None:
         """Raise early if `spawn` or `initialize` would."""
         if self._nnodes == "auto":
             self._check_auto()
@@ -137,7 +135,7 @@ class Parallel:
         if self._nproc_per_node is not None:
             check_job("Parallel", self._backend, self._nproc_per_node, self._options)
         elif self._options:  # also alone, where a misspelt one would be ignored
-            cls = cls or find_model(best_backend())
+            cls = find_model(self._backend or best_backend())
             own = ("rank", "world_size", "nproc_per_node", "grace", *for_spawn)
             check_names("Parallel", self._options, {*cls.options, *own})
             if self._options.get("grace") is not None:
@@ -149,7 +147,7 @@ class Parallel:
             raise ArgumentError(f"nnodes='auto' is not for the launcher {launcher!r}")
         if not self._can_spawn_on_nodes():
             raise ArgumentError(f"nnodes='auto' is not for the backend {self._backend!r}")
-        given = [name for name in _PLACE if self._options.get(name) is not None]
+        given = [name for name in _POSITION if self._options.get(name) is not None]
         if given:
             raise ArgumentError(
                 f"nnodes='auto' does not support {'=, '.join(given)}=: it detects the node"
@@ -161,27 +159,32 @@ class Parallel:
         return self._backend
 
     def __enter__(self) -> Self:
-        self._take_place()
+        self._find_node()
         self._is_entered = True
         alone = self._alone() if self._count is None else {}
-        if self._gap is not None:
-            warnings.warn(self._gap, UserWarning, stacklevel=level())
-        if self._count is None and (self._backend is not None or self._is_in_job(alone)):
-            initialize(self._backend, **self._options, **alone)
-            self._has_context = True
-            self._say("initialised: %s, backend %s", facts.model_name(), facts.backend())
+        for gap in self._gaps:
+            warnings.warn(gap, UserWarning, stacklevel=level())
+        if self._count is not None:
+            return self  # each `run` spawns
+        if self._backend is None and (alone or context.read_environment() is None):
+            return self  # alone, where no backend is asked for: serial
+        initialize(self._backend, **self._options, **alone)
+        self._has_context = True
+        self._log_info("initialised: %s, backend %s", facts.model_name(), facts.backend())
         return self
 
-    def _take_place(self) -> None:
+    def _find_node(self) -> None:
         """Detect whether this is a node of several whose ranks have yet to be started."""
-        self._count, self._place, self._gap = self._nproc_per_node, {}, None
-        is_asked = self._may_be_node() and (self._backend is None or self._can_spawn_on_nodes())
-        if not is_asked:
+        self._count, self._node_options, self._gaps = self._nproc_per_node, {}, []
+        if not self._may_be_node() or not (self._backend is None or self._can_spawn_on_nodes()):
             return
         is_auto = self._nnodes == "auto"
-        node = find_node(self._keep, is_asked=is_auto, may_be_several=True)
-        if is_auto and self._count is not None:
-            self._refuse_own_job(node)
+        node = find_node(self._gaps.append, is_asked=is_auto, may_be_several=True)
+        if is_auto and self._count is not None:  # else each process would start a job of its own
+            if node is None:
+                refuse_rank("nnodes='auto'")
+            elif node.is_ambiguous:
+                raise ambiguity(node)
         if node is None or node.is_ambiguous or not self._can_spawn_on_nodes():
             return
         if node.node_rank is None:
@@ -196,38 +199,28 @@ class Parallel:
             self._count = _count(node, None if rank is None else rank.world_size)
         if self._count is None or node.max_nnodes == 1:
             return
-        self._place = {
+        self._node_options = {
             "nnodes": node.nnodes,
             "node_rank": node.node_rank,
             "master_addr": node.master_addr,
             "master_port": node.master_port,
         }
-        check_job("Parallel", self._backend, self._count, {**self._place, **self._options})
+        check_job("Parallel", self._backend, self._count, {**self._node_options, **self._options})
         text = "node %s of %s, according to %s: %s processes here, node 0 is %s, port %s"
         where = (node.node_rank, node.nnodes, node.source, self._count)
-        self._say(text, *where, node.master_addr, node.master_port)
-
-    def _refuse_own_job(self, node: NodeInfo | None) -> None:
-        """Raise if replicas would form a separate job although other nodes start ranks of one."""
-        if node is None:
-            refuse_rank("nnodes='auto'")
-        elif node.is_ambiguous:
-            raise ambiguity(node)
-
-    def _keep(self, text: str) -> None:
-        self._gap = text
+        self._log_info(text, *where, node.master_addr, node.master_port)
 
     def _alone(self) -> dict[str, Any]:
         """Return options of `initialize` for one replica, if that is already known."""
-        is_alone = self._nnodes == 1 or self._gap is not None
-        if not is_alone or "rank" in self._options or not self._can_spawn_on_nodes():
+        is_known = self._nnodes == 1 or self._gaps
+        if not is_known or "rank" in self._options or not self._can_spawn_on_nodes():
             return {}
         if self._nnodes != 1:  # a gap doesn't excuse a wrong RANK
             is_rank = context.read_environment() is not None
-        else:
-            rank = context.detect_environment()
-            is_task = rank is not None and rank.source != "torchrun"
-            is_rank = rank is not None and (is_task or not self._is_numbered(rank))
+        elif (rank := context.detect_environment()) is None:
+            is_rank = False
+        else:  # srun and mpirun only number ranks; RANK alone may be this node's number
+            is_rank = rank.source != "torchrun" or not self._is_numbered(rank)
         return {} if is_rank else {"rank": 0, "world_size": 1}
 
     def _is_numbered(self, rank: RankInfo) -> bool:
@@ -242,7 +235,7 @@ class Parallel:
 
     def _may_be_node(self) -> bool:
         """Return whether no argument and no live context identifies this rank or node."""
-        if any(self._options.get(name) is not None for name in ("nnodes", *_PLACE)):
+        if any(self._options.get(name) is not None for name in ("nnodes", *_POSITION)):
             return False
         if self._nnodes == 1 or self._options.get("launcher") not in _OURS:
             return False
@@ -260,9 +253,6 @@ class Parallel:
         cls = find_model(self._backend or best_backend())
         own = cls.replicas_are_threads or "launch" in cls.capabilities
         return cls.launcher == "processes" and not own
-
-    def _is_in_job(self, alone: Mapping[str, Any]) -> bool:
-        return not alone and context.read_environment() is not None
 
     def run(
         self, fn: Callable[Concatenate[int, P], T], *args: P.args, **kwargs: P.kwargs
@@ -287,16 +277,16 @@ class Parallel:
         if not self._is_entered:
             raise NotInitializedError("Parallel.run works inside of its with block")
         if self._count is None:
-            self._say("run %s", _work(fn, facts.get_world_size()))
+            self._log_info("run %s", _work(fn, facts.get_world_size()))
             results = [fn(facts.get_local_rank(), *args, **kwargs)]
         else:
-            count, options = self._count, {**self._place, **self._options, **self._grace}
-            self._say("spawn %s", _work(fn, count))
+            count, options = self._count, {**self._node_options, **self._options, **self._grace}
+            self._log_info("spawn %s", _work(fn, count))
             results = spawn(self._backend, fn, args, kwargs, nproc_per_node=count, **options)
-        self._say("end of run")
+        self._log_info("end of run")
         return list(results)
 
-    def _say(self, text: str, *args: object) -> None:
+    def _log_info(self, text: str, *args: object) -> None:
         if facts.is_main_process():
             facts.make_audible(_log)
             _log.info(text, *args)
@@ -328,10 +318,10 @@ def _count(node: NodeInfo, world_size: int | None) -> int | None:
     """Return the number of ranks to start on a node; None if this process is the only one."""
     # If RANK and WORLD_SIZE are also those of a rank, it stays one, unless the platform has
     # more: with one rank on each node both meanings agree, with several only its is right.
-    said, is_only = node.nproc_per_node, node.max_nnodes == 1
-    if not is_only and world_size is None:
-        return count_ranks("nproc_per_node", said or "auto")
-    if said is None or (is_only and world_size not in (None, 1)):
+    given, is_only_node = node.nproc_per_node, node.max_nnodes == 1
+    if not is_only_node and world_size is None:
+        return count_ranks("nproc_per_node", given or "auto")
+    if given is None or (is_only_node and world_size not in (None, 1)):
         return None
-    count = count_ranks("nproc_per_node", said)
+    count = count_ranks("nproc_per_node", given)
     return count if count > 1 else None

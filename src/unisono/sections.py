@@ -18,8 +18,6 @@ from unisono.errors import ArgumentError
 from unisono.topology import Group
 from unisono.tracebacks import hides
 
-__all__ = ("master_only", "one_rank_first", "one_rank_only", "run_on_rank")
-
 __tracebackhide__ = hides
 
 P = ParamSpec("P")

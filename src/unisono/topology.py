@@ -9,25 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from socket import gethostname
 
-__all__ = (
-    "EVERYBODY",
-    "GRACE_S",
-    "PREFIXED",
-    "PRIVATE_STORE",
-    "ContextHint",
-    "Group",
-    "LaunchPlan",
-    "NodeInfo",
-    "RankInfo",
-    "Topology",
-    "boot_id",
-    "members_of_pair",
-    "name_of",
-    "named",
-    "pair",
-    "usable_cores",
-)
-
 EVERYBODY = "all ranks"
 """Name of the group of all ranks, which every context has."""
 PREFIXED = "UNISONO_PREFIXED"

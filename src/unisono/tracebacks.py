@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import gc
 import linecache
 import os
@@ -21,7 +22,7 @@ from functools import cache
 from itertools import groupby
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 E = TypeVar("E", bound=BaseException)
 _TEXT = "_unisono_text"  # attribute of an exception
@@ -117,33 +118,7 @@ def _libraries() -> tuple[str, ...]:
 
 def fold(error: BaseException, frames: TracebackType | None) -> str:
     """Return the traceback of an exception and of its causes, with our frames folded."""
-    captured = traceback.TracebackException(type(error), error, frames)
-    if not is_full():
-        _fold_all(captured)
-    return "".join(captured.format())
-
-
-def _fold_all(captured: traceback.TracebackException) -> None:
-    waiting, seen = [captured], {0}
-    while waiting:
-        error = waiting.pop()
-        if id(error) not in seen:
-            seen.add(id(error))
-            error.stack = _Folded(error.stack)
-            causes = [error.__cause__, error.__context__]
-            causes += getattr(error, "exceptions", None) or ()
-            waiting += [cause for cause in causes if cause is not None]
-
-
-class _Folded(traceback.StackSummary):
-    """Frames, with each run of ours written as one line."""
-
-    def format(self, **options: Any) -> list[str]:
-        lines = []
-        for is_hidden, indices in _runs([frame.filename for frame in self]):
-            part = traceback.StackSummary.from_list([self[index] for index in indices])
-            lines += [_note(len(part))] if is_hidden else part.format(**options)
-        return lines
+    return fold_text("".join(traceback.format_exception(type(error), error, frames)))
 
 
 def _runs(files: Sequence[str]) -> list[tuple[bool, list[int]]]:
@@ -264,16 +239,10 @@ def summary(error: BaseException) -> str:
     except Exception:  # an exception's own __str__ may raise anything
         text = "<its text can't be had>"
     if not text and isinstance(error, AssertionError):
-        text = _assertion_or_nothing(error.__traceback__)
+        with contextlib.suppress(Exception):  # a value's own __repr__ may raise anything
+            text = _assertion(error.__traceback__)
     text = text.strip().partition("\n")[0]
     return f"{name}: {text}" if text else name
-
-
-def _assertion_or_nothing(frames: TracebackType | None) -> str:
-    try:
-        return _assertion(frames)
-    except Exception:  # a value's own __repr__ may raise anything
-        return ""
 
 
 def _assertion(frames: TracebackType | None) -> str:
@@ -289,14 +258,10 @@ def _assertion(frames: TracebackType | None) -> str:
     names = [
         n.id for n in ast.walk(statement.test) if isinstance(n, ast.Name) and n.id in variables
     ]
-    values = [f"{name} = {_shown(variables[name])}" for name in dict.fromkeys(names)]
-    values = [value for value in values if " = <function " not in value]
+    values = [f"{name} = {_SHOWN.repr(variables[name])}" for name in dict.fromkeys(names)]
+    values = [" ".join(value.split()) for value in values if " = <function " not in value]
     text = ast.unparse(statement)
     return f"{text}, where {', '.join(values)}" if values else text
-
-
-def _shown(value: object) -> str:
-    return " ".join(_SHOWN.repr(value).split())
 
 
 def _statement(file: str, line: int) -> ast.Assert | None:

@@ -16,8 +16,9 @@ import torch
 
 import unisono as idist
 from tests.support.worlds import several
-from unisono import context
+from unisono import context, registry
 from unisono.host.status_page import IN_FLIGHT, PageReader, pages
+from unisono.models.serial import SerialModel
 from unisono.recording import CallLog, CollectiveRecord, add_hook, is_in_step
 
 
@@ -289,3 +290,31 @@ def test_a_page_goes_with_its_context_and_those_of_threads_that_fail_too() -> No
     with pytest.raises(idist.errors.WorkerFailedError):
         idist.spawn("threads", work, (True,), nproc_per_node=2)
     assert pages() == []
+
+
+@pytest.mark.usefixtures("own_pages")
+def test_a_context_of_another_library_releases_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class First(SerialModel):
+        def is_alive(self) -> bool:
+            return is_there
+
+    class Second(First): ...
+
+    def shown() -> list[str]:
+        return [str(page.facts["model"]) for page in pages()]
+
+    is_there, model = True, First()
+    monkeypatch.setattr(First, "name", "first")
+    monkeypatch.setattr(Second, "name", "second")
+    monkeypatch.setattr(registry, "probe", lambda hint: model if is_there else None)
+    assert (idist.model_name(), shown()) == ("first", ["first"])
+    model = First()  # a new view of the same context
+    idist.sync()
+    assert (idist.model_name(), shown()) == ("first", ["first"])
+    model = Second()
+    idist.sync()
+    assert (idist.model_name(), shown()) == ("second", ["second"])
+    is_there = False
+    assert (idist.model_name(), shown()) == ("serial", [])

@@ -35,6 +35,7 @@ def detect_node(
 ) -> NodeInfo | None:
     """Return this process's node, from the first of `PLATFORMS` that is set."""
     rank, reader = _find_rank(env, extra), Reader(env, _BARE, "")
+    # Only a RANK and a WORLD_SIZE without a local rank may also count nodes.
     if rank is not None and (
         rank.local_rank is not None or rank.source != "torchrun" or reader.counts_nodes() is False
     ):
@@ -55,7 +56,7 @@ def detect_node(
 def _find_rank(env: Mapping[str, str], extra: Iterable[Environment]) -> RankInfo | None:
     try:
         return detect(env, extra)
-    except EnvironmentDetectionError:
+    except EnvironmentDetectionError:  # `initialize` raises it; a node may still be found
         return None
 
 

@@ -55,7 +55,7 @@ def _read_node(
     least, most = _count_nodes(platform, reader, hosts)
     rank = None
     if hosts and not platform.node_rank:
-        rank = _find_place(platform, reader, machine, hosts)
+        rank = _find_position(platform, reader, machine, hosts)
     elif most == 1 and not reader.has(*platform.node_rank):
         rank = 0
     elif least == most and platform.node_rank:
@@ -132,7 +132,7 @@ def _count_nodes(platform: Platform, reader: Reader, hosts: _Hosts | None) -> tu
     return count, count
 
 
-def _find_place(platform: Platform, reader: Reader, machine: Machine, hosts: _Hosts) -> int:
+def _find_position(platform: Platform, reader: Reader, machine: Machine, hosts: _Hosts) -> int:
     if len(hosts.names) == 1:
         return 0  # under any name
     # its own name if a variable beside the list has it; else the host's

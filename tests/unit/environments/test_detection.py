@@ -16,8 +16,7 @@ from hypothesis import given, settings, strategies as st
 
 from unisono.environments import detection
 from unisono.environments.detection import ENVIRONMENTS, Finding, detect, explain
-from unisono.environments.hostlist import parse_hostlist
-from unisono.environments.ranks import port_of
+from unisono.environments.ranks import parse_hostlist, port_of
 from unisono.errors import EnvironmentDetectionError
 from unisono.topology import RankInfo
 
