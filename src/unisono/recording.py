@@ -226,7 +226,7 @@ class Token:
 
     def goes_on(self, plane: str) -> bool:
         """Defer the end of the call to `wait`; return whether the call is recorded at all."""
-        if self is _NOTHING:
+        if self is UNRECORDED:
             return False
         self.plane = plane
         signatures.line.known = b""
@@ -242,7 +242,8 @@ class Token:
         return self.carry_out(run)
 
 
-_NOTHING = Token()
+UNRECORDED = Token()
+"""The token of a call that isn't recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +307,7 @@ class CallLog:
             here.lane = None if self._page is None else self._page.lane()
         lane = here.lane
         if lane is None and not _hooks:
-            return _NOTHING
+            return UNRECORDED
         try:
             frame = _frame(2)
         except ValueError:  # there is none: C called the caller, as in autograd's threads

@@ -85,6 +85,12 @@ def test_the_laws_hold_where_ranks_cant_meet() -> None:
     all_hold("gloo", 3, OF_ONE_WAY, launch=launch_without_sockets)
 
 
+def test_a_call_is_recorded_once_where_torch_s_backend_is_ours() -> None:
+    """Our group meets over a process group that records the calls of others."""
+    (outcome,) = check("unisono", 2, laws=["hooks_see_the_group_of_a_call"])
+    assert outcome.status == "passed", outcome.reason
+
+
 class TestKvStorePlugin(Conformance):
     backend = "kvstore"
     sizes = (2,)

@@ -229,7 +229,7 @@ STATE = {
     "payload.tensors: put_together": "nothing: a function without attributes",
     "payload.codec: make_path": "nothing: a function without attributes",
     "payload.codec: _idle": "picklers, which take as long to make as to use",
-    "recording: _NOTHING": "a call that nobody records, which is never changed",
+    "recording: UNRECORDED": "a call that nobody records, which is never changed",
     "recording: _hooks _lock": "hooks that programs add",
     "recording: _planes": "what carries the call that a thread is in",
     "registry: _launchers": "what plug-ins bring",

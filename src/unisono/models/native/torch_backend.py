@@ -35,11 +35,11 @@ from unisono.errors import ContextError
 from unisono.host.collectives import HostCollectives as Host
 from unisono.host.folding import folds
 from unisono.host.serialized import Turn
-from unisono.host.status_page import IN_FLIGHT
+from unisono.host.status_page import CALLED, IN_FLIGHT
 from unisono.model.reduction import ReduceOp, parse_op
 from unisono.models.native.process_group import settle_at_exit
 from unisono.payload.tensors import from_bytes, to_bytes
-from unisono.recording import CallLog, Token, job_of, plane_is
+from unisono.recording import UNRECORDED, CallLog, Token, job_of, plane_is
 from unisono.topology import Group, Topology, pair
 from unisono.tracebacks import hides
 
@@ -47,6 +47,7 @@ __tracebackhide__ = hides
 
 _CPU = torch.device("cpu")
 _PACKAGE = f"{OUR_FRAMES[0]}{os.sep}"
+_BELOW_CALLS = (__file__, *OUR_FRAMES[1:])  # files of the frames between a call and its caller
 _c10d: Any = _distributed_c10d  # its stubs have other parameters in each version of torch
 _ProcessGroup: Any = dist.ProcessGroup
 _Work: Any = dist.Work
@@ -169,8 +170,9 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         self._check_process(name)
         with self._turn.of(name), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self._turn.call = name
-            token = self._calls.begin(name, self._recorded, tensor)
-            plane_is(plane)
+            token = self._begin(name, tensor)
+            if token is not UNRECORDED:  # else the plane is that of unisono's call
+                plane_is(plane)
             try:
                 yield token
             except BaseException as error:
@@ -188,14 +190,20 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> Any:
         """Start an operation of gloo's, recorded until it is done; return torch's handle."""
         self._check_process(name)
-        if _is_ours(sys._getframe(1)):
-            return start()
-        token = self._calls.begin(name, group or self._recorded, tensor, IN_FLIGHT)
+        token = self._begin(name, tensor, group, IN_FLIGHT)
         try:
             return _start_recorded(token, start)
         except BaseException as error:
             token.end(error)
             raise
+
+    def _begin(
+        self, name: str, tensor: Tensor | None, group: Group | None = None, state: int = CALLED
+    ) -> Token:
+        """Record the start of a call, unless unisono itself makes it and has recorded its own."""
+        if _is_ours(sys._getframe(1)):
+            return UNRECORDED
+        return self._calls.begin(name, group or self._recorded, tensor, state)
 
     def _check_process(self, call: str) -> None:
         if self._is_forked:
@@ -432,8 +440,8 @@ def _start_recorded(token: Token, start: Callable[[], Any]) -> Any:
 
 
 def _is_ours(frame: FrameType | None) -> bool:
-    """Return whether unisono itself calls torch, and so has recorded the call."""
-    while frame is not None and frame.f_code.co_filename.startswith((__file__, *OUR_FRAMES[1:])):
+    """Return whether unisono itself calls torch."""
+    while frame is not None and frame.f_code.co_filename.startswith(_BELOW_CALLS):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(_PACKAGE)
 
