@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from socket import gethostname
+from typing import TypeVar
 
+V = TypeVar("V")
 EVERYBODY = "all ranks"
 """Name of the group of all ranks, which every context has."""
 PREFIXED = "UNISONO_PREFIXED"
@@ -250,6 +252,14 @@ def named(ranks: Iterable[int]) -> str:
             [f"{first}-{last}"] if last > first + 1 else [str(n) for n in range(first, last + 1)]
         )
     return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(parts)}"
+
+
+def ranks_by_value(values: Mapping[int, V]) -> dict[V, list[int]]:
+    """Return the ranks that have each value, in the order of the values' first ranks."""
+    found: dict[V, list[int]] = {}
+    for rank, value in values.items():
+        found.setdefault(value, []).append(rank)
+    return found
 
 
 def name_of(group: Group | None) -> str:

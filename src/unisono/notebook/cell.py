@@ -1,4 +1,4 @@
-"""A cell in one rank: runs in the rank's own namespace, and returns its outcome."""
+"""A cell in one rank: it runs in the rank's own namespace, and its output goes to a file."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ import linecache
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TextIO
 
 import unisono
 from unisono import context
 from unisono.launchers.job.failure import Failure
+from unisono.launchers.job.lifetime import flush
+from unisono.launchers.job.output import ByThread
 from unisono.launchers.job.worker import describe
 from unisono.model.contract import ComputationModel
-from unisono.notebook.capture import captured
 from unisono.pool.worker import leaves_out_of_step
 from unisono.tracebacks import hides
 
@@ -43,7 +46,7 @@ class Cell:
     owner: int
 
     def output(self, rank: int) -> Path:
-        """Return the file for what a rank prints."""
+        """Return the file of a rank's output."""
         return Path(self.folder, f"output-{rank}")
 
     def cache_lines(self) -> None:
@@ -58,13 +61,11 @@ class CellOutcome:
 
     value: str | None
     failure: Failure | None
-    is_out_of_step: bool
-    """Whether a collective was left half-way."""
+    is_out_of_step: bool  # whether a collective was left half-way
 
 
-def run_cell(local_rank: int, cell: Cell) -> CellOutcome | None:
-    """Run a cell in this rank."""
-    del local_rank
+def run_cell(_local_rank: int, cell: Cell) -> CellOutcome | None:
+    """Run a cell in this rank; None if it is for other ranks alone."""
     model = context.current_model()
     rank = model.topology.rank
     if rank not in cell.ranks:
@@ -72,7 +73,7 @@ def run_cell(local_rank: int, cell: Cell) -> CellOutcome | None:
     is_process = os.getpid() != cell.owner
     names = _namespace((cell.ranks_key, rank), model, is_process)
     value, error = None, None
-    with captured(str(cell.output(rank)), is_process):
+    with _captured(cell.output(rank), is_process):
         try:
             with _interruptible(is_process):
                 value = _execute(cell, names)
@@ -100,11 +101,13 @@ def _execute(cell: Cell, names: dict[str, Any]) -> str | None:
     cell.cache_lines()
     tree = ast.parse(cell.source, cell.filename)
     last = tree.body[-1] if tree.body else None
-    if not isinstance(last, ast.Expr) or cell.source.rstrip().endswith(";"):
-        exec(compile(tree, cell.filename, "exec"), names)
-        return None
-    tree.body.pop()
+    if isinstance(last, ast.Expr) and not cell.source.rstrip().endswith(";"):
+        tree.body.pop()
+    else:
+        last = None
     exec(compile(tree, cell.filename, "exec"), names)
+    if last is None:
+        return None
     value = eval(compile(ast.Expression(last.value), cell.filename, "eval"), names)
     if value is None:
         return None
@@ -115,6 +118,8 @@ def _execute(cell: Cell, names: dict[str, Any]) -> str | None:
 @contextmanager
 def _interruptible(is_process: bool) -> Iterator[None]:
     """Raise KeyboardInterrupt in the block on SIGINT."""
+    # Outside of it, a process ignores SIGINT: Ctrl-C reaches the notebook's whole process group.
+    # Threads share the notebook's own handler, which runs in its main thread.
     if not is_process:
         yield
         return
@@ -125,16 +130,64 @@ def _interruptible(is_process: bool) -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def make_context_again(local_rank: int, backend: str) -> None:
+@contextmanager
+def by_thread() -> Iterator[None]:
+    """Let ranks that are threads of this process capture their own output in a block."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = ByThread(before[0]), ByThread(before[1])
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+@contextmanager
+def _captured(path: Path, is_process: bool) -> Iterator[None]:
+    """Append this rank's output to a file; of a process also that of C code and children."""
+    with (
+        path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace") as file,
+        _descriptors(file.fileno()) if is_process else _streams(file),
+    ):
+        yield
+
+
+@contextmanager
+def _descriptors(target: int) -> Iterator[None]:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+    flush()  # earlier output belongs to the former descriptors
+    with ExitStack() as stack:
+        for fd in (1, 2):
+            saved = os.dup(fd)
+            stack.callback(os.close, saved)
+            stack.callback(os.dup2, saved, fd)
+            os.dup2(target, fd)
+        stack.callback(flush)
+        yield
+
+
+@contextmanager
+def _streams(file: TextIO) -> Iterator[None]:
+    streams = [each for each in (sys.stdout, sys.stderr) if isinstance(each, ByThread)]
+    own = threading.get_ident()
+    for stream in streams:
+        stream.streams[own] = file
+    try:
+        yield
+    finally:
+        for stream in streams:
+            stream.streams.pop(own, None)
+
+
+def recreate_context(_local_rank: int, backend: str) -> None:
     """End the context, and create another one. Collective over all ranks."""
-    del local_rank
     unisono.finalize()
     unisono.initialize(backend)
 
 
-def defined_names(local_rank: int, ranks_key: str) -> list[str]:
+def defined_names(_local_rank: int, ranks_key: str) -> list[str]:
     """List the names that cells have defined in this rank."""
-    del local_rank
     names = _names.get((ranks_key, unisono.get_rank()), {})
     return sorted(name for name in names if not name.startswith("_") and name not in _READY)
 

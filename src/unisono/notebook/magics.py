@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import pickle
+import re
 import shlex
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
-from unisono.errors import ArgumentError
+from unisono.deadlines import format_s
+from unisono.errors import ArgumentError, CollectiveTimeoutError, UnisonoError
+from unisono.launchers.job.failure import Failure
 from unisono.lifecycle import best_backend
 from unisono.notebook.output import shown_once
-from unisono.notebook.rank_set import RankSet
-from unisono.notebook.reports import briefly, raise_failure
+from unisono.notebook.rank_set import INTERRUPT, TIMEOUT, CellRun, RankSet
+from unisono.topology import named, ranks_by_value
+from unisono.tracebacks import hides, is_full
+
+__tracebackhide__ = hides
 
 _NAME = "ranks"
+_MISSING = re.compile(r"NameError: name '(\w+)' is not defined")
+_RENDER = "_render_traceback_"  # IPython asks an exception for it
 
 
 def load_ipython_extension(shell: Any) -> None:
@@ -31,6 +41,18 @@ def unload_ipython_extension(shell: Any) -> None:
         line("stop")
 
 
+@contextmanager
+def _briefly() -> Iterator[None]:
+    """Show our errors in a notebook by their texts alone, except those with a rendering."""
+    try:
+        yield
+    except UnisonoError as error:
+        if not is_full() and not hasattr(error, _RENDER):
+            lines = f"{type(error).__name__}: {error}".splitlines()
+            setattr(error, _RENDER, lambda: lines)
+        raise
+
+
 class Magics:
     """The sets of ranks of one shell, and its magics."""
 
@@ -40,7 +62,7 @@ class Magics:
         self._sets: dict[tuple[str, int], RankSet] = {}
         self._last: tuple[str, int] | None = None
 
-    @briefly()
+    @_briefly()
     def cell(self, line: str, cell: str) -> None:
         """Run a cell in warm ranks: %%ranks [N] [--on BACKEND] [--timeout S] [--rank R[,R]].
 
@@ -58,16 +80,19 @@ class Magics:
         filename = f"In[{self._count()}]"
         compile(source, filename, "exec")  # a SyntaxError is this process's own
         rank_set = self._choose(options.size, options.on)
-        ranks = _checked(options.rank, rank_set.size)
-        result = rank_set.run(source, filename, ranks, options.timeout)
-        raise_failure(result, options.timeout, self._names)
-        if result.stays:
-            print(f"{result.stays}.")
-        values = {rank: o.value for rank, o in result.outcomes.items() if o.value is not None}
+        ranks = range(rank_set.size) if options.rank is None else options.rank
+        if not {*ranks} <= {*range(rank_set.size)}:
+            texts = ",".join(map(str, ranks))
+            raise ArgumentError(f"--rank {texts}: there are ranks 0 to {rank_set.size - 1}")
+        run = rank_set.run(source, filename, ranks, options.timeout)
+        _raise_failure(run, self._names)
+        if run.remains:
+            print(f"{run.remains}.")
+        values = {rank: o.value for rank, o in run.outcomes.items() if o.value is not None}
         if values:
             print(shown_once(values, rank_set.size))
 
-    @briefly()
+    @_briefly()
     def line(self, line: str) -> None:
         """Show the ranks, or end them: %ranks, %ranks stop.
 
@@ -79,7 +104,8 @@ class Magics:
         if not self._sets:
             print("no ranks: a cell that begins with %%ranks 4 makes four")
         if not line.strip():
-            print(*(f"{each.describe()}\n" for each in self._sets.values()), sep="", end="")
+            for each in self._sets.values():
+                print(each.describe())
             return
         while self._sets:
             _, each = self._sets.popitem()
@@ -124,9 +150,65 @@ def _numbers(text: str) -> list[int]:
     return sorted({int(each) for each in text.split(",")})
 
 
-def _checked(ranks: Sequence[int] | None, size: int) -> Sequence[int]:
-    if ranks is None:
-        return range(size)
-    if not set(ranks) <= set(range(size)):
-        raise ArgumentError(f"--rank {','.join(map(str, ranks))}: there are ranks 0 to {size - 1}")
-    return ranks
+def _raise_failure(run: CellRun, names: Container[str]) -> None:
+    """Raise the error of a cell that failed or was ended early."""
+    # A notebook shows the ranks' tracebacks in place of this process's.
+    own = {
+        rank: each.failure
+        for rank, each in run.outcomes.items()
+        if each.failure is not None and rank not in run.stacks  # these failed by our interrupt
+    }
+    if run.cut_by == INTERRUPT:
+        text = f"the cell was interrupted\n\n{_tracebacks(run, own)}"
+        _raise(KeyboardInterrupt(), text, run.remains)
+    if run.cut_by == TIMEOUT:
+        limit = format_s(run.timeout_s or 0.0)
+        text = f"{named(run.stacks)} of {run.size} weren't done after {limit}"
+        error = CollectiveTimeoutError(text)
+        _raise(error, f"{text}\n\n{_tracebacks(run, own)}", run.remains)
+    first = min(own, key=lambda rank: own[rank].doubt, default=None)
+    # A rank that only reports another one's failure isn't the cause where a rank has died.
+    if run.error is not None and (first is None or own[first].doubt):
+        _raise(run.error, str(run.error), run.remains)
+    if first is not None:
+        failure = own[first]
+        alike = [rank for rank in own if own[rank].traceback == failure.traceback]
+        is_all = len(alike) == run.size > 1
+        who = f"all {run.size} ranks" if is_all else f"{named(alike)} of {run.size}"
+        text = f"{who} raised {failure.summary}\n"
+        text += f"  at {failure.line}\n" if failure.line else ""
+        text += f"\n{failure.traceback}"
+        others = _tracebacks(run, {rank: own[rank] for rank in own if rank not in alike})
+        text += f"\nThe others:\n{others}" if others else ""
+        missing = _MISSING.match(failure.summary)
+        if missing is not None and missing[1] in names:
+            name = missing[1]
+            text += f"\nthe notebook has {name}, its ranks don't: define it in a cell of %%ranks"
+        _raise(_error(failure, first, run.size), text, run.remains)
+
+
+def _error(failure: Failure, rank: int, size: int) -> BaseException:
+    """Return the rank's exception, or a substitute if it can't be unpickled here."""
+    if failure.cause is not None:
+        with suppress(Exception):  # its class may not exist here
+            cause = pickle.loads(failure.cause)
+            if isinstance(cause, BaseException):
+                return cause
+    return failure.error(rank, size)
+
+
+def _tracebacks(run: CellRun, failures: Mapping[int, Failure]) -> str:
+    """Return the text of each rank's failure or stack, equal ones once."""
+    texts = {rank: failure.traceback for rank, failure in failures.items()}
+    texts |= {rank: stack or "it doesn't answer\n" for rank, stack in run.stacks.items()}
+    return "\n".join(
+        f"{named(ranks)} of {run.size}:\n{text}" for text, ranks in ranks_by_value(texts).items()
+    )
+
+
+def _raise(error: BaseException, text: str, remains: str) -> NoReturn:
+    """Raise an error that a notebook shows as text."""
+    lines = [*text.rstrip().splitlines(), *(["", f"{remains}."] if remains else [])]
+    with suppress(AttributeError):  # an exception may have slots
+        setattr(error, _RENDER, lambda: lines)
+    raise error

@@ -9,24 +9,30 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from unisono.topology import named
+from unisono.topology import named, ranks_by_value
 
 _HOLD_S = 0.3  # for the same line of the other ranks
 _LOOK_AHEAD = 200  # lines
 _CONTROL = re.compile(r"(\n|\r|\x1b\[A|\x1b\[K)")
 
 
-class _Screen:
-    """The lines of one rank as a terminal shows them: bars overwrite themselves."""
+class _RankOutput:
+    """The output of one rank, as a terminal shows its lines: bars overwrite themselves."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w+b")
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._rows = [""]
         self._row = 0
-        self._is_at_start = False
-        self._goes_up = False
+        self._is_at_start = self._goes_up = False
+        self.lines: list[str] = []  # that can't change any more, until they are shown
 
-    def feed(self, text: str) -> None:
-        for token in _CONTROL.split(text):
+    @property
+    def unfinished(self) -> str:
+        return self._rows[self._row]
+
+    def read(self, is_over: bool) -> None:
+        for token in _CONTROL.split(self._decode(self._file.read())):
             if token == "\n":
                 self._row += 1
                 self._is_at_start = False
@@ -41,36 +47,12 @@ class _Screen:
                 kept = "" if self._is_at_start else self._rows[self._row]
                 self._rows[self._row] = kept + token
                 self._is_at_start = False
-
-    def take(self, is_over: bool) -> list[str]:
-        """Return the lines that can't change any more, once."""
         if is_over:
-            rows, self._rows, self._row = self._rows, [""], 0
-            return rows[: len(rows) if rows[-1].strip() else -1]
-        if self._goes_up:
-            return []
-        rows, self._rows, self._row = self._rows[:-1], self._rows[-1:], 0
-        return rows
-
-    @property
-    def unfinished(self) -> str:
-        return self._rows[self._row]
-
-
-class _Source:
-    """The file of one rank."""
-
-    def __init__(self, path: Path) -> None:
-        path.touch()
-        self._file = path.open("rb")
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-        self.screen = _Screen()
-        self.lines: list[str] = []
-
-    def read(self, is_over: bool) -> None:
-        if not self._file.closed:
-            self.screen.feed(self._decode(self._file.read()))
-        self.lines += self.screen.take(is_over)
+            self.lines += self._rows[: len(self._rows) if self._rows[-1].strip() else -1]
+            self._rows, self._row = [""], 0
+        elif not self._goes_up:  # else any row may be written again, as of nested bars
+            self.lines += self._rows[:-1]
+            self._rows, self._row = self._rows[-1:], 0
 
     def close(self) -> None:
         self._file.close()
@@ -80,7 +62,7 @@ class Transcript:
     """Output of the ranks during one cell, written to stdout as it arrives."""
 
     def __init__(self, paths: Mapping[int, Path], size: int) -> None:
-        self._sources = {rank: _Source(path) for rank, path in paths.items()}
+        self._outputs = {rank: _RankOutput(path) for rank, path in paths.items()}
         self._is_marked = size > 1
         self._is_whole = len(paths) == size
         self._held_since: float | None = None
@@ -88,10 +70,10 @@ class Transcript:
 
     def show(self, is_over: bool = False) -> None:
         """Write the output that has arrived."""
-        for source in self._sources.values():
-            source.read(is_over)
+        for output in self._outputs.values():
+            output.read(is_over)
         lines = list(self._lines(is_over))
-        bar = "" if is_over else next(iter(self._sources.values())).screen.unfinished
+        bar = "" if is_over else next(iter(self._outputs.values())).unfinished
         if not lines and bar == self._bar:
             return
         clear = "\r" + " " * len(self._bar) + "\r" if self._bar else ""
@@ -101,11 +83,11 @@ class Transcript:
 
     def close(self) -> None:
         """Close the files."""
-        for source in self._sources.values():
-            source.close()
+        for output in self._outputs.values():
+            output.close()
 
     def _lines(self, is_over: bool) -> Iterator[str]:
-        pending = {rank: source.lines for rank, source in self._sources.items()}
+        pending = {rank: output.lines for rank, output in self._outputs.items()}
         if self._is_whole and len(pending) > 1:
             yield from self._shared(pending)
         if not any(pending.values()):
@@ -122,7 +104,7 @@ class Transcript:
 
     def _shared(self, pending: Mapping[int, list[str]]) -> Iterator[str]:
         """Yield lines of all ranks once, each after the earlier lines of its ranks."""
-        first, *others = (lines for lines in pending.values())
+        first, *others = pending.values()
         while all(pending.values()):
             ahead = [set(lines[:_LOOK_AHEAD]) for lines in others]
             shared = [line for line in first[:_LOOK_AHEAD] if all(line in each for each in ahead)]
@@ -141,11 +123,8 @@ class Transcript:
 
 def shown_once(values: Mapping[int, str], size: int) -> str:
     """Write a text of each rank, equal ones once, without a mark if all ranks have it."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, value in values.items():
-        ranks_of.setdefault(value, []).append(rank)
     parts = []
-    for value, ranks in ranks_of.items():
+    for value, ranks in ranks_by_value(values).items():
         if len(ranks) == size:
             return value
         parts.append(f"[{named(ranks)}] " + ("\n" * ("\n" in value)) + value)

@@ -1,24 +1,45 @@
-"""A set of warm ranks that run cells: a pool, and the namespaces of its cells."""
+"""A set of warm ranks that run cells: a pool, the namespaces of its cells, and one cell's run."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import pickle
 import secrets
 import shutil
+import signal
 import tempfile
+import threading
+import time
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
+from traceback import StackSummary
 
 from unisono.deadlines import deadline
 from unisono.errors import UnisonoError
-from unisono.notebook.capture import by_thread
-from unisono.notebook.cell import Cell, defined_names, forget_names, make_context_again
-from unisono.notebook.run import Run, Watch
-from unisono.pool.pool import WorkerPool, end_replicas
+from unisono.notebook.cell import (
+    Cell,
+    CellOutcome,
+    by_thread,
+    defined_names,
+    forget_names,
+    recreate_context,
+    run_cell,
+)
+from unisono.notebook.output import Transcript
+from unisono.pool.call import PoolCall
+from unisono.pool.pool import WorkerPool, end_replicas, outcome
 from unisono.topology import named
+from unisono.tracebacks import fold_text, is_ours
 
+INTERRUPT, TIMEOUT, FAILURE = "interrupt", "timeout", "failure"
+_TICK_S = 0.05
+_ALONE_S = 1.0  # for the others, once a rank has failed, and after an interrupt
+_LEAVE_S = 3.0  # after an interrupt by a timeout or a failure, until ranks are ended
+_END_S = 10.0  # for ranks that have been killed
 _SETTLE_S = 20.0  # for ranks to create their context again
+_WENT_ON = "it was done in spite of the interrupt\n"
 _LOST = "their names are lost. The next cell makes fresh ranks"
 _STAY = "The ranks and all their names stay"
 _AGAIN = (
@@ -61,7 +82,7 @@ class RankSet:
         return "\n".join(lines)
 
     def close(self) -> str:
-        """End the ranks; their names are lost."""
+        """End the ranks, whose names are lost; return how they ended."""
         forget_names(self._key)
         shutil.rmtree(self._folder, ignore_errors=True)
         try:
@@ -70,46 +91,186 @@ class RankSet:
             return f"ended, but not in good order: {str(error).splitlines()[0]}"
         return "ended"
 
-    def run(self, source: str, filename: str, ranks: Sequence[int], timeout_s: float | None) -> Run:
+    def run(
+        self, source: str, filename: str, ranks: Sequence[int], timeout_s: float | None
+    ) -> CellRun:
         """Run a cell in ranks, and show their output."""
         if not self._pool.pids:
             if self._has_names:
                 print("The ranks had ended since the last cell: these are fresh, without names")
-            self._pool.map(abs, range(self.size))
+            self._pool.map(abs, range(self.size))  # starts them before the cell's time counts
         are_threads = {*self._pool.pids} == {os.getpid()}
         for old in os.scandir(self._folder):
             os.unlink(old)
         cell = Cell(source, filename, tuple(ranks), self._key, self._folder, os.getpid())
         cell.cache_lines()
+        run = CellRun(self._pool, cell, self.size, timeout_s)
         with by_thread() if are_threads else nullcontext():
-            result = Watch(self._pool, cell, self.size, timeout_s).run()
-        result.stays = self._settle(result, are_threads)
+            run.wait()
+        run.remains = self._settle(run, are_threads)
         self._has_names = not are_threads and bool(self._pool.pids)
-        return result
+        return run
 
-    def _settle(self, result: Run, are_threads: bool) -> str:
-        """Replace ranks or contexts that a failed cell left unusable, and return what stays."""
-        is_lost = result.is_aborted
-        is_lost |= any(outcome.is_out_of_step for outcome in result.outcomes.values())
-        if not (result.cut_by or result.error or is_lost):
+    def _settle(self, run: CellRun, are_threads: bool) -> str:
+        """Replace ranks or contexts that a failed cell left unusable, and return what remains."""
+        is_lost = run.is_aborted or any(each.is_out_of_step for each in run.outcomes.values())
+        if not (run.cut_by or run.error or is_lost):
             return ""
         again = f"{_STAY}. {_AGAIN}" if is_lost else _STAY
-        late = named(result.late) if result.late else ""
-        if are_threads and not (late or is_lost or result.error):
+        late = named(run.given_up) if run.given_up else ""
+        if are_threads and not (late or is_lost or run.error):
             return _STAY
-        if are_threads:
+        if are_threads:  # their names are this process's, so that new threads have them, too
             if not late:
                 end_replicas(self._pool)
             self._pool = self._new_pool()
             return f"{late} can't be interrupted there: left to itself. {_STAY}" if late else again
         if late:
             return f"{late} of {self.size} didn't come back: all ranks have been ended, and {_LOST}"
-        if result.error:
+        if run.error:
             return f"All ranks have ended, and {_LOST}"
         if is_lost:
             with suppress(UnisonoError), deadline(_SETTLE_S):
-                self._pool.run(make_context_again, self._backend)
+                self._pool.run(recreate_context, self._backend)
                 return again
             end_replicas(self._pool)
             return f"The ranks' context could not be made again: they have been ended, and {_LOST}"
         return again
+
+
+class CellRun:
+    """One cell in ranks: Ctrl-C interrupts them, a second one gives up those that are late."""
+
+    def __init__(self, pool: WorkerPool, cell: Cell, size: int, timeout_s: float | None) -> None:
+        self.size, self.timeout_s = size, timeout_s
+        self.outcomes: dict[int, CellOutcome] = {}
+        self.error: BaseException | None = None  # of the ranks as a whole, if one died
+        self.cut_by = ""  # `INTERRUPT`, `TIMEOUT` or `FAILURE`, if one of them ended the cell
+        self.stacks: dict[int, str] = {}  # of interrupted ranks; empty without an answer
+        self.is_aborted = False  # whether the contexts of ranks that are threads were ended
+        self.given_up: list[int] = []
+        self.remains = ""  # of the ranks, if the cell failed or was ended early
+        self._pool = pool
+        self._cell = cell
+        self._call: PoolCall | None = None  # once it has begun
+        self._is_over = threading.Event()  # an interrupted join takes its thread for ended: 3.11
+        self._transcript = Transcript({rank: cell.output(rank) for rank in cell.ranks}, size)
+        self._timeout_at = None if timeout_s is None else time.monotonic() + timeout_s
+        self._failed_at: float | None = None
+        self._cut_at = 0.0
+        self._is_started = self._is_repeated = False
+        self._turn = threading.Lock()  # held by the first thread that runs
+
+    def wait(self) -> None:
+        """Wait for the cell, which another thread runs, and show the ranks' output."""
+        try:
+            while not self._is_over.is_set() and not self.given_up:
+                self._tick()
+        finally:  # also after an interrupt of the handling of another one
+            if not self._is_over.is_set() and not self.given_up:
+                self._give_up()
+            self._take_outcomes()
+            self._transcript.show(is_over=True)
+            self._transcript.close()
+        for rank in [rank for rank, stack in self.stacks.items() if not stack]:
+            if (ended := self.outcomes.get(rank)) is not None:
+                self.stacks[rank] = ended.failure.traceback if ended.failure else _WENT_ON
+        self.outcomes = dict(sorted(self.outcomes.items()))
+
+    def _work(self) -> None:
+        if not self._turn.acquire(blocking=False):  # Ctrl-C came while another one was started
+            return
+        try:
+            self.error = outcome(self._pool, run_cell, (self._cell,), begun=self._begun).error
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._is_over.set()
+
+    def _begun(self, call: PoolCall) -> None:
+        self._call = call
+
+    def _tick(self) -> None:
+        try:
+            if not self._is_started:
+                threading.Thread(target=self._work, daemon=True).start()
+                self._is_started = True
+            self._is_over.wait(_TICK_S)
+            self._transcript.show()
+            self._take_outcomes()
+            if self._late and not self._is_over.is_set():
+                self._check_limits(time.monotonic())
+        except KeyboardInterrupt:
+            if self.cut_by == INTERRUPT:
+                self._give_up()
+            else:
+                self._cut(INTERRUPT)
+
+    def _take_outcomes(self) -> None:
+        for rank, bodies in list(self._call.answers.items() if self._call else ()):
+            if rank in self._cell.ranks and rank not in self.outcomes:
+                self.outcomes[rank] = pickle.loads(bodies[0])
+
+    @property
+    def _late(self) -> list[int]:
+        return [rank for rank in self._cell.ranks if rank not in self.outcomes]
+
+    def _check_limits(self, now: float) -> None:
+        """End the cell early if it is late, or if ranks may wait for one that has failed."""
+        if any(each.failure is not None for each in self.outcomes.values()):
+            self._failed_at = self._failed_at or now
+        if self.cut_by == INTERRUPT:
+            if now >= self._cut_at + _ALONE_S and not self._is_repeated:
+                self._is_repeated = True
+                if self._call is not None:
+                    # The first one is lost on a rank that hadn't begun the cell.
+                    self._call.replicas.signal(self._late, signal.SIGINT)
+                print(f"{named(self._late)} can't stop yet: interrupt again to end what is left")
+        elif self.cut_by:
+            if now >= self._cut_at + _LEAVE_S:
+                self._give_up()
+        elif self._timeout_at is not None and now >= self._timeout_at:
+            self._cut(TIMEOUT)
+        elif self._failed_at is not None and now >= self._failed_at + _ALONE_S:
+            self._cut(FAILURE)
+
+    def _cut(self, reason: str) -> None:
+        """Interrupt the ranks that are late."""
+        self.cut_by = reason
+        self._cut_at = time.monotonic()
+        if self._call is None:
+            return
+        replicas, late = self._call.replicas, self._late
+        if replicas.are_processes:  # their tracebacks show where they were
+            self.stacks = dict.fromkeys(late, "")
+            replicas.signal(late, signal.SIGINT)
+            return
+        computing = self._keep_stacks(late)
+        for rank in computing:
+            thread_id = ctypes.c_ulong(replicas.thread_of(rank))
+            kind = ctypes.py_object(KeyboardInterrupt)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, kind)
+        if len(computing) < len(late):  # the others wait in a collective, and raise there
+            self.is_aborted = True
+            replicas.abort()
+
+    def _keep_stacks(self, ranks: list[int]) -> list[int]:
+        """Record the stacks of ranks, and return those outside our calls."""
+        assert self._call is not None
+        computing = []
+        for rank, frames in self._call.replicas.stacks(ranks).items():
+            names = [frame.filename for frame in frames]
+            own = frames[names.index(self._cell.filename) if self._cell.filename in names else 0 :]
+            text = fold_text("".join(StackSummary.from_list(own).format()))
+            self.stacks[rank] = text and f"Traceback (most recent call last):\n{text}"
+            if not any(is_ours(frame.filename) for frame in own):
+                computing.append(rank)
+        return computing
+
+    def _give_up(self) -> None:
+        """End all ranks that are processes; threads run on."""
+        self.given_up = self._late
+        if self._call is not None and self._call.replicas.are_processes:
+            self._keep_stacks(self.given_up)
+            self._call.replicas.signal(range(self.size), signal.SIGKILL)
+            self._is_over.wait(_END_S)
