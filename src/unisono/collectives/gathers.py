@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from operator import index
 from typing import Any, overload
 
 import torch
@@ -219,34 +220,30 @@ def all_gather_tensors_with_shapes(
         [tensor([1., 1.])]
     """
     context, members = group
-    name = "all_gather_tensors_with_shapes"
-    try:
-        expected = [tuple(shape) for shape in shapes]
-        _check_shapes(context, tensor, expected, members)
+    name, topology = "all_gather_tensors_with_shapes", context.model.topology
+    if not isinstance(tensor, Tensor):
+        raise PayloadError(f"{name} takes a tensor, not a {type(tensor).__qualname__}")
+    carriers.check_dense(tensor, name)
+    try:  # ints of any kind, for ranks compare the text of theirs
+        expected = [tuple(index(size) for size in shape) for shape in shapes]
     except TypeError as error:
         raise ArgumentError(f"{name}: `shapes` should be a list of shapes: {error}") from error
+    if len(expected) != topology.size(members):
+        raise ArgumentError(
+            f"{name}: {len(expected)} shapes were given for {topology.size(members)} ranks"
+        )
+    own = expected[topology.position(members)]
+    if tuple(tensor.shape) != own:
+        raise ArgumentError(
+            f"{name}: rank {topology.rank} has a tensor of shape {list(tensor.shape)}, but its "
+            f"shape is {list(own)} in `shapes`"
+        )
 
     def call() -> list[Tensor]:
         check(context, f"{name} {expected}", tensor.new_empty(0), members)
         return _cut(_rows(context, tensor, expected, members), expected)
 
     return call
-
-
-def _check_shapes(
-    context: ContextState, tensor: Any, expected: list[tuple[int, ...]], group: Group | None
-) -> None:
-    if not isinstance(tensor, Tensor):
-        raise PayloadError(f"a tensor is needed, not a {type(tensor).__qualname__}")
-    carriers.check_dense(tensor, "all_gather_tensors_with_shapes")
-    topology = context.model.topology
-    if len(expected) != topology.size(group):
-        raise ArgumentError(f"{len(expected)} shapes were given for {topology.size(group)} ranks")
-    if tuple(tensor.shape) != expected[topology.position(group)]:
-        raise ArgumentError(
-            f"rank {topology.rank} has a tensor of shape {list(tensor.shape)}, but its shape "
-            f"is {list(expected[topology.position(group)])} in `shapes`"
-        )
 
 
 @overload
