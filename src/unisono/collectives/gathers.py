@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from unisono.collectives import _dtype_emulation as carriers
-from unisono.collectives.call import check, collective, frame_of, ranks_of, swap
+from unisono.collectives.call import T, check, collective, frame_of, swap
 from unisono.collectives.membership import GroupLike
 from unisono.collectives.routing import carry
-from unisono.collectives.value_types import T
 from unisono.context import ContextState
 from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError
 from unisono.payload.codec import decode, frame_or_reason, raise_failures
@@ -96,7 +95,7 @@ def _gather(
     # Large ones of one shape are returned as [n, *shape], which serves as a list.
     frame = frame_or_reason(_frame, context, value, call, group)
     frames = swap(context, call, frame, group)
-    raise_failures(frames, partial(ranks_of, context, group), call)
+    raise_failures(frames, partial(context.model.topology.members, group), call)
     device = context.model.device
     values = [decode(frame, device) for frame in frames]
     if TensorHeader not in map(type, values):
