@@ -100,9 +100,9 @@ def own(context: ContextState, tensor: Tensor) -> Tensor:
     """Copy a tensor into new contiguous memory on the model's transport device."""
     values = plain(tensor).resolve_conj().resolve_neg()
     moved = values.to(context.model.transport_device)
-    if moved is not values and moved.is_contiguous():
-        return moved
-    if moved.data_ptr() != tensor.data_ptr() and moved.is_contiguous():
+    is_copy = moved is not values or moved.data_ptr() != tensor.data_ptr()
+    # A tensor of at most one element is contiguous whatever its strides are; models may view it.
+    if is_copy and moved.is_contiguous() and moved.numel() > 1:
         return moved
     return moved.clone(memory_format=torch.contiguous_format)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from unisono.collectives import _dtype_emulation as carriers
 from unisono.collectives._exact_sums import check_summable, sum_exactly
-from unisono.collectives.call import ranks_of, swap
+from unisono.collectives.call import swap
 from unisono.context import ContextState
 from unisono.errors import CollectiveMismatchError, PayloadError
 from unisono.model.reduction import Number, ReduceOp, fold_numbers, sum_numbers_exactly
@@ -111,7 +111,7 @@ def _compared(
     else:
         frame = frame_or_reason(_describe, value, look, takes_numbers, leaves, tensors)
     frames = swap(context, call, frame, group)
-    ranks = partial(ranks_of, context, group)
+    ranks = partial(context.model.topology.members, group)
     raise_failures(frames, ranks, call)
     read = [decode(each, _CPU) for each in frames]
     pairs = [each if type(each) is tuple else ("", (each,)) for each in read]

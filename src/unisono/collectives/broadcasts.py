@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from unisono.collectives import _dtype_emulation as carriers
-from unisono.collectives.call import check, collective, frame_of, swap
+from unisono.collectives.call import T, TensorT, check, collective, frame_of, swap
 from unisono.collectives.membership import GroupLike
 from unisono.collectives.routing import carry, fits_round
-from unisono.collectives.value_types import T, TensorT
 from unisono.context import ContextState
 from unisono.errors import PayloadError
 from unisono.host.collectives import HostCollectives

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn, TypeVar, cast
@@ -33,6 +33,7 @@ __tracebackhide__ = hides
 
 _LONGEST_CALL = 500
 T = TypeVar("T")
+TensorT = TypeVar("TensorT", bound=Tensor)
 
 
 def frame_of(context: ContextState, value: object, group: Group | None) -> bytes:
@@ -55,12 +56,7 @@ def swap(
     if context.control.checks(group) is not False:
         name = EVERYBODY if group is None else group.name
         history = context.control.steps.histories[name]
-    return unpack(blobs, head, partial(ranks_of, context, group), history)
-
-
-def ranks_of(context: ContextState, group: Group | None) -> Sequence[int]:
-    """Return the global ranks that take part."""
-    return context.model.topology.members(group)
+    return unpack(blobs, head, partial(context.model.topology.members, group), history)
 
 
 def introduce(context: ContextState, call: str) -> None:
@@ -69,7 +65,7 @@ def introduce(context: ContextState, call: str) -> None:
     if context.must_introduce:
         head = call_head(call, find_site())
         blobs = context.model.exchange(head + host_of_this_process().encode(), None)
-        hosts = unpack(blobs, head, partial(ranks_of, context, None))
+        hosts = unpack(blobs, head, partial(context.model.topology.members, None))
         context.hosts = tuple(bytes(host) for host in hosts)
         context.must_introduce = False
 

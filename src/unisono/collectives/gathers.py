@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from operator import index
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 
 from unisono.collectives import _dtype_emulation as carriers
-from unisono.collectives.call import check, collective, frame_of, ranks_of, swap
+from unisono.collectives.call import T, check, collective, frame_of, swap
 from unisono.collectives.membership import GroupLike
 from unisono.collectives.routing import carry
-from unisono.collectives.value_types import T
 from unisono.context import ContextState
 from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError
 from unisono.payload.codec import decode, frame_or_reason, raise_failures
@@ -95,7 +95,7 @@ def _gather(
     # Large ones of one shape are returned as [n, *shape], which serves as a list.
     frame = frame_or_reason(_frame, context, value, call, group)
     frames = swap(context, call, frame, group)
-    raise_failures(frames, partial(ranks_of, context, group), call)
+    raise_failures(frames, partial(context.model.topology.members, group), call)
     device = context.model.device
     values = [decode(frame, device) for frame in frames]
     if TensorHeader not in map(type, values):
@@ -219,34 +219,30 @@ def all_gather_tensors_with_shapes(
         [tensor([1., 1.])]
     """
     context, members = group
-    name = "all_gather_tensors_with_shapes"
-    try:
-        expected = [tuple(shape) for shape in shapes]
-        _check_shapes(context, tensor, expected, members)
+    name, topology = "all_gather_tensors_with_shapes", context.model.topology
+    if not isinstance(tensor, Tensor):
+        raise PayloadError(f"{name} takes a tensor, not a {type(tensor).__qualname__}")
+    carriers.check_dense(tensor, name)
+    try:  # ints of any kind, for ranks compare the text of theirs
+        expected = [tuple(index(size) for size in shape) for shape in shapes]
     except TypeError as error:
         raise ArgumentError(f"{name}: `shapes` should be a list of shapes: {error}") from error
+    if len(expected) != topology.size(members):
+        raise ArgumentError(
+            f"{name}: {len(expected)} shapes were given for {topology.size(members)} ranks"
+        )
+    own = expected[topology.position(members)]
+    if tuple(tensor.shape) != own:
+        raise ArgumentError(
+            f"{name}: rank {topology.rank} has a tensor of shape {list(tensor.shape)}, but its "
+            f"shape is {list(own)} in `shapes`"
+        )
 
     def call() -> list[Tensor]:
         check(context, f"{name} {expected}", tensor.new_empty(0), members)
         return _cut(_rows(context, tensor, expected, members), expected)
 
     return call
-
-
-def _check_shapes(
-    context: ContextState, tensor: Any, expected: list[tuple[int, ...]], group: Group | None
-) -> None:
-    if not isinstance(tensor, Tensor):
-        raise PayloadError(f"a tensor is needed, not a {type(tensor).__qualname__}")
-    carriers.check_dense(tensor, "all_gather_tensors_with_shapes")
-    topology = context.model.topology
-    if len(expected) != topology.size(group):
-        raise ArgumentError(f"{len(expected)} shapes were given for {topology.size(group)} ranks")
-    if tuple(tensor.shape) != expected[topology.position(group)]:
-        raise ArgumentError(
-            f"rank {topology.rank} has a tensor of shape {list(tensor.shape)}, but its shape "
-            f"is {list(expected[topology.position(group)])} in `shapes`"
-        )
 
 
 @overload

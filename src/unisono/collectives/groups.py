@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, overload
 
+import torch.distributed as dist
 from typing_extensions import Unpack
 
 from unisono.arguments import seconds
 from unisono.collectives.call import collective, guarded, swap
 from unisono.collectives.membership import GroupLike, checked, make, resolve
-from unisono.context import communicator
+from unisono.context import communicator, current_model
 from unisono.control.rendezvous import host_of_this_process
 from unisono.options import GroupOptions
 from unisono.payload.codec import decode, encode
@@ -120,3 +121,11 @@ def barrier(group: GroupLike = None, *, async_op: bool = False) -> Any:
     """
     context, members = group
     return lambda: swap(context, "barrier", b"", members) and None
+
+
+def library_group(group: Group) -> Any:
+    """Return torch's process group if torch.distributed connects the ranks, else `group`."""
+    outsider = dist.GroupMember.NON_GROUP_MEMBER
+    if current_model().adopt_group(outsider) is None:  # the ranks aren't connected by torch
+        return group
+    return outsider if group.handle is None else group.handle

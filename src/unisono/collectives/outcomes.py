@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from unisono.collectives.call import guarded, ranks_of, swap
+from unisono.collectives.call import T, guarded, swap
 from unisono.context import ContextState
 from unisono.errors import CollectiveMismatchError, PayloadError, PeerFailedError
 from unisono.payload.codec import decode, encode
@@ -19,7 +19,6 @@ __tracebackhide__ = hides
 
 Report = tuple[str, str]
 """An exception as a line, and its traceback."""
-T = TypeVar("T")
 _CPU = torch.device("cpu")
 
 
@@ -64,9 +63,10 @@ def agreed(
     if error is not None and not isinstance(error, Exception):
         raise error
     # A failed rank leaves others in collectives, which fail in turn: it is the one to report.
+    ranks = context.model.topology.members(group)
     failed = [
         (in_turn, rank, how)
-        for rank, (how, in_turn, _) in zip(ranks_of(context, group), replies, strict=True)
+        for rank, (how, in_turn, _) in zip(ranks, replies, strict=True)
         if how is not None
     ]
     if failed:

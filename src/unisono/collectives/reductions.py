@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, overload
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, overload
 
 from torch import Tensor
 
 from unisono.collectives import _dtype_emulation as carriers
 from unisono.collectives._scalars import reduce_values, sum_values
-from unisono.collectives.call import check, collective
+from unisono.collectives.call import TensorT, check, collective
 from unisono.collectives.membership import GroupLike
 from unisono.collectives.routing import carry, is_direct, route
-from unisono.collectives.value_types import (
-    Container,
-    ContainerT,
-    Plain,
-    Reducible,
-    TensorT,
-)
 from unisono.context import ContextState
 from unisono.errors import ArgumentError, PayloadError
 from unisono.host import memory
@@ -29,6 +23,34 @@ from unisono.topology import Group
 from unisono.tracebacks import hides
 
 __tracebackhide__ = hides
+
+
+class _Dataclass(Protocol):
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+class NumpyScalar(Protocol):
+    """Real number of numpy; tensors have no ``tobytes``, arrays no ``is_integer``."""
+
+    def __float__(self) -> float: ...
+
+    def tobytes(self) -> bytes:
+        """Return its bytes."""
+
+    def is_integer(self) -> bool:
+        """Return whether it has no fraction."""
+
+
+Container: TypeAlias = Mapping[Any, Any] | list[Any] | tuple[Any, ...] | _Dataclass
+"""Types reduced leaf by leaf. A TypedDict is a Mapping, and no dict, to a type checker."""
+Reducible: TypeAlias = Tensor | complex | NumpyScalar | Container
+Plain = TypeVar("Plain", bool, int, float, complex)
+"""Types that all operations but means keep; a subclass, such as an IntEnum, gives its base."""
+ContainerT = TypeVar("ContainerT", bound=Container)
+Summed = TypeVar("Summed", Tensor, int, float, complex)
+"""Types that a sum keeps where bools are counted."""
+Inexact = TypeVar("Inexact", Tensor, float, complex)
+"""Types that every operation keeps; an int is a float here."""
 
 
 @overload

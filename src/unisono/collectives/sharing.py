@@ -7,12 +7,12 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from unisono.collectives.call import guarded, refuse_compared, swap
+from unisono.collectives.call import T, guarded, refuse_compared, swap
 from unisono.collectives.membership import GroupLike, team
 from unisono.collectives.outcomes import agreed, exchange
 from unisono.context import ContextState, communicator
@@ -28,7 +28,6 @@ from unisono.tracebacks import hides
 
 __tracebackhide__ = hides
 
-T = TypeVar("T")
 _HAS = b"+"
 _MOST = 1 << 47  # bytes that one process can address
 

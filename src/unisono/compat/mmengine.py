@@ -17,7 +17,6 @@ from torch import Tensor
 from unisono import facts
 from unisono.collectives import broadcasts, gathers, groups, membership, reductions
 from unisono.compat import mmcv
-from unisono.compat.groups import library_group
 from unisono.compat.mmcv import infer_launcher
 from unisono.context import current, current_model
 from unisono.errors import ArgumentError, NotInitializedError
@@ -312,7 +311,7 @@ def get_local_group() -> Group:
     local = current().groups.get(())
     if local is None:
         raise NotInitializedError("there is no local group: call init_local_group first")
-    return library_group(local)
+    return groups.library_group(local)
 
 
 def get_default_group() -> Group:

@@ -21,7 +21,7 @@ from unisono.host.folding import DTYPES, fold
 from unisono.host.serialized import Monitor, Turns
 from unisono.host.shared import LEAST_BYTES, SharedTensors
 from unisono.model.reduction import ReduceOp
-from unisono.payload.tensors import from_bytes
+from unisono.payload.tensors import as_bytes_tensor, from_bytes
 from unisono.topology import Group
 
 _COPIED_BYTES = 1 << 16
@@ -376,7 +376,8 @@ class HostCollectives(Turns):
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     """View a contiguous tensor as [nbytes] of uint8."""
-    return tensor.view(-1).view(torch.uint8)
+    # A tensor of at most one element is contiguous whatever its strides are, which a view keeps.
+    return as_bytes_tensor(tensor).view(-1)
 
 
 def _blocks(flat: Tensor, room: int) -> Sequence[Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from unisono.collectives.call import guarded, ranks_of, swap
+from unisono.collectives.call import guarded, swap
 from unisono.collectives.membership import GroupLike, team
 from unisono.context import ContextState
 from unisono.errors import CollectiveMismatchError, PayloadError
@@ -65,7 +65,7 @@ def assert_equal(tree: Any, group: GroupLike = None) -> None:
     frame = frame_or_reason(described)
     with context.calls.call(_CALL, group):
         frames = swap(context, _CALL, frame, group)
-        raise_failures(frames, lambda: ranks_of(context, group), _CALL)
+        raise_failures(frames, lambda: context.model.topology.members(group), _CALL)
         found = differing(context, _CALL, trees, [{"": bytes(each)} for each in frames], group)
         if found:
             raise CollectiveMismatchError(f"{_CALL}: {found}")
@@ -100,7 +100,7 @@ def differing(
         lambda: encode({name: _leaves(trees[name]) for name in names if name in trees})
     )
     frames = swap(context, f"{call}: values differ", frame, group)
-    ranks = ranks_of(context, group)
+    ranks = context.model.topology.members(group)
     raise_failures(frames, lambda: ranks, call)
     by_rank = [decode(each, context.model.device) for each in frames]
     lines, count = [], 0

@@ -19,10 +19,10 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from unisono.arguments import check_count
+from unisono.collectives.call import T
 from unisono.collectives.gathers import all_gather, gather
 from unisono.collectives.membership import check_rank
 from unisono.collectives.outcomes import together
-from unisono.collectives.value_types import T
 from unisono.context import communicator, current, current_model
 from unisono.errors import ArgumentError, CollectiveMismatchError
 from unisono.training.loading import DistributedProxySampler, auto_dataloader

@@ -23,7 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from unisono import facts
 from unisono.arguments import check_count
-from unisono.collectives.value_types import T
+from unisono.collectives.call import T
 from unisono.context import current_model
 from unisono.errors import ArgumentError, UnsupportedOperation
 from unisono.payload.pytree import mapped

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.collectives import broadcasts, gathers, groups, reductions
 from unisono.collectives.groups import barrier as barrier
-from unisono.compat.groups import library_group
 from unisono.context import current_model, is_serial
 from unisono.errors import ArgumentError
 from unisono.facts import (
@@ -86,7 +85,7 @@ def new_group(ranks: Sequence[int], **kwargs: Any) -> Any:
         distributed context.
     """
     if not is_serial(current_model()):
-        return library_group(groups.new_group(ranks, **kwargs))
+        return groups.library_group(groups.new_group(ranks, **kwargs))
     is_several = isinstance(ranks, (list, tuple, range))
     if not is_several or any(type(rank) is not int for rank in ranks):
         raise ArgumentError(f"ranks should be a list of ints: {ranks!r}")
@@ -109,6 +108,6 @@ all_gather_tensors_with_shapes: Callable[..., Any] = _with_groups(
 _OWN = ("all_gather", "all_gather_tensors_with_shapes", "all_reduce", "broadcast", "new_group")
 _INTERNAL = (
     *("ArgumentError", "ComputationModel", "OF_IDIST", "attach", "broadcasts", "current_model"),
-    *("gathers", "groups", "is_serial", "library_group", "reductions"),
+    *("gathers", "groups", "is_serial", "reductions"),
 )
 attach(__name__, *OF_IDIST, *_OWN, hidden=_INTERNAL)

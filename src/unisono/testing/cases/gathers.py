@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 
 import unisono as idist
-from unisono.errors import ArgumentError, CollectiveMismatchError
+from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError
 from unisono.testing.cases._law import law, needs_ranks, raises, same, tensor_of, worlds
 from unisono.testing.cases.reductions import DTYPES
 
@@ -79,20 +80,21 @@ def tensors_that_dont_fit_together_are_named_on_every_rank() -> None:
 @law()
 def all_gather_with_known_shapes_takes_one_round() -> None:
     rank, size = worlds()
+    gather = idist.all_gather_tensors_with_shapes
     for dtype in (torch.float32, torch.int16, torch.bool):
         parts = [tensor_of(r, (r + 1, 3 - r % 2), dtype) for r in range(size)]
-        shapes = [list(part.shape) for part in parts]
-        same(idist.all_gather_tensors_with_shapes(parts[rank], shapes), parts, dtype)
-    raises(
-        ArgumentError,
-        partial(idist.all_gather_tensors_with_shapes, torch.ones(1), [[1]] * (size + 1)),
-        [str(size + 1)],
-    )
-    raises(
-        ArgumentError,
-        partial(idist.all_gather_tensors_with_shapes, torch.ones(2), [[1]] * size),
-        ["[2]", "[1]"],
-    )
+        same(gather(parts[rank], [list(part.shape) for part in parts]), parts, dtype)
+        for length in (0, 1):  # such a column is contiguous, although its stride is 2
+            column = torch.zeros(length, 2, dtype=dtype)[:, 0]
+            same(gather(column, [[length]] * size), [column.clone()] * size, (dtype, length))
+    one, two, ones = torch.ones(1), torch.ones(2), [[1]] * size
+    counted: list[Any] = [[torch.tensor(1)]] * size
+    same(gather(one, counted), [one] * size)
+    raises(ArgumentError, partial(gather, one, [*ones, [1]]), [str(size + 1)])
+    raises(ArgumentError, partial(gather, two, ones), ["[2]", "[1]"])
+    raises(ArgumentError, partial(gather, one, [[1.0]] * size), ["`shapes`", "float"])
+    raises(PayloadError, partial(gather, [1.0], ones), ["list"])
+    raises(PayloadError, partial(gather, one.to_sparse(), ones), ["dense"])
 
 
 @law()

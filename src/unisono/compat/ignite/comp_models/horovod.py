@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from unisono.lazy_import import attach
-
-if TYPE_CHECKING:
-    has_hvd_support: bool
+from unisono.compat.ignite.utils import has_hvd_support
 
 __all__ = ("HOROVOD", "has_hvd_support")
 
 HOROVOD = "horovod"
-
-attach(__name__, "has_hvd_support")

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from unisono.lazy_import import attach
-
-if TYPE_CHECKING:
-    has_xla_support: bool
+from unisono.compat.ignite.utils import has_xla_support
 
 __all__ = ("XLA_TPU", "has_xla_support")
 
 XLA_TPU = "xla-tpu"
-
-attach(__name__, "has_xla_support")
