@@ -59,6 +59,7 @@ def test_loaders_share_the_dataset() -> None:
         idist.auto_dataloader(data, batch_sampler=iter([[0, 1], [2]]))
     good = BatchSampler(idist.DistributedProxySampler(SequentialSampler(data)), 2, False)
     idist.auto_dataloader(data, batch_sampler=good)
+    assert [i.item() for i in idist.auto_dataloader(data, sampler=[3] * size)] == [3]
     own: Any = DistributedSampler(data, size, rank)
     assert idist.auto_dataloader(data, batch_size=size, sampler=own).sampler is own
     wrong: Any = DistributedSampler(data, size + 1, rank)
@@ -80,6 +81,11 @@ def test_a_loader_alone_orders_as_several_replicas_do() -> None:
     assert [i for rows in in_order for i in rows.tolist()] == data
     own = RandomSampler(data)
     assert idist.auto_dataloader(data, batch_size=4, sampler=own).sampler is own
+    rows: Any = data
+    for unbatched in (rows, DataLoader(rows, batch_size=None, shuffle=True)):
+        assert list(idist.auto_dataloader(unbatched, batch_size=None)) == orders[0]
+    with pytest.warns(UserWarning, match="for rank 1 of 2, but this is rank 0 of 1"):
+        idist.auto_dataloader(data, sampler=DistributedSampler(rows, 2, 1))
     seeded = epochs(0, data, 7)
     assert sorted(seeded[0]) == data
     assert seeded[0] not in (orders[0], epochs(0, data, 8)[0])

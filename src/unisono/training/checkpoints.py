@@ -34,13 +34,7 @@ from unisono.sections import run_on_rank
 from unisono.training.atomic_files import check_archive, write_whole
 from unisono.training.equality import differing, digest
 from unisono.training.loader import moved
-from unisono.training.restoring import (
-    Plan,
-    begin_states,
-    refuse_lost_states,
-    refuse_other_groups,
-    states_to_fill,
-)
+from unisono.training.restoring import Plan, refuse_lost_states
 from unisono.training.states import (
     ByRank,
     by_rank,
@@ -252,8 +246,7 @@ def load_checkpoint(
     """Read a checkpoint that `save_checkpoint` wrote, onto this rank's device.
 
     Local for a file, which each rank that calls reads itself; collective over all ranks for shards,
-    and with `src`. If it fails on any of these ranks, `into` is unchanged; except that a class of
-    yours that rejects its state from shards raises after tensors are filled.
+    and with `src`. If it fails on any of these ranks, `into` is unchanged.
 
     Args:
         path: the file or folder.
@@ -261,8 +254,7 @@ def load_checkpoint(
             the one that was saved: objects with a state dict are loaded, tensors are filled, other
             values replaced, in lists too if they hold an object to load. A dict may name
             submodules in the place of a module. Sharded tensors take their parts of full tensors.
-            Required for shards, which may be split differently than at saving, and fill the state
-            of a new optimizer, which is created by a step of length zero.
+            Required for shards, which may be split differently than at saving.
         weights_only: whether only tensors and plain values are read, from shards too; False can
             run code from the file, so only for files that you trust, and not under
             ``UNISONO_NO_PICKLE=1``.
@@ -297,7 +289,7 @@ def load_checkpoint(
     step = partial(_step, where, is_folder or src is not None)
     with ExitStack() as undo:
         if is_folder:
-            state, absent = _from_shards(target, into, weights_only, strict, step, undo)
+            state, absent = _from_shards(target, into, weights_only, strict, step)
             plan = step(lambda: Plan(into, state, strict, undo, absent))
         else:
             file = _opened(target) if src is None else _received(sent, target, src)
@@ -314,10 +306,8 @@ def _step(where: str, is_together: bool, call: Callable[[], T]) -> T:
     def read() -> tuple[T, None]:
         try:
             return call(), None
-        except BaseException as error:
-            is_torch_s = type(error).__name__ == "CheckpointException"  # a BaseException
-            is_ours = isinstance(error, UnisonoError) and not isinstance(error, PayloadError)
-            if is_ours or not (isinstance(error, Exception) or is_torch_s):
+        except Exception as error:
+            if isinstance(error, UnisonoError) and not isinstance(error, PayloadError):
                 raise
             kind = "" if isinstance(error, PayloadError) else f"{type(error).__qualname__}: "
             raise PayloadError(f"{where}: {kind}{error}") from error
@@ -393,9 +383,8 @@ def _from_shards(
     weights_only: bool,
     is_strict: bool,
     step: Callable[[Callable[[], Any]], Any],
-    undo: ExitStack,
 ) -> tuple[Any, list[tuple[Any, ...]]]:
-    """Return the state of `into`, filled from shards, and the paths that weren't saved."""
+    """Return a state for `into` from shards, and the paths that weren't saved."""
     # Collective over all ranks.
     library = _shard_library()
     point = partial(_pointed, target, into)
@@ -403,26 +392,20 @@ def _from_shards(
     if any(refusals):
         raise ArgumentError(next(filter(None, refusals)))
 
-    def looked_at() -> tuple[Any, Any, Any]:
+    def read() -> tuple[Any, list[tuple[Any, ...]]]:
         states = own_states(into)  # first, as it may be collective
         if not name.startswith(_SHARDS) or os.path.basename(name) != name:
             raise PayloadError(
                 f"{target / _POINTER} contains an invalid shard folder name: {name!r}"
             )
         shards = library.metadata_of(target / name)
-        saved = shards.state_dict_metadata
-        begin_states(into, saved, undo)
-        states |= states_to_fill(into, saved, library.blank, is_strict)
-        state = plain(into, states)
+        state = library.blank(into, (), states, shards)
         refuse_lost_shards(into, state)
-        refuse_lost_states(into, library.flat(state), saved)
-        values = library.check(state, target / name, shards, weights_only, is_strict)
-        refuse_other_groups(into, values)
-        return state, shards, values
+        refuse_lost_states(into, library.flat(state), shards.state_dict_metadata)
+        return state, library.read(state, target / name, shards, weights_only, is_strict)
 
-    state, shards, values = step(looked_at)
-    step(partial(library.load, state, target / name, shards, values, is_strict))
-    return state, library.absent(state, shards)
+    made: tuple[Any, list[tuple[Any, ...]]] = step(read)
+    return made
 
 
 def _pointed(target: Path, into: Any) -> tuple[str, str]:

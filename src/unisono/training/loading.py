@@ -9,7 +9,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence, Sized
 from itertools import cycle, islice
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch.utils.data import (
@@ -97,11 +97,7 @@ def auto_dataloader(
         introduce(context, "auto_dataloader")
         if not per_replica:
             _divide(kwargs, world_size)
-        _order(dataset, kwargs, world_size)
-    elif not isinstance(dataset, IterableDataset) and _chooses_order(kwargs):
-        is_shuffled = kwargs.pop("shuffle", True)
-        data = cast("Sized", dataset)
-        kwargs["sampler"] = _Shuffled(data, _seed(kwargs)) if is_shuffled else _InOrder(data)
+    _order(dataset, kwargs, world_size)
     kwargs.setdefault("pin_memory", hooks.can_pin_memory)
     device = context.model.device if to_device and context.model.device.type != "cpu" else None
     loader: ReplicaLoader = hooks.wrap_loader(ReplicaLoader(dataset, device, **kwargs))
@@ -177,9 +173,10 @@ def _divide(kwargs: dict[str, Any], world_size: int) -> None:
 def _order(dataset: Any, kwargs: dict[str, Any], world_size: int) -> None:
     """Set a sampler that splits the samples among replicas."""
     if kwargs.get("batch_sampler") is not None:
-        kwargs["batch_sampler"] = _dealt(kwargs["batch_sampler"], world_size)
+        if world_size > 1:
+            kwargs["batch_sampler"] = _dealt(kwargs["batch_sampler"], world_size)
     elif isinstance(dataset, IterableDataset):
-        if facts.is_main_process() and not isinstance(dataset, Shard):
+        if world_size > 1 and facts.is_main_process() and not isinstance(dataset, Shard):
             _log.warning(
                 "auto_dataloader: a %s is iterable, so every rank reads all of it, unless its "
                 "__iter__ takes a part: idist.shard(dataset) gives each rank and worker its own",
@@ -187,11 +184,6 @@ def _order(dataset: Any, kwargs: dict[str, Any], world_size: int) -> None:
             )
     else:
         kwargs["sampler"] = _sampler(dataset, kwargs)
-
-
-def _chooses_order(kwargs: dict[str, Any]) -> bool:
-    is_given = any(kwargs.get(name) is not None for name in ("sampler", "batch_sampler"))
-    return not is_given and kwargs.get("batch_size", 1) is not None
 
 
 def _share(batch_size: int, world_size: int) -> int:
@@ -213,7 +205,7 @@ def _dealt(batch_sampler: Any, world_size: int) -> Any:
     if world_size in shares:
         return batch_sampler
     if not shares and hasattr(batch_sampler, "__len__"):
-        return _DealtBatches(batch_sampler)
+        return _DealtInTurn(batch_sampler)
     what = f"is distributed over {shares[0]} replicas" if shares else "has no length"
     warnings.warn(
         f"the batch_sampler, a {type(batch_sampler).__qualname__}, {what}, so its batches aren't "
@@ -225,36 +217,37 @@ def _dealt(batch_sampler: Any, world_size: int) -> Any:
     return batch_sampler
 
 
-def _sampler(dataset: Any, kwargs: dict[str, Any]) -> Sampler[Any]:
+def _sampler(dataset: Any, kwargs: dict[str, Any]) -> Any:
     topology = current_model().topology
-    share: dict[str, Any] = {"num_replicas": topology.world_size, "rank": topology.rank}
+    share = topology.world_size, topology.rank
     sampler = kwargs.get("sampler")
     if sampler is None:
         is_shuffled = kwargs.pop("shuffle", True)
-        return DistributedSampler(dataset, shuffle=is_shuffled, seed=_seed(kwargs), **share)
+        generator: torch.Generator | None = kwargs.get("generator")
+        seed = 0 if generator is None else generator.initial_seed() % (1 << 62)  # epochs are added
+        if is_shuffled and topology.world_size == 1:
+            return _Shuffled(dataset, seed)
+        return DistributedSampler(dataset, *share, shuffle=is_shuffled, seed=seed)
     sampler_share = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)
     if sampler_share == (None, None):
-        return DistributedProxySampler(sampler, **share)
-    if sampler_share != (topology.world_size, topology.rank):
+        if topology.world_size == 1:
+            return sampler
+        proxy = DistributedProxySampler if isinstance(sampler, Sampler) else _DealtInTurn
+        return proxy(sampler, *share)
+    if sampler_share != share:
         warnings.warn(
             f"the sampler is for rank {sampler_share[1]} of {sampler_share[0]}, but this is rank "
             f"{topology.rank} of {topology.world_size}",
             UserWarning,
             stacklevel=level(),
         )
-    made: Sampler[Any] = sampler
-    return made
-
-
-def _seed(kwargs: dict[str, Any]) -> int:
-    """Return the seed of the order, to which the epoch is added."""
-    generator: torch.Generator | None = kwargs.get("generator")
-    return 0 if generator is None else generator.initial_seed() % (1 << 62)
+    return sampler
 
 
 class _Shuffled(RandomSampler):
-    """The order of a ``DistributedSampler`` for one replica, as a ``RandomSampler``."""
+    """The order of a ``DistributedSampler`` for one replica."""
 
+    # A RandomSampler, which is the type that idist's loaders have alone.
     epoch = 0
     deals_in_turn = True
 
@@ -269,17 +262,6 @@ class _Shuffled(RandomSampler):
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._indices)
-
-
-class _InOrder(SequentialSampler):
-    """The order of the dataset, with an epoch."""
-
-    epoch = 0
-    deals_in_turn = True
-
-    def set_epoch(self, epoch: int) -> None:
-        """Record the epoch, as a distributed sampler does."""
-        self.epoch = epoch
 
 
 class DistributedProxySampler(DistributedSampler[Any]):
@@ -356,7 +338,7 @@ class DistributedProxySampler(DistributedSampler[Any]):
             )
 
 
-class _DealtBatches(DistributedProxySampler):
-    """Distributes batches, of any iterable with a length."""
+class _DealtInTurn(DistributedProxySampler):
+    """Distributes the indices or batches of any iterable with a length."""
 
     _takes = object

@@ -275,119 +275,15 @@ def _state_parts(param: Any, state: Any, where: str) -> Any:
     return {name: local_part(param, item, f"{where}[{name!r}]") for name, item in state.items()}
 
 
-def begin_states(into: Any, saved: Mapping[str, Any], undo: ExitStack) -> None:
-    """Create the optimizer states that shards have and new optimizers lack."""
-    for path, leaf in leaves(into):
-        if isinstance(leaf, torch.optim.Optimizer):
-            names = _saved_in(saved, (*path, "state"))
-            params = [item for group in leaf.param_groups for item in group["params"]]
-            lacking = [
-                item
-                for i, item in enumerate(params)
-                if str(i) in names and not leaf.state.get(item)
-            ]
-            for item in lacking:
-                undo.callback(leaf.state.pop, item, None)
-            if lacking:
-                _begin(leaf, params, set(map(id, lacking)))
-
-
-def _begin(optimizer: torch.optim.Optimizer, params: list[Tensor], chosen: set[int]) -> None:
-    """Create optimizer states by a step with zero gradients and learning rates."""
-    grads = [item.grad for item in params]
-    rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
-    try:
-        for item in params:
-            item.grad = torch.zeros_like(item) if id(item) in chosen else None
-        for group, rate in rates:
-            group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
-        optimizer.step()  # some need a closure or reject a zero rate
-    finally:
-        for item, grad in zip(params, grads, strict=True):
-            item.grad = grad
-        for group, rate in rates:
-            group["lr"] = rate
-
-
-def states_to_fill(
-    into: Any, saved: Mapping[str, Any], blank: Callable[[Any], Any], is_strict: bool
-) -> dict[int, Any]:
-    """Return optimizer states reduced to the keys in shards, by the optimizers' ids."""
-    states = {}
-    for path, leaf in leaves(into):
-        if isinstance(leaf, torch.optim.Optimizer):
-            state = leaf.state_dict()
-            names = _saved_in(saved, (*path, "state"))
-            kept = {key: item for key, item in state["state"].items() if str(key) in names}
-            if not is_strict:  # optimizers are loaded whole: drop unsaved entries
-                kept = {
-                    key: _saved_part(item, _saved_in(saved, (*path, "state", key)))
-                    for key, item in kept.items()
-                }
-            groups = [
-                _options(group, saved, (*path, "param_groups", index), blank)
-                for index, group in enumerate(state["param_groups"])
-            ]
-            states[id(leaf)] = {**state, "state": kept, "param_groups": groups}
-    return states
-
-
-def _saved_part(state: Any, names: Sequence[str]) -> Any:
-    is_named = isinstance(state, Mapping)
-    return {key: state[key] for key in state if str(key) in names} if is_named else state
-
-
-def _options(
-    group: dict[str, Any], saved: Mapping[str, Any], path: tuple[Any, ...], blank: Any
-) -> dict[str, Any]:
-    """Return a parameter group with exactly the saved options."""
-    start, names = _key(path), _saved_in(saved, path)
-    if not names:
-        return group  # reported as missing later
-    return {
-        name: group[name] if name in group else blank(saved[start + name])
-        for name in names
-        if name in group or start + name in saved
-    }
-
-
-def _key(path: Sequence[Any]) -> str:
-    return "".join(f"{key}." for key in path)
-
-
-def _saved_in(saved: Mapping[str, Any], path: Sequence[Any]) -> list[str]:
-    """List the keys that shards have directly below a path."""
-    start = _key(path)
-    names = (key[len(start) :].partition(".")[0] for key in saved if key.startswith(start))
-    return list(dict.fromkeys(names))
-
-
 def refuse_lost_states(into: Any, there: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Raise if a saved part of a state, such as an optimizer's, would not be read."""
+    """Raise if a saved part of a state would not be read from shards."""
     for path, leaf in leaves(into):
-        is_split = _key(path) + BY_RANK in saved
-        _check_split(leaf, is_split, _place(path))
+        start = "".join(f"{key}." for key in path)
+        _check_split(leaf, start + BY_RANK in saved, _place(path))
         if has_state(leaf) and not isinstance(leaf, nn.Module):
-            is_optimizer = isinstance(leaf, torch.optim.Optimizer)
-            start = _key((*path, "state") if is_optimizer else path)
             lost = [key for key in saved if key.startswith(start) and key not in there]
             if lost:
                 raise PayloadError(
                     f"{type(leaf).__qualname__} has no state for {', '.join(lost[:3])} yet: "
-                    "initialize it first (for an optimizer, run one step), then call "
-                    "load_checkpoint"
-                )
-
-
-def refuse_other_groups(into: Any, values: Mapping[str, Any]) -> None:
-    """Raise if an optimizer's group was saved with another number of parameters."""
-    for path, leaf in leaves(into):
-        groups = leaf.param_groups if isinstance(leaf, torch.optim.Optimizer) else ()
-        for i, group in enumerate(groups):
-            place = (*path, "param_groups", i, "params")
-            saved, count = values.get(_key(place)[:-1]), len(group["params"])
-            if isinstance(saved, list) and len(saved) != count:
-                raise PayloadError(
-                    f"{_place(place)} does not fit: {len(saved)} parameters were saved, and the "
-                    f"group has {count}"
+                    "initialize it first, then call load_checkpoint"
                 )

@@ -6,23 +6,27 @@ import hashlib
 import io
 import os
 import pickle
+from collections.abc import Mapping
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException as CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.planner import LoadItemType
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from unisono.errors import PayloadError
 from unisono.training.atomic_files import check_archive, write_whole
+from unisono.training.same_tensors import is_sharded
 
+KeyPath = tuple[Any, ...]  # keys from a state to a value in it
 _Unpickler: Any = vars(pickle)["_Unpickler"]
 _METADATA = ".metadata"
 _SEAL = "metadata.sha256"
@@ -74,30 +78,64 @@ def metadata_of(folder: Path) -> metadata.Metadata:
     return read
 
 
-def blank(entry: Any) -> Any:
-    """Return an empty tensor for a tensor's metadata, None for other values."""
-    if isinstance(entry, metadata.TensorStorageMetadata):
-        return torch.empty(entry.size, dtype=entry.properties.dtype)
-    return None
+def blank(obj: Any, path: KeyPath, states: Mapping[int, Any], shards: metadata.Metadata) -> Any:
+    """Return the state of an object, with new memory for the tensors that were saved."""
+    if isinstance(obj, torch.optim.Optimizer):
+        return _state_of_optimizer(obj, path, shards)
+    obj = states.get(id(obj), obj)
+    if isinstance(obj, Tensor):
+        is_saved = ".".join(map(str, path)) in shards.state_dict_metadata
+        return torch.empty_like(obj) if is_saved else obj
+    if isinstance(obj, (Mapping, list)):
+        made: Any = copy(obj)
+        for key, item in obj.items() if isinstance(obj, Mapping) else enumerate(obj):
+            made[key] = blank(item, (*path, key), states, shards)
+        return made
+    return obj
 
 
-def absent(state: dict[str, Any], shards: metadata.Metadata) -> list[tuple[Any, ...]]:
-    """List the paths of a state dict that shards lack."""
-    paths = flatten_state_dict(state)[1]
-    return [path for key, path in paths.items() if key not in shards.state_dict_metadata]
+def _state_of_optimizer(
+    optimizer: torch.optim.Optimizer, path: KeyPath, shards: metadata.Metadata
+) -> dict[str, Any]:
+    """Return an optimizer's state with the entries that were saved, which a new one lacks."""
+    own = optimizer.state_dict()
+    params = [item for group in optimizer.param_groups for item in group["params"]]
+    names = [name for group in own["param_groups"] for name in group["params"]]
+    param_of = dict(zip(map(str, names), params, strict=True))
+    made: dict[str, Any] = {}
+    for key, place in shards.planner_data.items():
+        if [*map(str, place[: len(path)])] == [*map(str, path)]:
+            part = place[len(path) :]
+            param = param_of.get(part[1]) if part[0] == "state" else None
+            set_element(made, part, _memory(shards.state_dict_metadata[key], param))
+    if not made:
+        return own
+    name_of = {str(name): name for name in names}  # the keys of shards are strings
+    state = {name_of.get(name, name): item for name, item in made.get("state", {}).items()}
+    return {**own, **made, "state": state}
 
 
-def check(
+def _memory(entry: Any, param: Any) -> Tensor | None:
+    """Return memory for a saved tensor: this rank's part if its parameter is sharded."""
+    if not isinstance(entry, metadata.TensorStorageMetadata):
+        return None
+    dtype = entry.properties.dtype
+    if is_sharded(param) and param.shape == entry.size:
+        return torch.empty_like(param, dtype=dtype)
+    return torch.empty(entry.size, dtype=dtype)
+
+
+def read(
     into: dict[str, Any],
     folder: Path,
     shards: metadata.Metadata,
     weights_only: bool,
     is_strict: bool,
-) -> dict[str, Any]:
-    """Return the non-tensor values; raise if a shard is missing or damaged."""
+) -> list[KeyPath]:
+    """Fill a state from `blank` with this rank's parts; return the paths that weren't saved."""
+    # Each rank reads its parts itself, so that ranks exchange no pickles.
     planner = DefaultLoadPlanner(allow_partial_load=not is_strict)
     planner.set_up_planner(into, shards)
-    values: dict[str, Any] = {}
     for item in planner.create_local_plan().items:
         info = shards.storage_data[item.storage_index]
         name = str(info.relative_path)
@@ -107,22 +145,25 @@ def check(
             file.seek(info.offset)
             data = io.BytesIO(file.read(max(info.length, 0)))
         check_archive(data, f"shard {name}")
+        value = torch.load(data, weights_only=weights_only)
         if item.type is LoadItemType.BYTE_IO:
-            values[item.dest_index.fqn] = torch.load(data, weights_only=weights_only)
-    return values
+            _set(into, planner.mappings[item.dest_index.fqn], value)
+        else:
+            part = narrow_tensor_by_index(value, item.storage_offsets, item.lengths)
+            planner.resolve_tensor(item).detach().copy_(part)
+    saved = shards.state_dict_metadata
+    return [path for key, path in planner.mappings.items() if key not in saved]
 
 
-def load(
-    into: dict[str, Any],
-    folder: Path,
-    shards: metadata.Metadata,
-    values: dict[str, Any],
-    is_strict: bool,
-) -> None:
-    """Fill a state dict with this rank's parts and the values that `check` returned."""
-    # Each rank reads its parts, so that ranks exchange no pickles.
-    planner = _Planner(values, is_strict)
-    _load_state_dict(into, storage_reader=_Reader(folder, shards), planner=planner, no_dist=True)
+def _set(state: Any, path: KeyPath, value: Any) -> None:
+    """Set a value by torch's path, which has strings for keys of any type."""
+    for depth, key in enumerate(path, 1):
+        if isinstance(state, Mapping) and key not in state:
+            key = next(own for own in state if str(own) == key)
+        if depth == len(path):
+            state[key] = value
+        else:
+            state = state[key]
 
 
 class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
@@ -153,31 +194,3 @@ class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
         super().load_build()
 
     dispatch[pickle.BUILD[0]] = load_build
-
-
-class _Reader(FileSystemReader):
-    """Reads shards by metadata read before."""
-
-    def __init__(self, folder: Path, shards: metadata.Metadata) -> None:
-        super().__init__(folder)
-        self._shards = shards
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        """Return the given metadata."""
-        if self._shards.storage_meta is None:
-            self._shards.storage_meta = metadata.StorageMeta()
-        self._shards.storage_meta.load_id = self.load_id
-        return self._shards
-
-
-class _Planner(DefaultLoadPlanner):
-    """Loads tensors; other values have been read before."""
-
-    def __init__(self, values: dict[str, Any], is_strict: bool) -> None:
-        super().__init__(allow_partial_load=not is_strict)
-        self._values = values
-
-    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        """Set a non-tensor value."""
-        name = read_item.dest_index.fqn
-        set_element(self.original_state_dict, self.mappings[name], self._values[name])
