@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unisono.accelerators import accelerator
-from unisono.control.authentication import authenticate
 from unisono.control.plane import SocketControlPlane
+from unisono.control.rendezvous import authenticate
 from unisono.deadlines import deadline
 from unisono.errors import (
     ArgumentError,
