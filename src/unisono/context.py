@@ -33,7 +33,7 @@ from unisono.model.contract import ComputationModel
 from unisono.model.handle import BACKGROUND, Background, Handle, SafeFuture
 from unisono.model.reduction import ReduceOp
 from unisono.models.serial import ChildOfRank, SerialModel
-from unisono.recording import CallLog, job_of, job_of_one_process
+from unisono.recording import CallLog, job_of, job_of_process
 from unisono.topology import EVERYBODY, ContextHint, Group, RankInfo, Topology, name_of
 
 T = TypeVar("T")
@@ -235,7 +235,7 @@ def _find_context() -> ContextState:
             "this process are threads: make the call in the function that was given to spawn"
         )
     if not _serial.calls.job:  # not used before
-        _serial.calls.job = job_of_one_process()
+        _serial.calls.job = job_of_process(os.getpid())
         plugins.begin_trace()
     return _serial
 

@@ -105,7 +105,7 @@ class _Planes(threading.local):
 
 
 _planes = _Planes()
-_MOST_SITES = 4096
+_MAX_SITES = 4096
 
 
 def add_hook(*, before: Hook | None = None, after: Hook | None = None) -> Callable[[], None]:
@@ -309,7 +309,7 @@ class CallLog:
         if lane is None and not _hooks:
             return UNRECORDED
         try:
-            frame = _frame(2)
+            frame = _frame(2)  # mostly the user's; else `_site_of` looks for it
         except ValueError:  # there is none: C called the caller, as in autograd's threads
             frame = _frame(1)
         code = frame.f_code
@@ -347,7 +347,7 @@ class CallLog:
         text, known = text_of(name, key, file, line), signatures.named(file, line)
         site = _Site(code, name, key, file, line, text, known)
         if own is frame:
-            if len(self._sites) >= _MOST_SITES:
+            if len(self._sites) >= _MAX_SITES:
                 self._sites.clear()
             self._sites[id(code) + frame.f_lasti] = site
         return site
@@ -390,11 +390,6 @@ class CallLog:
         """Record the body of a with statement as a message between two ranks."""
         return self.begin(name, pair(src, dst), value)
 
-    def update(self, **facts: Any) -> None:
-        """Update this rank's facts for other processes."""
-        if self._page is not None:
-            self._page.update(**facts)
-
     def close(self) -> None:
         """Remove the page; a second call does nothing."""
         if self._page is not None:
@@ -406,7 +401,8 @@ class CallLog:
         if (rank, world_size) != (self.rank, self.world_size):
             self.rank, self.world_size = rank, world_size
             self._members[EVERYBODY] = range(world_size)
-            self.update(rank=rank, world_size=world_size)
+            if self._page is not None:
+                self._page.update(rank=rank, world_size=world_size)
 
     def disown(self) -> None:
         """Release the page in a fork of the rank."""
@@ -460,13 +456,10 @@ def job_of(info: RankInfo | None, own: str = "") -> str:
     host, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     ids = (own, "") if info is None else (info.job_id or own, info.private_store)
     name = next(filter(None, (*ids, port and f"{host}:{port}")), "")
-    return (name or _program_of(os.getppid()))[:_LONGEST_JOB]
+    return name[:_LONGEST_JOB] or job_of_process(os.getppid())
 
 
-def job_of_one_process() -> str:
-    """Return the job name of a single process."""
-    return _program_of(os.getpid())[:_LONGEST_JOB]
-
-
-def _program_of(pid: int) -> str:
-    return f"{Path(str(sys.argv[0]) if sys.argv else '').name or 'python'}-{pid}"
+def job_of_process(pid: int) -> str:
+    """Return the name of a job that only a process identifies."""
+    program = Path(str(sys.argv[0]) if sys.argv else "").name or "python"
+    return f"{program}-{pid}"[:_LONGEST_JOB]

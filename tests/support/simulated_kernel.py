@@ -242,7 +242,7 @@ class _Mailbox(_Open):
         self.other._frame = (kind, seq, body)
         return self.other._sleeps
 
-    def has_come(self) -> bool:
+    def has_frame(self) -> bool:
         return self._frame is not None
 
     def take(self) -> tuple[int, int, bytes] | None:

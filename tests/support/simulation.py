@@ -32,12 +32,12 @@ import torch
 import unisono
 from tests.support.simulated_kernel import Kernel, Process, Waitable
 from unisono.context import communicator
-from unisono.control import hub, rendezvous, tree
-from unisono.control.connection import ALL, GIVE, Connection
-from unisono.control.envelopes import call_head, split_blobs
+from unisono.control import hub, rendezvous
+from unisono.control.connection import ALL, GIVE, Connection, split_blobs
 from unisono.control.hub import Hub
 from unisono.control.peers import Peers
 from unisono.control.plane import SocketControlPlane
+from unisono.control.signatures import call_head
 from unisono.errors import PeerFailedError
 from unisono.host.mailbox import MAILBOX_BYTES
 from unisono.topology import EVERYBODY, Topology
@@ -220,8 +220,7 @@ class Simulation:
         begin = time.process_time()
         parts = patch.object(hub, "split_blobs", lru_cache(maxsize=4)(split_blobs))
         alter = patch.dict(os.environ, _VARIABLES)
-        members = patch.object(tree, "_members", _once(tree._members))
-        with counting(self._tally), alter, parts, members, self.kernel.under(**names):
+        with counting(self._tally), alter, parts, self.kernel.under(**names):
             self.kernel.run()
         self.seconds = time.process_time() - begin
 
@@ -270,7 +269,7 @@ class Simulation:
         return board.records
 
 
-_SAME_FOR_ALL = ("_roster", "_count")
+_SAME_FOR_ALL = ("_hosts_of", "_reasons_of")
 
 
 def _once(compute: Callable[..., Any]) -> Callable[..., Any]:

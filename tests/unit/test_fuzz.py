@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 import pytest
 from hypothesis import HealthCheck, example, given, settings, strategies as st
 
-from unisono.control import envelopes, signatures
+from unisono.control import connection, signatures
 from unisono.control.connection import (
     ALL,
     FAIL,
@@ -119,7 +119,7 @@ def test_what_ranks_say_of_their_calls_is_blobs_or_a_mismatch(said: list[bytes])
 @given(st.text(max_size=40), st.lists(st.binary(max_size=40), min_size=1, max_size=4))
 def test_what_is_packed_is_unpacked(call: str, blobs: list[bytes]) -> None:
     if len(call.encode("utf-8", "replace")) < 100 and call.isprintable():
-        head = envelopes.call_head(call, signatures.site())
+        head = signatures.call_head(call, signatures.site())
         packed = [head + blob for blob in blobs]
         assert signatures.unpack(packed, head, lambda: range(len(blobs))) == blobs
 
@@ -144,7 +144,7 @@ def hub(place: int) -> Iterator[tuple[Hub, socket.socket, socket.socket]]:
     ours, main = socket.socketpair()
     beside, aside = socket.socketpair()
     other = 1 - place
-    part = links(["here", "here"], place)
+    part = links([[0, 1]], place)
     lines = (
         {other: Connection(ours, None, LIMIT_BYTES)},
         {other: Connection(beside, None, LIMIT_BYTES)},
@@ -196,7 +196,7 @@ def test_a_damaged_report_of_a_failure_names_who_sent_it() -> None:
 def test_a_damaged_report_beside_leaves_no_dead_thread() -> None:
     with hub(0) as (made, main, aside):
         aside.sendall(HEAD.pack(FAIL, 0, 2) + b"[]")
-        blob = envelopes.join_blobs([b"ab"], [2])
+        blob = connection.join_blobs([b"ab"], [2])
         main.sendall(HEAD.pack(GIVE, 1, len(blob)) + blob)
         assert made.exchange(b"mine", time.monotonic() + 10)[0] == [b"mine", b"ab"]
         assert any(thread.name == "unisono-sideband" for thread in threading.enumerate())
@@ -208,9 +208,9 @@ def test_a_body_is_as_many_blobs_as_ranks_or_an_error(
     body: bytes, count: int, inline_bytes: int
 ) -> None:
     with suppress(ValueError):
-        blobs, sizes = envelopes.split_blobs(body, count, inline_bytes)
+        blobs, sizes = connection.split_blobs(body, count, inline_bytes)
         assert len(blobs) == len(sizes) == count
-        assert envelopes.join_blobs(blobs, sizes) == body
+        assert connection.join_blobs(blobs, sizes) == body
 
 
 @FUZZ

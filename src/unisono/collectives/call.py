@@ -15,9 +15,8 @@ from unisono.arguments import check_flag
 from unisono.collectives.membership import check_rank, enter
 from unisono.collectives.routing import Reducer, fits_round
 from unisono.context import ContextState, communicator, left_half_way
-from unisono.control.envelopes import call_head
 from unisono.control.rendezvous import host_of_this_process
-from unisono.control.signatures import line, purpose_or, site as find_site, unpack
+from unisono.control.signatures import call_head, line, purpose_or, site as find_site, unpack
 from unisono.errors import CollectiveMismatchError, PayloadError, UnisonoError
 from unisono.host.collectives import HostCollectives
 from unisono.host.hierarchical import TwoLevels

@@ -8,8 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from unisono.context import ContextState
-from unisono.host.collectives import HostCollectives
-from unisono.host.folding import folds
+from unisono.host.collectives import HostCollectives, folds
 from unisono.host.hierarchical import MemoryCollectives
 from unisono.model.contract import ComputationModel
 from unisono.model.reduction import ReduceOp, is_order_of_floats

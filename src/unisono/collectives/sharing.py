@@ -21,8 +21,8 @@ from unisono.errors import ArgumentError
 from unisono.host import memory
 from unisono.host.collectives import HostCollectives
 from unisono.host.shared import room_bytes
-from unisono.payload import trees
 from unisono.payload.codec import refuse_pickle
+from unisono.payload.pickling import load_file, save_file
 from unisono.topology import Group
 from unisono.tracebacks import hides
 
@@ -200,8 +200,8 @@ def _built(context: ContextState, build: Callable[[], Any], stack: ExitStack) ->
     except (AttributeError, OSError):  # another system, forbidden, or no descriptor left
         return build(), b""
     stack.callback(os.close, fd)
-    trees.save(build(), memory.path_of(fd))
-    return trees.load(memory.path_of(fd), context.model.device), memory.address_of(fd)
+    save_file(build(), memory.path_of(fd))
+    return load_file(memory.path_of(fd), context.model.device), memory.address_of(fd)
 
 
 def _opened(context: ContextState, build: Callable[[], Any], address: bytes) -> Any:
@@ -211,6 +211,6 @@ def _opened(context: ContextState, build: Callable[[], Any], address: bytes) -> 
     except OSError:
         return build()
     try:
-        return trees.load(memory.path_of(fd), context.model.device)
+        return load_file(memory.path_of(fd), context.model.device)
     finally:
         os.close(fd)

@@ -7,17 +7,17 @@ import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from unisono.arguments import number_in
 from unisono.model.handle import BACKGROUND
+from unisono.plugins import load
 from unisono.topology import named
 from unisono.tracebacks import frame_of, is_ours, place_of, where
 
 _WARN_AFTER_S = 30.0
-_STOPPED, _ENDED = b"T", b"Z"
-_STATES = {_STOPPED: "it is stopped by a signal", _ENDED: "its process has ended"}
-_MOST_NAMED = 8
+_STOPPED = "stopped"
+_STATES = {_STOPPED: "it is stopped by a signal", "zombie": "its process has ended"}
+_MAX_NAMED = 8
 _FRAMES = 6
 _WIDTH = 100  # of a line of source
 SIDEBAND = "unisono-sideband"
@@ -65,23 +65,23 @@ class Missing:
         return "\n".join([*lines, *(["  " + "; ".join(known)] if known else [])])
 
 
-def report(call: str, came: Mapping[int, str], missing: Sequence[Missing]) -> str:
+def report(call: str, arrived: Mapping[int, str], missing: Sequence[Missing]) -> str:
     """Return a description of the missing ranks, and of the calls that the others wait in."""
-    lines = [late.text(call) for late in missing[:_MOST_NAMED]]
-    if len(missing) > _MOST_NAMED:
-        lines.append(f"nor did ranks {[late.rank for late in missing[_MOST_NAMED:]]}")
+    lines = [late.text(call) for late in missing[:_MAX_NAMED]]
+    if len(missing) > _MAX_NAMED:
+        lines.append(f"nor did ranks {[late.rank for late in missing[_MAX_NAMED:]]}")
     ranks_of: dict[str, list[int]] = {}
-    for rank, own_call in sorted(came.items()):
+    for rank, own_call in sorted(arrived.items()):
         ranks_of.setdefault(own_call, []).append(rank)
     for own_call, ranks in ranks_of.items():
         lines.append(f"  {named(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {own_call}")
     return "\n".join(lines)
 
 
-def _state(pid: int) -> bytes:
-    with contextlib.suppress(OSError, IndexError):  # Linux only
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
-    return b""
+def _state(pid: int) -> str:
+    with contextlib.suppress(load("psutil:Error")):
+        return str(load("psutil:Process")(pid).status())
+    return ""
 
 
 def is_stopped(pid: int | None) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
 import ipaddress
 import os
 import secrets
@@ -15,11 +14,12 @@ import sys
 import tempfile
 from dataclasses import dataclass
 
+from unisono.plugins import load
+
 BACKLOG = 4096
 """Connections that may wait at a listener, where the kernel allows so many."""
 LOOPBACK = "127.0.0.1"
 _KEEP_ALIVE_S = 60
-_SIOCGIFADDR = 0x8915  # Linux, netdevice(7)
 _ELSEWHERE = "192.0.2.1"  # of no host (RFC 5737): the default route leads there
 _REMEDY = "set UNISONO_SOCKET_IFNAME to the interface that the other hosts reach"
 _VARIABLES = ("UNISONO_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -52,10 +52,9 @@ def own_interface(master_addr: str | None, *, has_others: bool) -> str:
     """Return the name of the interface of `own_address`; empty where there is none."""
     with contextlib.suppress(OSError):
         address = own_address(master_addr, has_others=has_others)
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no address
-                if _address_of(name) == address:
-                    return name
+        for name, found in load("psutil:net_if_addrs")().items():
+            if address in [each.address for each in found]:
+                return str(name)
     return ""
 
 
@@ -66,10 +65,10 @@ def _address_to(host: str) -> str:
 
 
 def _address_of(interface: str) -> str:
-    fcntl = importlib.import_module("fcntl")  # not on Windows
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        request = struct.pack("256s", interface.encode()[:15])
-        return socket.inet_ntoa(fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, request)[20:24])
+    for each in load("psutil:net_if_addrs")().get(interface, ()):
+        if each.family == socket.AF_INET:
+            return str(each.address)
+    raise OSError(f"this host has no interface {interface} with an IPv4 address; {_REMEDY}")
 
 
 def listen_widely(stack: contextlib.ExitStack) -> tuple[socket.socket, tuple[str, int]]:

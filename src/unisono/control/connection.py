@@ -1,7 +1,14 @@
 """Messages between two ranks over a stream socket, with a mailbox beside it on one host.
 
-`envelopes` defines their format. A body over the connection's limit ends it, so a peer can't make
-this process allocate more than that.
+    message    kind B   sequence number Q   length of the body Q   body
+    body       of GIVE and ALL: the size of each blob Q..., then the blobs, both in the order of
+               places, which both ends know; of all other kinds: JSON or text
+
+All integers are little-endian. In a mailbox, kind and sequence number are the stamp, and the length
+is the word after it. Of a blob over the group's inline limit, the body holds only the first bytes,
+beside the whole size: the ranks then move it on the data plane. `signatures` defines the format of
+a blob. A body over the connection's limit ends it, so a peer can't make this process allocate more
+than that.
 """
 
 from __future__ import annotations
@@ -10,20 +17,49 @@ import contextlib
 import json
 import select
 import socket
+import struct
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from unisono.control.envelopes import HEADER
+from unisono.control.handshake import LONGEST_WAIT_S
 from unisono.host.mailbox import MAILBOX_BYTES, Mailbox
 
 GIVE, ALL, FAIL, NOTICE, ASK, ANSWER, LATE, LEAVE, WAKE = range(9)
+START_BYTES = 256
+"""Bytes of a long blob that are in the body: enough to identify its call."""
+COPIED_BYTES = 1 << 14
+"""Longer parts are views instead of copies."""
 _CHUNK = 1 << 16
-LONGEST_WAIT_S = 3600.0
-"""Longest timeout for `poll`, which accepts no infinity."""
-
-
+_HEADER = struct.Struct("<BQQ")
+_SIZE_BYTES = 8
 Frame = tuple[int, int, bytes]
 """Kind, sequence number and body."""
+Blobs = tuple[Sequence[bytes], Sequence[int]]
+"""Blobs by place, and their sizes; of a long one only the start."""
+
+
+def join_blobs(blobs: Sequence[bytes], sizes: Sequence[int]) -> bytes:
+    """Return the body of a round's message."""
+    return b"".join((struct.pack(f"<{len(sizes)}Q", *sizes), *blobs))
+
+
+def split_blobs(body: bytes, count: int, inline_bytes: int) -> Blobs:
+    """Parse the body of a round's message."""
+    at = count * _SIZE_BYTES
+    if len(body) < at:
+        raise ValueError(f"it sent {len(body)} bytes for the blobs of {count} ranks")
+    sizes = struct.unpack_from(f"<{count}Q", body)
+    view: Any = memoryview(body)
+    blobs: list[bytes] = []
+    for size in sizes:
+        start = at
+        at += size if size <= inline_bytes else min(size, START_BYTES)
+        blobs.append((body if at - start < COPIED_BYTES else view)[start:at])
+    if at != len(body):
+        raise ValueError(f"it sent {len(body)} bytes for blobs of {sizes} bytes")
+    return blobs, sizes
 
 
 class ConnectionClosed(Exception):
@@ -71,9 +107,8 @@ class Connection:
         mailbox = self.mailbox
         if mailbox is not None and kind <= ALL and len(body) <= MAILBOX_BYTES:
             if mailbox.put(kind, seq, body):
-                with contextlib.suppress(
-                    ConnectionClosed, TimeoutError
-                ):  # it has read the frame and exited
+                # A peer that can't be woken has read the frame and exited.
+                with contextlib.suppress(ConnectionClosed, TimeoutError):
                     self._transmit(WAKE, 0, b"", until)
             return
         self._transmit(kind, seq, body, until)
@@ -84,7 +119,7 @@ class Connection:
                 self._sock.shutdown(socket.SHUT_RDWR)
             raise ConnectionClosed("this rank left a message half-way")
         self._is_within = True
-        data = memoryview(HEADER.pack(kind, seq, len(body)) + body)
+        data = memoryview(_HEADER.pack(kind, seq, len(body)) + body)
         data = data[self._put(data) :]
         while data:
             writable = select.poll()
@@ -126,14 +161,15 @@ class Connection:
         except OSError as error:
             data, how = b"", str(error)
         self._held += data
-        if not data and not (self.mailbox is not None and self.mailbox.has_come()):
+        # The last frame of a peer that is gone may still be in the mailbox.
+        if not data and not (self.mailbox is not None and self.mailbox.has_frame()):
             raise ConnectionClosed(how)
         return True
 
     def is_closed(self) -> bool:
         """Return whether the peer is gone, after reading ahead; never waits."""
         try:
-            while len(self._held) <= self._limit:
+            while len(self._held) <= self._limit:  # the rest is read once a frame is taken
                 data = self._sock.recv(_CHUNK)
                 if not data:
                     return True
@@ -151,21 +187,21 @@ class Connection:
             mailbox.sleep(is_asleep)
 
     def _missing(self) -> int:
-        if len(self._held) < HEADER.size:
+        if len(self._held) < _HEADER.size:
             return 0
-        return int(HEADER.unpack_from(self._held)[2]) + HEADER.size - len(self._held)
+        return int(_HEADER.unpack_from(self._held)[2]) + _HEADER.size - len(self._held)
 
     def _parse(self) -> Frame | None:
         held = self._held
-        if len(held) < HEADER.size:
+        if len(held) < _HEADER.size:
             return None
-        kind, seq, size = HEADER.unpack_from(held)
+        kind, seq, size = _HEADER.unpack_from(held)
         if size > self._limit or kind > self._last_kind:
             raise ConnectionClosed(f"it sent a frame of kind {kind} with {size} bytes")
-        end = HEADER.size + size
+        end = _HEADER.size + size
         if len(held) < end:
             return None
-        body = bytes(memoryview(held)[HEADER.size : end])
+        body = bytes(memoryview(held)[_HEADER.size : end])
         del held[:end]
         return kind, seq, body
 

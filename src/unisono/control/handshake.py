@@ -29,8 +29,9 @@ from unisono.control.addresses import peer
 
 _NONCE_BYTES, _PROOF_BYTES = 16, 32
 _CALLER, _LISTENER = b"caller", b"listener"
-_MOST_PENDING = 256  # handshakes at a time; the oldest one is closed for another
-_LONGEST_WAIT_S = 3600.0  # `poll` rejects infinity
+_MAX_PENDING = 256  # handshakes at a time; the oldest one is closed for another
+LONGEST_WAIT_S = 3600.0
+"""Longest timeout for `poll`, which accepts no infinity."""
 T = TypeVar("T")
 
 
@@ -88,10 +89,10 @@ class Pending(Generic[T]):
     def __init__(
         self,
         admit: Callable[[socket.socket], T | None],
-        most: int,
+        max_pending: int,
         strangers: set[str] | None = None,
     ) -> None:
-        self._admit, self._most = admit, most
+        self._admit, self._max_pending = admit, max_pending
         self._strangers = set() if strangers is None else strangers
         self._threads: dict[socket.socket, threading.Thread] = {}
         self._served: deque[tuple[socket.socket, T | None]] = deque()
@@ -117,7 +118,7 @@ class Pending(Generic[T]):
             self._threads[sock].start()
         except RuntimeError as error:
             raise OSError(str(error)) from error
-        if len(self._threads) > self._most:
+        if len(self._threads) > self._max_pending:
             oldest = next(iter(self._threads))
             del self._threads[oldest]
             hang_up(oldest)
@@ -164,11 +165,11 @@ def accept(
     # Peers on a busy host are slow: each has until the end, and none waits for another.
     listener.setblocking(False)
     readable = select.poll()
-    with contextlib.closing(Pending(admit, _MOST_PENDING, strangers)) as pending:
+    with contextlib.closing(Pending(admit, _MAX_PENDING, strangers)) as pending:
         for watched in (listener, pending.wake):
             readable.register(watched.fileno(), select.POLLIN)
         while (left_s := until - time.monotonic()) > 0:
-            ready = [fd for fd, _ in readable.poll(min(left_s, _LONGEST_WAIT_S) * 1000)]
+            ready = [fd for fd, _ in readable.poll(min(left_s, LONGEST_WAIT_S) * 1000)]
             if pending.wake.fileno() in ready:
                 pending.wake.recv(4096)
             yield from pending.served()

@@ -17,13 +17,16 @@ from unisono.control.connection import (
     ALL,
     FAIL,
     GIVE,
-    LONGEST_WAIT_S,
     NOTICE,
+    START_BYTES,
+    Blobs,
     ConnectionClosed,
     Frame,
+    join_blobs,
     read_failure,
+    split_blobs,
 )
-from unisono.control.envelopes import START_BYTES, Blobs, join_blobs, split_blobs
+from unisono.control.handshake import LONGEST_WAIT_S
 from unisono.control.peers import Peers
 from unisono.control.signatures import describe
 from unisono.deadlines import host_s
@@ -35,7 +38,7 @@ from unisono.tracebacks import hides
 __tracebackhide__ = hides
 
 _SPIN_S = 200e-6  # longer than a wake-up takes, or one slow round would make the next one slow
-_MOST_NAPS = 64
+_MAX_NAPS = 64
 # The leader knows more about missing ranks, so it has time to warn first.
 _WARN_LATER_S = 3.0
 _GRACE_S = 0.4
@@ -96,7 +99,7 @@ class Hub:
                 return self._round(given, size, until)
             finally:
                 peers.leave()
-        except CollectiveError:
+        except CollectiveError:  # the group knows it already
             raise
         except BaseException as error:  # Ctrl-C above all: half a round can't be undone
             peers.interrupt(f"{type(error).__name__} interrupted {describe(blob)}")
@@ -141,9 +144,9 @@ class Hub:
             spin_until = time.monotonic() + _SPIN_S
             for place in places:
                 self._spin(place, spin_until)
-            has_come = len(got) == len(places)
-            self._naps = 0 if has_come else self._next_naps
-            self._next_naps = 1 if has_come else min(2 * self._next_naps, _MOST_NAPS)
+            has_arrived = len(got) == len(places)
+            self._naps = 0 if has_arrived else self._next_naps
+            self._next_naps = 1 if has_arrived else min(2 * self._next_naps, _MAX_NAPS)
         if len(got) < len(places):
             later_s = _WARN_LATER_S if kind == ALL else 0.0
             self._sleep(until, time.monotonic() + host_s(self.warn_after_s) + later_s)
@@ -174,7 +177,7 @@ class Hub:
         suspect_at, has_grace = time.monotonic() + _SUSPECT_S, kind == ALL
         for place in places:
             self._connections[place].sleep(True)
-        self._take_all()
+        self._take_all()  # frames that were sent before the senders saw that this rank sleeps
         while len(got) < len(places):
             now = time.monotonic()
             if now >= until:
@@ -185,6 +188,7 @@ class Hub:
                 is_there = bool(states) and all(s.seq >= peers.seq for s in states.values())
                 if not (has_grace and is_there):
                     raise peers.fail_late(states)
+                # The rank above is in this round, and knows better which ranks are missing.
                 has_grace, until = False, time.monotonic() + _GRACE_S
             if kind == ALL and self._ended and now >= suspect_at:
                 suspect_at = now + _SUSPECT_S
@@ -254,7 +258,7 @@ class Hub:
         try:
             self._connections[place].send(kind, self.peers.seq, body, until)
         except ConnectionClosed as closed:
-            self.peers.waits = (), {}
+            self.peers.waits = (), {}  # no frame of a round counts any more
             self._take(place)  # it may have reported why
             raise self.peers.fail_gone(place, str(closed)) from None
         except TimeoutError:

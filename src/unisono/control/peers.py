@@ -28,12 +28,12 @@ from unisono.control.connection import (
     LATE,
     LEAVE,
     NOTICE,
+    Blobs,
     Connection,
     ConnectionClosed,
     FailureReport,
     read_failure,
 )
-from unisono.control.envelopes import Blobs
 from unisono.control.signatures import SequenceNumbers
 from unisono.control.tree import Links
 from unisono.errors import CollectiveError, CollectiveTimeoutError, PeerFailedError
@@ -44,10 +44,10 @@ __tracebackhide__ = hides
 _log = logging.getLogger(__name__)
 _SEND_S = 1.0
 _ASK_S = 0.4  # short: a rank stuck in C never answers, and the caller is past its deadline
-_LAST_WORD_S = 0.1  # where several ranks have ended: one may have reported why
+_REPORT_S = 0.1  # where several ranks have ended: one may have reported why
 _LATE_S = 0.3  # for the report of a rank that knows more
 _FAREWELL_S = 1.0  # for the farewell of a rank that is gone, or the end of its connection
-_MOST_ASKED = 64
+_MAX_ASKED = 64
 _NOTHING: tuple[tuple[int, ...], dict[int, Blobs]] = (), {}
 
 
@@ -68,10 +68,6 @@ class Farewell:
 
     how: str
     steps: Mapping[str, int]
-
-    def has_done(self, group: str, step: int) -> bool:
-        """Return whether the rank had done its part in operation `step`; False for 0."""
-        return 0 < step <= self.steps.get(group, 0)
 
 
 class Peers:
@@ -202,7 +198,7 @@ class Peers:
     def leave(self) -> None:
         """End the round, whether it failed or not."""
         self.waits, self.is_in_round = _NOTHING, False
-        if self._unsent is not None:
+        if self._unsent is not None:  # another thread recorded it while this one held the lock
             self._send_failure()
         if self._concurrent_calls and self.failure is None:
             raise self.fail(FailureReport("threads", self._concurrent_calls))
@@ -253,7 +249,7 @@ class Peers:
         among = self._places(ranks)
         ended = [place for place in among if self._has_ended(place)]
         ended = [place for place in ended if not self._is_done(place, group, step)]
-        wait_s = _LAST_WORD_S if len(ended) > 1 else 0.0
+        wait_s = _REPORT_S if len(ended) > 1 else 0.0
         self._condition.wait(lambda: self._flooded is not None, wait_s)
         if self._flooded is not None:
             failure = read_failure(self._flooded)
@@ -280,7 +276,7 @@ class Peers:
         """Return whether a departed rank isn't needed any more, as far as is known."""
         farewell = self._farewell(place)
         if farewell is not None:
-            return farewell.has_done(group, step)
+            return 0 < step <= farewell.steps.get(group, 0)
         # Its fate is unknown here: if it died, the backend reports that to its neighbours.
         return step > 0 and place not in self._departures and self._is_cut_off(place)
 
@@ -298,7 +294,7 @@ class Peers:
 
     def late(self, ranks: Collection[int] | None, group: str, step: int, is_over: bool) -> str:
         """Return a report on ranks that haven't begun an operation; waits 1 s at most."""
-        asked = [place for place in self._places(ranks) if place != self.place][:_MOST_ASKED]
+        asked = [place for place in self._places(ranks) if place != self.place][:_MAX_ASKED]
         states = self._ask(asked, group)
         reported = self._reported(group, step)
         if reported:
@@ -465,10 +461,10 @@ class Peers:
     def _report(self, states: dict[int, State]) -> str:
         """Return a description of the calls that arrived, and of the missing ranks."""
         absent, got = self._awaited(), self.waits[1]
-        came = {self.place: self._blob}
+        arrived = {self.place: self._blob}
         for source, (blobs, _) in got.items():
-            came |= zip(sorted(self.links.below.get(source, ())), blobs, strict=False)
-        by_rank = {self.ranks[place]: signatures.describe(blob) for place, blob in came.items()}
+            arrived |= zip(sorted(self.links.below.get(source, ())), blobs, strict=False)
+        by_rank = {self.ranks[place]: signatures.describe(blob) for place, blob in arrived.items()}
         missing = []
         for place in absent:
             state = states.get(place, State())
@@ -527,7 +523,7 @@ class Peers:
     def _handle(self, kind: int, body: bytes, source: int) -> None:
         """Process one frame; raise ConnectionClosed for one that can't be read."""
         if kind == FAIL:
-            read_failure(body)
+            read_failure(body)  # only a valid report is forwarded
             self._flood_failure(body, source)
             return
         try:
@@ -562,6 +558,7 @@ class Peers:
                 return
             self._departures[place] = farewell
             self._condition.notify_all()
+        # Ranks of its host see its process end, but not whether it left in good order.
         if place in self.pids:
             body = _encode_farewell(place, farewell)
             for other in self.sideband:

@@ -17,11 +17,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from unisono.control.absent_ranks import Absent
-from unisono.control.envelopes import call_head
 from unisono.control.hub import Hub
 from unisono.control.peers import Peers
 from unisono.control.rendezvous import checks_by, connect_group
-from unisono.control.signatures import SequenceNumbers, site, unpack
+from unisono.control.signatures import SequenceNumbers, call_head, site, unpack
 from unisono.control.waiting import Wait
 from unisono.deadlines import end_of_call
 from unisono.errors import GroupMembershipError
@@ -44,7 +43,7 @@ INLINE_BYTES = 1 << 16
 
 Where all ranks share memory, the size of their mailboxes decides.
 """
-_NOBODYS: tuple[Callable[[], Any], int] = (lambda: None), 0
+_NO_HANDLE: tuple[Callable[[], Any], int] = (lambda: None), 0
 _TENSOR_PART = 4
 """A CPU tensor is sent in a round up to this part of the longest blob, measured on 2 and 4 ranks:
 16 KiB over sockets, 1 MiB over the number of ranks where they share memory."""
@@ -296,14 +295,14 @@ class SocketControlPlane(ControlPlane):
         for name in sorted(self._over):
             if all(name in dropped[rank] for rank in self._over[name]):
                 del self._over[name]
-                handle = self._handles.get(name, _NOBODYS)[0]()
+                handle = self._handles.get(name, _NO_HANDLE)[0]()
                 if self.destroy is not None and handle is not None:
                     self.destroy(handle)
                 self.end(name)
 
     def _is_lent(self, name: str) -> bool:
         """Return whether a dropped group's handle is still in use, as by DDP."""
-        reference, count = self._handles.get(name, _NOBODYS)
+        reference, count = self._handles.get(name, _NO_HANDLE)
         handle = reference()
         return handle is not None and sys.getrefcount(handle) >= count  # one was the group's
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import hmac
 import json
 import logging
 import os
@@ -26,10 +27,11 @@ from dataclasses import asdict, dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+
 from unisono.arguments import number_in
 from unisono.control.absent_ranks import warn_after_s
 from unisono.control.addresses import listen_locally, listen_widely, local_address, peer
-from unisono.control.authentication import authenticate
 from unisono.control.connection import Connection
 from unisono.control.handshake import accept, answer, call, receive
 from unisono.control.hub import Hub
@@ -42,6 +44,7 @@ from unisono.host.arena import Arena
 from unisono.host.mailbox import MAILBOX_BYTES, Mailbox
 from unisono.model import fallback
 from unisono.model.contract import ComputationModel
+from unisono.payload.tensors import from_bytes, to_bytes
 from unisono.topology import Group, boot_id, name_of, usable_cores
 
 if TYPE_CHECKING:
@@ -51,6 +54,7 @@ _log = logging.getLogger(__name__)
 _SET_UP_S = 10.0
 _RETRY_S = 0.01
 _HELLO = struct.Struct("<II")
+_NONCE_BYTES = 32  # also of a proof: they travel as rows of one size
 _ACCEPTED = b"!"
 _REMEDY_HERE = "let this user's processes meet at Unix-domain sockets"
 _REMEDY_BETWEEN = (
@@ -112,13 +116,13 @@ def _advertise(control: SocketControlPlane) -> _Advertisement:
         debug=control.setting,
     )
     try:
-        own.warn_after_s, own.shared_bytes = warn_after_s(), _most_shared_bytes(control)
+        own.warn_after_s, own.shared_bytes = warn_after_s(), _max_shared_bytes(control)
     except EnvironmentDetectionError as error:
         own.wrong_setting = error.args
     return own
 
 
-def _most_shared_bytes(control: SocketControlPlane) -> int:
+def _max_shared_bytes(control: SocketControlPlane) -> int:
     """Return the bytes that a new group may share: all for the first, else a part of the rest."""
     model, held_bytes = control.model, control.shared_bytes
     if model.transport_device.type != "cpu":
@@ -178,6 +182,44 @@ def connect_group(
     return hub
 
 
+def authenticate(
+    model: ComputationModel,
+    group: Group | None,
+    secret: bytes,
+    label: str,
+    device: torch.device | None = None,
+) -> None:
+    """Raise unless the ranks of a group prove to each other that they know the job's secret."""
+    # Collective over `group`. Gloo accepts any connection. Before the proof, the data plane carries
+    # only tensors of fixed size that are never decoded: first a random number of each rank, then,
+    # from each rank to each other directly, the HMAC of both their numbers.
+    ranks, place = model.topology.members(group), model.topology.position(group)
+    shape = (len(ranks), _NONCE_BYTES)
+    device = model.transport_device if device is None else device
+    own = from_bytes(secrets.token_bytes(_NONCE_BYTES), torch.uint8, shape[1:]).to(device)
+    nonces = [to_bytes(row) for row in model.all_gather(own, group).cpu()]
+    subject = f"{label} {list(ranks)}".encode()
+
+    def proof(source: int, target: int) -> bytes:
+        text = struct.pack("<II", source, target) + nonces[source] + nonces[target] + subject
+        return hmac.new(secret, text, "sha256").digest()
+
+    mine = b"".join(proof(place, other) for other in range(len(ranks)))
+    received_rows = model.all_to_all(from_bytes(mine, torch.uint8, shape).to(device), group).cpu()
+    proofs = [to_bytes(row) for row in received_rows]
+    wrong = [
+        ranks[other]
+        for other in range(len(ranks))
+        if other != place and not hmac.compare_digest(proofs[other], proof(other, place))
+    ]
+    if wrong:
+        raise PeerRefusedError(
+            f"rank {ranks[place]} rejected the process that answered as rank {wrong[0]}: "
+            "authentication failed",
+            wrong[0],
+        )
+
+
 def _connect_all(
     control: SocketControlPlane, group: Group | None, inline_bytes: int
 ) -> tuple[Hub | None, bool]:
@@ -189,22 +231,22 @@ def _connect_all(
             if advert.wrong_setting:
                 text, *facts = advert.wrong_setting
                 raise EnvironmentDetectionError(f"rank {rank}: {text}", *facts)
-        roster = _roster(adverts)
-        connector = _Connector(control, group, adverts, roster, listeners)
-        is_one_host = len(roster.places) == 1
+        connector = _Connector(control, group, adverts, listeners)
+        is_one_host = len(connector.hosts) == 1
         if control.is_one_host and not is_one_host:
             raise _foreign_host_error(adverts, ranks, connector.place)
-        reasons, hub = roster.reasons, None
+        reasons, hub = _reasons_of(adverts), None
         if not reasons:
             hub, vote = connector.hub(inline_bytes)
             votes = _vote(control.model, vote, group, hub)
-            reasons = votes.reasons
+            reasons = _reasons_of(votes)
     if hub is not None and not reasons:
-        hub.all_share_memory = votes.all_share_memory
-        hub.arena = hub.arena if votes.all_have_arena else None
-        if votes.all_have_arena:
-            hub.hosts = [[ranks[at] for at in each] for each in roster.places.values()]
-        hub.checks = roster.checks
+        hub.all_share_memory = all(vote.shares_memory for vote in votes)
+        if all(vote.has_arena for vote in votes):
+            hub.hosts = [[ranks[at] for at in places] for places in connector.hosts]
+        else:
+            hub.arena = None
+        hub.checks = checks_by([advert.debug for advert in adverts])
         hub.inline_bytes = _inline_bytes(hub, len(ranks), inline_bytes)
         return hub, is_one_host
     if hub is not None:
@@ -216,47 +258,17 @@ def _connect_all(
     return None, is_one_host
 
 
-@dataclass(frozen=True, slots=True)
-class _Roster:
-    """The ranks of a group by their adverts, the same on each of them."""
-
-    hosts: list[str]
-    places: dict[str, list[int]]
-    keys: bytes
-    checks: bool | None
-    reasons: dict[int, str]
+def _reasons_of(records: Sequence[_Advertisement | _Vote]) -> dict[int, str]:
+    """Return by place why ranks can't be connected."""
+    return {place: each.reason for place, each in enumerate(records) if each.reason}
 
 
-def _roster(adverts: list[_Advertisement]) -> _Roster:
-    places: dict[str, list[int]] = {}
+def _hosts_of(adverts: Sequence[_Advertisement]) -> list[list[int]]:
+    """Return the places on each host; hosts are in the order of their first ranks."""
+    hosts: dict[str, list[int]] = {}
     for place, advert in enumerate(adverts):
-        places.setdefault(advert.host, []).append(place)
-    return _Roster(
-        [advert.host for advert in adverts],
-        places,
-        "".join(advert.key for advert in adverts).encode(),
-        checks_by([advert.debug for advert in adverts]),
-        {place: advert.reason for place, advert in enumerate(adverts) if advert.reason},
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Votes:
-    """The votes of all ranks, counted the same on each of them."""
-
-    reasons: dict[int, str]
-    refusals: dict[int, _Vote]
-    all_share_memory: bool
-    all_have_arena: bool
-
-
-def _count(votes: list[_Vote]) -> _Votes:
-    return _Votes(
-        {place: vote.reason for place, vote in enumerate(votes) if vote.reason},
-        {place: vote for place, vote in enumerate(votes) if vote.refused},
-        all(vote.shares_memory for vote in votes),
-        all(vote.has_arena for vote in votes),
-    )
+        hosts.setdefault(advert.host, []).append(place)
+    return list(hosts.values())
 
 
 def checks_by(settings: Sequence[str]) -> bool | None:
@@ -281,22 +293,25 @@ class _RefusedError(OSError):
         self.place = place
 
 
-def _vote(model: ComputationModel, vote: _Vote, group: Group | None, hub: Hub | None) -> _Votes:
+def _vote(
+    model: ComputationModel, vote: _Vote, group: Group | None, hub: Hub | None
+) -> list[_Vote]:
     """Return the votes of all ranks; raise on every rank if one refused a process."""
     try:
-        votes = _count(_exchange(model, vote, group))
+        votes = _exchange(model, vote, group)
     except CollectiveError as error:
         if hub is not None:
             hub.peers.close()
         if vote.refused:  # a process outside the job need not vote
             raise PeerRefusedError(vote.refused, vote.instead) from error
         raise
-    if votes.refusals:
+    refusals = [place for place, each in enumerate(votes) if each.refused]
+    if refusals:
         own = model.topology.position(group)
-        at = own if own in votes.refusals else min(votes.refusals)  # this rank's comes first
+        at = own if own in refusals else refusals[0]  # this rank's comes first
         if hub is not None:
             hub.peers.close()
-        rank, refusal = model.topology.members(group)[at], votes.refusals[at]
+        rank, refusal = model.topology.members(group)[at], votes[at]
         raise PeerRefusedError(f"rank {rank}: {refusal.refused}", refusal.instead)
     return votes
 
@@ -370,15 +385,17 @@ class _Connector:
         control: SocketControlPlane,
         group: Group | None,
         adverts: list[_Advertisement],
-        roster: _Roster,
         listeners: list[socket.socket],
     ) -> None:
         self._control, self._group = control, group
-        self._adverts, self._roster, self._listeners = adverts, roster, listeners
+        self._adverts, self._listeners = adverts, listeners
         self.place: int = control.model.topology.position(group)
-        self._here = roster.places[adverts[self.place].host]
-        self._links = links(roster.hosts, self.place)
-        self._secret = hashlib.sha256((control.secret or b"") + roster.keys).digest()
+        self.hosts: list[list[int]] = _hosts_of(adverts)
+        """The places on each host."""
+        self._here = next(places for places in self.hosts if self.place in places)
+        self._links = links(self.hosts, self.place)
+        keys = "".join(advert.key for advert in adverts).encode()
+        self._secret = hashlib.sha256((control.secret or b"") + keys).digest()
         limit_s = limit_of(control.timeout_s)
         limit_s = _SET_UP_S if limit_s is None else min(limit_s, _SET_UP_S)
         self._until = time.monotonic() + host_s(limit_s)
@@ -417,9 +434,6 @@ class _Connector:
         shared = [at for at in others if self._adverts[at].pid_namespace == namespace]
         return {at: self._adverts[at].pid for at in shared}
 
-    def _is_here(self, place: int) -> bool:
-        return place in self._here
-
     def _connect(self) -> dict[tuple[int, int], Endpoint]:
         made: dict[tuple[int, int], Endpoint] = {}
         up = self._links.up
@@ -427,7 +441,7 @@ class _Connector:
             if up is not None:
                 for channel in (_ROUNDS, _SIDEBAND):
                     made[up, channel] = self._connect_to_parent(up, channel)
-                if self._is_here(up):  # the first rank of this host, which has created the memory
+                if up in self._here:  # the first rank of this host, which has created the memory
                     self._receive_arena(made[up, _ROUNDS][0])
             self._make_arena()
             for is_local in (True, False):
@@ -445,7 +459,7 @@ class _Connector:
     def _connect_to_parent(self, up: int, channel: int) -> Endpoint:
         """Connect to the rank above, with mutual authentication."""
         address: Any = tuple(self._adverts[up].tcp)
-        family, is_local = int(socket.AF_INET), self._is_here(up)
+        family, is_local = int(socket.AF_INET), up in self._here
         if is_local:
             family, address = int(socket.AF_UNIX), local_address(self._adverts[up].unix)
         sock = _connect_until(family, address, self._until)
@@ -468,7 +482,7 @@ class _Connector:
 
     def _accept_children(self, is_local: bool) -> Iterator[tuple[tuple[int, int], Endpoint]]:
         """Accept connections of ranks below, on this host or on others; reject other processes."""
-        downs = [down for down in self._links.downs if self._is_here(down) is is_local]
+        downs = [down for down in self._links.downs if (down in self._here) is is_local]
         expected = {(down, channel) for down in downs for channel in (_ROUNDS, _SIDEBAND)}
         if not expected:
             return
@@ -518,10 +532,10 @@ class _Connector:
     def _make_arena(self) -> None:
         """Create the memory for tensors if this rank is the first of several on its host."""
         control = self._control
-        is_used = len(self._roster.places) == 1 or (control.has_levels and self._group is None)
+        is_used = len(self.hosts) == 1 or (control.has_levels and self._group is None)
         if is_used and self._here[0] == self.place and len(self._here) > 1:
-            most_bytes = min(self._adverts[at].shared_bytes for at in self._here)
-            made = arena.make(len(self._here), usable_cores(), most_bytes)
+            max_bytes = min(self._adverts[at].shared_bytes for at in self._here)
+            made = arena.make(len(self._here), usable_cores(), max_bytes)
             if made is not None:
                 self._arena_fd, self._arena = made
 

@@ -3,13 +3,20 @@
 Ranks may make the same call on different lines, so lines that differ prove nothing. But where they
 begin to differ in one round, and in the next one rank is on the line that all others were on
 before, while those are on a third, that rank has made one call more or less than they have.
+
+    blob   magic 2s   length of the call H   length of the site H   call   site   value
+
+Integers are little-endian. Calls are compared between ranks; sites, the lines of the calls, are for
+messages. `payload.codec` encodes the value.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
+import struct
 import sys
 import threading
 from collections import defaultdict
@@ -22,7 +29,7 @@ from typing import Any
 
 import torch
 
-from unisono.control.envelopes import COPIED_BYTES, read_call
+from unisono.control.connection import COPIED_BYTES
 from unisono.errors import CollectiveMismatchError
 from unisono.topology import EVERYBODY, Group
 from unisono.tracebacks import hides, place_of
@@ -30,6 +37,28 @@ from unisono.tracebacks import hides, place_of
 __tracebackhide__ = hides
 
 _log = logging.getLogger(__name__)
+_CALL = struct.Struct("<2sHH")
+_MAGIC = b"\xf5C"
+_LONGEST_CALL = 1000  # bytes; the rest of a longer one is compared by its hash
+
+
+@lru_cache(maxsize=256)
+def call_head(call: str, site: bytes) -> bytes:
+    """Return the header before the value in a call's blob."""
+    text = call.encode("utf-8", "backslashreplace")
+    if len(text) > _LONGEST_CALL:
+        text = text[:_LONGEST_CALL] + hashlib.sha256(text).hexdigest().encode()
+    return _CALL.pack(_MAGIC, len(text), len(site)) + text + site
+
+
+def read_call(blob: bytes) -> tuple[bytes, bytes, int] | None:
+    """Return a blob's call, site and offset of the value; None if it has no call."""
+    if len(blob) < _CALL.size or blob[:2] != _MAGIC:
+        return None
+    _, width, site_width = _CALL.unpack_from(blob)
+    end = _CALL.size + width
+    start = end + site_width
+    return blob[_CALL.size : end], blob[end:start], start
 
 
 class CallHistory:
@@ -132,8 +161,7 @@ def from_here() -> Context:
 
 def carried_line() -> str:
     """Return the line of the call that this thread carries out for another; empty for none."""
-    carried = _carried.get()
-    return carried.decode("utf-8", "replace") if carried else ""
+    return _carried.get().decode("utf-8", "replace")
 
 
 def site() -> bytes:

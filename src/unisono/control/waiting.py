@@ -124,6 +124,7 @@ class Wait:
 
 def mapped(table: Mapping[str, type[CollectiveError]], text: str) -> type[CollectiveError]:
     """Return the error of the first pattern that matches a library's text."""
-    rows = table.items()
-    found = (error for pattern, error in rows if re.search(pattern, text, re.IGNORECASE))
-    return next(found, CollectiveError)
+    for pattern, error in table.items():
+        if re.search(pattern, text, re.IGNORECASE):
+            return error
+    return CollectiveError

@@ -27,9 +27,8 @@ import ctypes
 import mmap
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -47,7 +46,7 @@ _SPIN_S = 300e-6  # a barrier of ranks that are all awake takes a tenth of that
 _LOOKS = 20
 _FIRST_NAP_NS = 200_000
 _NAP_NS = 20_000_000  # between two checks for dead ranks
-_MOST_VIEWS = 256
+_MAX_VIEWS = 256
 _SYS_FUTEX = 202  # on x86-64
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1  # not the private ones: the memory is shared
 T = TypeVar("T")
@@ -80,22 +79,22 @@ class Layout:
         return self.head_bytes + 4 * self.size * self.block_bytes
 
 
-def layout(size: int, cores: int, most_bytes: int | None = None) -> Layout | None:
+def layout(size: int, cores: int, max_bytes: int | None = None) -> Layout | None:
     """Return the layout for `size` ranks, None without room."""
     # Where each rank has a core the blocks stay in its cache; else every barrier is a turn of
     # the scheduler, so blocks are larger. Measured on 2 cores with 2 and 4 ranks.
     is_crowded = size > cores
     block, whole = (2 * _MIB, _MIB // 2) if is_crowded else (_MIB, _MIB // 8)
-    while most_bytes is not None and 4 * size * block > most_bytes:
+    while max_bytes is not None and 4 * size * block > max_bytes:
         block //= 2
         if block < whole:
             return None
     return Layout(size, block, whole, is_crowded)
 
 
-def make(size: int, cores: int, most_bytes: int) -> tuple[int, Arena] | None:
+def make(size: int, cores: int, max_bytes: int) -> tuple[int, Arena] | None:
     """Create an arena for `size` ranks, of which this is the first."""
-    plan = layout(size, cores, most_bytes)
+    plan = layout(size, cores, max_bytes)
     made = None if plan is None else memory.make(plan.size_bytes)
     if plan is None or made is None:
         return None
@@ -146,7 +145,10 @@ class Arena:
         self._mine = position * _LINE_WORDS
         self._lines = [p * _LINE_WORDS for p in self.others]
         self._naps = [line + _NAP for line in self._lines]
-        self._slots = [[self._slot(shared, parity, p) for p in range(size)] for parity in (0, 1)]
+        self.slots: list[list[Tensor]] = [
+            [self._slot(shared, parity, p) for p in range(size)] for parity in (0, 1)
+        ]
+        """The slot of each rank as bytes, by parity and position."""
         self._views: dict[object, object] = {}
         self._futex = ctypes.CDLL(None).syscall
         self._nap_time = _Timespec(0, _NAP_NS)
@@ -202,6 +204,7 @@ class Arena:
                 where = ctypes.c_void_p(self._address + nap * _WORD_BYTES)
                 self._futex(_SYS_FUTEX, where, _FUTEX_WAIT, 1, ctypes.byref(duration), None, 0)
             words[nap] = 0
+            # Not after the first, short nap: the check is slow.
             if words[line] < interval and duration.nanoseconds == _NAP_NS:
                 check(line // _LINE_WORDS)
             duration.nanoseconds = _NAP_NS
@@ -213,19 +216,18 @@ class Arena:
     def close(self) -> None:
         """Release the memory."""
         self._words.release()
-        self._slots.clear()
+        self.slots.clear()
         self._views.clear()
 
     # Views of the slots, cached by shape
 
-    def slots(self, parity: int) -> list[Tensor]:
-        """Return the slot of each rank, as bytes."""
-        return self._slots[parity]
-
     def given(self, dtype: torch.dtype, count: int) -> list[list[Tensor]]:
         """Return `count` elements of each rank's input, by parity and position."""
         views: Any = self._views.get((dtype, count))
-        return views or self._keep((dtype, count), partial(self._make_given, dtype, count))
+        return views or self._keep(
+            (dtype, count),
+            lambda: [[given[:count] for given, _ in slots] for slots in self._halves(dtype)],
+        )
 
     def slices(self, dtype: torch.dtype, count: int) -> list[Slices]:
         """Return the views for reducing a block of `count` elements, by parity."""
@@ -235,32 +237,30 @@ class Arena:
             lambda: [self._cut(slots, count) for slots in self._halves(dtype)],
         )
 
-    def cells(self, dtype: torch.dtype, room: int) -> list[list[Sequence[Tensor]]]:
+    def cells(self, dtype: torch.dtype, room: int) -> list[list[tuple[Tensor, ...]]]:
         """Split each slot into one cell of `room` elements for each position."""
         views: Any = self._views.get((dtype, room, "cells"))
-        return views or self._keep((dtype, room, "cells"), partial(self._make_cells, dtype, room))
-
-    def _make_given(self, dtype: torch.dtype, count: int) -> list[list[Tensor]]:
-        return [[given[:count] for given, _ in slots] for slots in self._halves(dtype)]
-
-    def _make_cells(self, dtype: torch.dtype, room: int) -> list[list[Sequence[Tensor]]]:
         used = self.size * room * dtype.itemsize
-        return [
-            [torch.split(slot[:used].view(dtype), room) for slot in slots] for slots in self._slots
-        ]
+        return views or self._keep(
+            (dtype, room, "cells"),
+            lambda: [
+                [torch.split(slot[:used].view(dtype), room) for slot in slots]
+                for slots in self.slots
+            ],
+        )
 
     def _halves(self, dtype: torch.dtype) -> list[list[tuple[Tensor, Tensor]]]:
         """Return both halves of each slot, by parity and position, as [block] of `dtype`."""
         end = self.layout.block_bytes
         return [
             [(slot[:end].view(dtype), slot[end:].view(dtype)) for slot in slots]
-            for slots in self._slots
+            for slots in self.slots
         ]
 
     @torch.inference_mode(False)
     def _keep(self, key: object, make: Callable[[], T]) -> T:
         """Build views and cache them for the next call, which may be in another mode."""
-        if len(self._views) > _MOST_VIEWS:
+        if len(self._views) > _MAX_VIEWS:
             self._views.clear()
         self._views[key] = views = make()
         return views

@@ -6,29 +6,117 @@ owns its slice, in a short one by every rank. So all ranks get the same bits, on
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from unisono.errors import CollectiveError, ContextError, UnisonoError
 from unisono.host import memory
 from unisono.host.arena import Arena, Check
-from unisono.host.folding import DTYPES, fold
-from unisono.host.serialized import Monitor, Turns
-from unisono.host.shared import LEAST_BYTES, SharedTensors
-from unisono.model.reduction import ReduceOp
+from unisono.host.shared import MIN_BYTES, SharedTensors
+from unisono.model.contract import COMMON_DTYPES
+from unisono.model.reduction import ReduceOp, fold_into
 from unisono.payload.tensors import as_bytes_tensor, from_bytes
 from unisono.topology import Group
 
+DTYPES: frozenset[torch.dtype] = COMMON_DTYPES | {
+    *(torch.int16, torch.complex64, torch.complex128),
+}
+"""Dtypes that at least some operations reduce without conversion."""
 _COPIED_BYTES = 1 << 16
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 _AS_IT_IS = nullcontext()
 Copy = Callable[[int, int], None]
 """Copies block i from or to the slots of a parity."""
+
+
+def folds(dtype: torch.dtype, op: ReduceOp) -> bool:
+    """Return whether `fold_into` supports an operation on a dtype."""
+    if dtype not in DTYPES:
+        return False
+    if op is ReduceOp.AVERAGE:
+        return dtype.is_floating_point and dtype is not torch.float16
+    if op in (ReduceOp.MIN, ReduceOp.MAX):
+        return not dtype.is_complex
+    return not (op.is_bitwise and (dtype.is_floating_point or dtype.is_complex))
+
+
+class Monitor(Protocol):
+    """An observer of operations, such as the control plane."""
+
+    def begin(self, group: Group | None, call: str) -> Check:
+        """Record an operation that begins; return the check for the arena's waits."""
+
+    def interrupt(self, how: str) -> None:
+        """Report to the other ranks that this one was interrupted in an operation."""
+
+
+class Turn:
+    """A lock that raises if its holder would wait for itself."""
+
+    def __init__(self) -> None:
+        self._lock: Any = threading.RLock()  # which knows its owner at any moment
+        self.call: str = ""
+        """The holder's call."""
+
+    def of(self, call: str) -> Any:
+        """Return the lock for a ``with`` block; raise if this thread holds it."""
+        if self._lock._is_owned():
+            raise CollectiveError(
+                f"{call} was called within {self.call}: signal handlers and finalizers must not "
+                "call collectives"
+            )
+        return self._lock
+
+    def is_free(self) -> bool:
+        """Return whether no thread holds it, this one included."""
+        is_free = not self._lock._is_owned() and self._lock.acquire(blocking=False)
+        if is_free:
+            self._lock.release()
+        return is_free
+
+
+class Turns:
+    """The operations of one group, run in turn."""
+
+    def __init__(self, monitor: Monitor, group: Group | None = None) -> None:
+        self._monitor, self._group = monitor, group
+        self._turn = Turn()  # threads of one group must agree on their order anyway
+        self._ended: UnisonoError | None = None
+
+    def belong_to(self, monitor: Any) -> None:
+        """Set the monitor of the view of the context that has it now."""
+        self._monitor = monitor
+
+    def close(self) -> None:
+        """Release the memory; later calls raise."""
+        self._ended = ContextError(
+            "the context of this memory has ended, by finalize() or with its process group"
+        )
+
+    def _run(self, call: str, work: Callable[[Check], None], target: Tensor | None = None) -> None:
+        """Run an operation that overwrites `target`; after an interrupted one, all raise."""
+        is_apart = target is not None and target.is_inference()
+        with self._turn.of(call), torch.inference_mode() if is_apart else _AS_IT_IS:
+            self._turn.call = call
+            if self._ended is not None:
+                raise type(self._ended)(f"{call}: {self._ended}")
+            try:
+                work(self._monitor.begin(self._group, call))
+            except BaseException as error:  # Ctrl-C too: the ranks' barriers no longer match
+                self._ended = CollectiveError(
+                    "an earlier call left the memory that the ranks share half-way, so they are "
+                    "out of step: end the job, or finalize() and initialize again"
+                )
+                if not isinstance(error, UnisonoError):
+                    self._monitor.interrupt(f"{type(error).__name__} interrupted {call}")
+                raise
 
 
 class HostCollectives(Turns):
@@ -48,23 +136,12 @@ class HostCollectives(Turns):
         super().__init__(monitor, group)
         self.shared: SharedTensors = SharedTensors(arena)
         """The tensors in memory of all ranks."""
+        self.size: int = arena.size
+        self.position: int = arena.position
+        self.block_bytes: int = arena.layout.block_bytes
+        """Most bytes that `all_reduce_packed` accepts."""
         self._arena = arena
         self._ranks = ranks
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self._arena.size
-
-    @property
-    def block_bytes(self) -> int:
-        """Most bytes that `all_reduce_packed` accepts."""
-        return self._arena.layout.block_bytes
-
-    @property
-    def position(self) -> int:
-        """This rank's position, from 0."""
-        return self._arena.position
 
     def close(self) -> None:
         """Release the memory; later calls raise."""
@@ -82,7 +159,7 @@ class HostCollectives(Turns):
         writes: bool = False,
     ) -> bool:
         """Return whether all ranks pass one shared tensor; if so, run `here` on them, [n] each."""
-        if tensor.numel() * tensor.itemsize < LEAST_BYTES:
+        if tensor.numel() * tensor.itemsize < MIN_BYTES:
             return False
         parts: list[Tensor] | None = None
 
@@ -92,7 +169,7 @@ class HostCollectives(Turns):
                 parts = self.shared.agree(tensor.view(-1), check)
                 if parts is not None:
                     here(parts)
-                    self.shared.leave(check)
+                    self._arena.barrier(check)  # until no rank needs this one's tensor any more
             finally:  # the others may have written to it even if this rank was interrupted
                 if writes and not tensor.is_inference():
                     increment_version(tensor)
@@ -116,7 +193,7 @@ class HostCollectives(Turns):
         work = partial(here.all_reduce, op=op)
         if here.count and self._on_shared(call, flat, work, writes=True):
             return result
-        self._reduce(call, tensor.view(-1), flat, op)
+        self._run(call, partial(self._reduce_blocks, tensor.view(-1), flat, op), flat)
         return result
 
     def reduce(
@@ -125,11 +202,10 @@ class HostCollectives(Turns):
         """Reduce [*shape] to global rank `dst`, in place; the others get None."""
         # Collective over the group.
         flat, is_dst = tensor.view(-1), self._ranks[self._arena.position] == dst
-        self._reduce(f"reduce {op.name} to {dst}", flat, flat if is_dst else None, op)
+        target = flat if is_dst else None
+        work = partial(self._reduce_blocks, flat, target, op)
+        self._run(f"reduce {op.name} to {dst}", work, target)
         return tensor if is_dst else None
-
-    def _reduce(self, call: str, source: Tensor, target: Tensor | None, op: ReduceOp) -> None:
-        self._run(call, partial(self._reduce_blocks, source, target, op), target)
 
     def _reduce_blocks(
         self, source: Tensor, target: Tensor | None, op: ReduceOp, check: Check
@@ -140,7 +216,7 @@ class HostCollectives(Turns):
             given[arena.position].copy_(source)
             arena.barrier(check)
             if target is not None:
-                fold(op, given, target)
+                fold_into(op, given, target)
             return
         room = arena.layout.block_bytes // source.itemsize
         for at in range(0, count, room):
@@ -158,9 +234,9 @@ class HostCollectives(Turns):
         now.after.copy_(after)
         arena.barrier(check)
         parts = list(now.parts)
-        parts[arena.position] = own
+        parts[arena.position] = own  # which wasn't copied: no other rank needs it
         views = both[arena.interval & 1]
-        fold(op, parts, views.reduced)
+        fold_into(op, parts, views.reduced)
         if target is not None:
             target.split_with_sizes(now.sizes)[1].copy_(views.reduced)
         arena.barrier(check)
@@ -170,19 +246,19 @@ class HostCollectives(Turns):
 
     def all_reduce_packed(self, tensors: Sequence[Tensor], op: ReduceOp) -> None:
         """Reduce several short tensors in place, in one step. Collective over the group."""
-        total = torch.cat(list(tensors))
-        self._run(f"all_reduce {op.name}", partial(self._reduce_whole, total, op), total)
+        arena, total = self._arena, torch.cat(list(tensors))
+
+        def work(check: Check) -> None:
+            given = arena.given(total.dtype, total.numel())[arena.interval & 1]
+            given[arena.position].copy_(total)
+            arena.barrier(check)
+            fold_into(op, given, total)
+
+        self._run(f"all_reduce {op.name}", work, total)
         parts = total.split_with_sizes([tensor.numel() for tensor in tensors])
         is_apart = any(map(Tensor.is_inference, tensors))
         with torch.inference_mode() if is_apart else _AS_IT_IS:
             torch._foreach_copy_(list(tensors), list(parts))
-
-    def _reduce_whole(self, total: Tensor, op: ReduceOp, check: Check) -> None:
-        arena = self._arena
-        given = arena.given(total.dtype, total.numel())[arena.interval & 1]
-        given[arena.position].copy_(total)
-        arena.barrier(check)
-        fold(op, given, total)
 
     def reduce_scatter(self, rows: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
         """Reduce [n, *shape] of all ranks; each gets its row, [*shape]."""
@@ -206,7 +282,7 @@ class HostCollectives(Turns):
             count = results[block].numel()
             parts = [cells[parity][p][me][:count] for p in range(arena.size)]
             parts[me] = sources[me][block]
-            fold(op, parts, results[block])
+            fold_into(op, parts, results[block])
 
         self._move(call, len(results), give, take)
         return target
@@ -229,7 +305,7 @@ class HostCollectives(Turns):
             own = slices[me][block * room : (block + 1) * room]
             parts = [cells[parity][p][me][: own.numel()] for p in range(arena.size)]
             total, parts[me] = parts[me], own  # no other rank reads that cell
-            fold(op, parts, total)
+            fold_into(op, parts, total)
             own.copy_(total)
 
         blocks = -(-slices[0].numel() // room)
@@ -263,7 +339,9 @@ class HostCollectives(Turns):
         """Return the bytes of every rank. Collective over the group."""
         me = self._arena.position
         blobs: list[Any] = [b"" if p == me else bytearray(size) for p, size in enumerate(sizes)]
-        rows = [_over(buffer) for buffer in blobs]
+        rows = [
+            torch.frombuffer(buffer, dtype=torch.uint8) if buffer else _NOTHING for buffer in blobs
+        ]
         rows[me] = source = from_bytes(blob, torch.uint8, (len(blob),))
         self._gather("exchange", source, rows)
         blobs[me] = blob
@@ -275,12 +353,12 @@ class HostCollectives(Turns):
 
         def give(block: int, parity: int) -> None:
             part = source[block * room : (block + 1) * room]
-            arena.slots(parity)[arena.position][: part.numel()].copy_(part)
+            arena.slots[parity][arena.position][: part.numel()].copy_(part)
 
         def take(block: int, parity: int) -> None:
             for p in arena.others:
                 part = rows[p][block * room : (block + 1) * room]
-                part.copy_(arena.slots(parity)[p][: part.numel()])
+                part.copy_(arena.slots[parity][p][: part.numel()])
 
         self._move(call, -(-max(row.numel() for row in rows) // room), give, take)
 
@@ -297,12 +375,12 @@ class HostCollectives(Turns):
         def give(block: int, parity: int) -> None:
             if arena.position == root:
                 part = parts[block]
-                arena.slots(parity)[root][: part.numel()].copy_(part)
+                arena.slots[parity][root][: part.numel()].copy_(part)
 
         def take(block: int, parity: int) -> None:
             if arena.position != root:
                 part = parts[block]
-                part.copy_(arena.slots(parity)[root][: part.numel()])
+                part.copy_(arena.slots[parity][root][: part.numel()])
 
         self._move(call, len(parts), give, take, tensor)
         return tensor
@@ -383,7 +461,3 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 def _blocks(flat: Tensor, room: int) -> Sequence[Tensor]:
     """Split [n] into blocks of at most `room`, at least one."""
     return (flat,) if flat.numel() <= room else torch.split(flat, room)  # which is slow
-
-
-def _over(buffer: bytearray) -> Tensor:
-    return torch.frombuffer(buffer, dtype=torch.uint8) if buffer else _NOTHING

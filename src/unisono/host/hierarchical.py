@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from unisono.host.arena import Arena, Check
-from unisono.host.collectives import HostCollectives
-from unisono.host.folding import DTYPES
-from unisono.host.serialized import Monitor, Turns
+from unisono.host.collectives import DTYPES, HostCollectives, Monitor, Turns
 from unisono.model.contract import ComputationModel
 from unisono.model.reduction import ReduceOp, mean_factors
 from unisono.topology import Group
@@ -43,7 +41,7 @@ class _Inside:
     """The monitor of one host's part, with the check of the operation of all ranks."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        self.check: Check = _nothing
+        self.check: Check = lambda rank: None
         self._ranks = ranks
 
     def begin(self, group: Group | None, call: str) -> Check:
@@ -54,10 +52,6 @@ class _Inside:
 
     def interrupt(self, how: str) -> None:
         """Ignore it: the operation of all ranks reports it."""
-
-
-def _nothing(rank: int) -> None:
-    return
 
 
 class TwoLevels(Turns):

@@ -50,7 +50,7 @@ class Mailbox:
         words[at] = seq << _KIND_BITS | kind
         return words[at + _SLEEPS] != 0
 
-    def has_come(self) -> bool:
+    def has_frame(self) -> bool:
         """Return whether a frame has arrived."""
         return self._words[self._in] != self._taken
 

@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from unisono.host.arena import Arena, Check
-from unisono.host.folding import fold
-from unisono.model.reduction import ReduceOp
+from unisono.model.reduction import ReduceOp, fold_into
 
-LEAST_BYTES = 1 << 18
+MIN_BYTES = 1 << 18
 """Shorter tensors take longer with two barriers and one write for each rank than through slots."""
 
 _BLOCK_BYTES = 1 << 19  # of each rank: those of two stay in the cache of a core
@@ -80,7 +79,7 @@ class SharedTensors:
 
     def agree(self, flat: Tensor, check: Check) -> list[Tensor] | None:
         """Return all ranks' tensors if each passes the same part of a shared one, else None."""
-        # Collective over the group, for a tensor of at least `LEAST_BYTES`; the ranks' arguments
+        # Collective over the group, for a tensor of at least `MIN_BYTES`; the ranks' arguments
         # differ only in the memory.
         entry = self._entries.get(flat.untyped_storage().data_ptr())
         token, offset = 0, 0
@@ -92,11 +91,7 @@ class SharedTensors:
         end = offset + flat.numel() * flat.itemsize
         return [part[offset:end].view(flat.dtype) for part in entry.parts]
 
-    def leave(self, check: Check) -> None:
-        """Wait until no rank needs this one's tensor any more. Collective over the group."""
-        self._arena.barrier(check)
-
-    # Collectives, between `agree` and `leave`
+    # Collectives, between `agree` and a barrier
 
     def all_reduce(self, parts: Sequence[Tensor], op: ReduceOp) -> None:
         """Reduce this rank's slice of all, and write it to all. Collective over the group."""
@@ -104,7 +99,7 @@ class SharedTensors:
         width = -(-count // arena.size)
         begin = min(arena.position * width, count)
         for block in _blocks([part[begin : begin + width] for part in parts]):
-            fold(op, block, block[0])
+            fold_into(op, block, block[0])
             for other in block[1:]:
                 other.copy_(block[0])
 
@@ -112,7 +107,7 @@ class SharedTensors:
         """Reduce this rank's row of [n, *shape] of all. Collective over the group."""
         rows = [part.view(self._arena.size, -1)[self._arena.position] for part in parts]
         for target_block, *block in _blocks([target, *rows]):
-            fold(op, block, target_block)
+            fold_into(op, block, target_block)
 
     def all_gather(self, parts: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
         """Copy the other ranks' tensors. Collective over the group."""

@@ -35,7 +35,7 @@ _LOOK_S = 0.002
 _LOCKED_S = 1.0
 _QUIET = 20  # looks without an answer: the thread runs no Python
 _TGKILL = {"x86_64": 234, "aarch64": 131}  # the number of the system call
-_MOST_BYTES = 1 << 20  # of old text, before the next one is asked for
+_MAX_BYTES = 1 << 20  # of old text, before the next one is asked for
 _COUNTS = sys.version_info < (3, 11)  # whether faulthandler takes references
 _MASK = re.compile(r"^(SigPnd|ShdPnd|SigBlk|SigCgt|SigIgn):\s*([0-9a-f]+)", re.MULTILINE)
 _MEMORY = "unisono-stacks"
@@ -156,7 +156,7 @@ def _answer(pid: int, thread_id: int, number: int, fd: int, until: float) -> str
     # The default of the signal would end the process; a library's thread may block it.
     if not masks.get("SigCgt", 0) & ~masks.get("SigBlk", 0) & bit:
         return None
-    if os.fstat(fd).st_size > _MOST_BYTES:
+    if os.fstat(fd).st_size > _MAX_BYTES:
         os.ftruncate(fd, 0)
     begin = os.fstat(fd).st_size
     # A pending one is an earlier observer's: the thread is stopped, or about to write.

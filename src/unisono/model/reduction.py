@@ -23,6 +23,7 @@ __all__ = (
     "OpLike",
     "ReduceOp",
     "as_ordered_ints",
+    "fold_into",
     "fold_numbers",
     "fold_tensors",
     "is_order_of_floats",
@@ -124,6 +125,22 @@ def fold_tensors(op: ReduceOp, parts: Sequence[Tensor] | Tensor) -> Tensor:
     for part in rest:
         total = step(total, part)
     return total
+
+
+def fold_into(op: ReduceOp, parts: Sequence[Tensor], out: Tensor) -> None:
+    """Reduce several tensors as `fold_tensors`, but into `out`, and for AVERAGE, too."""
+    if op is ReduceOp.AVERAGE:
+        before, after = mean_factors(len(parts))
+        torch.mul(parts[0], before, out=out)
+        for part in parts[1:]:
+            torch.add(out, part, alpha=before, out=out)
+        if after != 1.0:
+            out.div_(after)
+        return
+    step = TENSOR_STEPS[op]
+    step(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        step(out, part, out=out)
 
 
 _NUMBER_STEPS: dict[ReduceOp, Callable[[Any, Any], Any]] = {

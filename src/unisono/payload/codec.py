@@ -33,7 +33,14 @@ from torch import Tensor
 
 from unisono.errors import PayloadError
 from unisono.payload import tensors
-from unisono.payload.tensors import TensorHeader, head_of, is_exact, put_together, reduce_tensor
+from unisono.payload.tensors import (
+    TensorHeader,
+    head_of,
+    is_exact,
+    onto_device,
+    put_together,
+    reduce_tensor,
+)
 
 _SIZE = struct.Struct("<Q")
 _PICKLE = struct.Struct("<cI")
@@ -163,7 +170,7 @@ def encode(value: object) -> bytes:
         pickler = _idle.pop()
     except IndexError:
         pickler = _Pickler()
-    try:
+    try:  # a pickler that fails isn't reused
         pickler.dump(value)
     except _NotPlainError as error:
         part = error.args[0]
@@ -198,11 +205,6 @@ def header(tensor: Tensor) -> bytes:
 def failure(reason: str) -> bytes:
     """Encode the reason why this rank has no value to send."""
     return b"e" + reason.encode("utf-8", "replace")
-
-
-def encode_or_reason(value: object) -> bytes:
-    """Encode a value, or the reason why that failed, for all ranks."""
-    return frame_or_reason(encode, value)
 
 
 def frame_or_reason(make: Callable[..., bytes], *args: Any) -> bytes:
@@ -252,14 +254,6 @@ def _check(data: memoryview, blob: bytes) -> None:
         raise PayloadError("received a damaged frame: a pickle with a wrong checksum")
 
 
-def _values_of(blob: bytes, device: torch.device) -> Any:
-    token = tensors.device.set(device)
-    try:
-        return _plain_of(blob)
-    finally:
-        tensors.device.reset(token)
-
-
 def _blocks(blob: bytes) -> list[memoryview]:
     data, at = memoryview(blob), _PICKLE.size
     blocks: list[memoryview] = []
@@ -273,15 +267,12 @@ def _blocks(blob: bytes) -> list[memoryview]:
     return blocks
 
 
-def _buffered_of(blob: bytes, device: torch.device) -> Any:
+@onto_device
+def _buffered_of(blob: bytes) -> Any:
     first, *buffers = _blocks(blob)
-    token = tensors.device.set(device)
-    try:
-        if _is_restricted():
-            return _Unpickler(io.BytesIO(first), buffers=buffers).load()
-        return pickle.loads(first, buffers=buffers)
-    finally:
-        tensors.device.reset(token)
+    if _is_restricted():
+        return _Unpickler(io.BytesIO(first), buffers=buffers).load()
+    return pickle.loads(first, buffers=buffers)
 
 
 def _object_of(blob: bytes, device: torch.device) -> Any:
@@ -298,13 +289,10 @@ def _header_of(blob: bytes, _: torch.device) -> TensorHeader:
     return head
 
 
-def _tensor_of(blob: bytes, device: torch.device) -> Tensor:
+@onto_device
+def _tensor_of(blob: bytes) -> Tensor:
     head, start = TensorHeader.unpack(blob, 1)
-    token = tensors.device.set(device)
-    try:
-        return head.tensor(memoryview(blob)[start:])
-    finally:
-        tensors.device.reset(token)
+    return head.tensor(memoryview(blob)[start:])
 
 
 def _failure_of(blob: bytes, _: torch.device) -> NoReturn:
@@ -329,7 +317,7 @@ _READERS: dict[int, Callable[[bytes, torch.device], Any]] = {
     ord("s"): lambda blob, _: str(memoryview(blob)[1:], "utf-8", "surrogatepass"),
     ord("b"): lambda blob, _: bytes(memoryview(blob)[1:]),
     ord("v"): _plain_of,
-    ord("p"): _values_of,
+    ord("p"): onto_device(_plain_of),
     ord("q"): _buffered_of,
     ord("o"): _object_of,
     ord("h"): _header_of,

@@ -1,46 +1,31 @@
-"""Objects as pickles with large buffers outside; imported when the first object is sent."""
+"""Objects as pickles, for messages and for files; imported when the first object is sent.
+
+A message has its large buffers outside of the pickle. A file is one of `torch.save`, whose tensors
+and arrays are memory-mapped.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import io
 import pickle
+import sys
+import types
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.serialization import default_restore_location
 
 from unisono.errors import PayloadError
-from unisono.payload.tensors import device as home, is_dense, reduce_tensor
+from unisono.payload.tensors import device as home, is_dense, onto_device, reduce_tensor
 from unisono.pickling import Pickler
 
 _REBUILD: Any = torch._utils._rebuild_device_tensor_from_cpu_tensor
 
 
-def _restore_storage(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), map_location=home.get(), weights_only=False)
-
-
-def _restorer() -> Any:
-    return _restore_from_cpu
-
-
-def _restore_from_cpu(data: Tensor, dtype: torch.dtype, _: Any, requires_grad: bool) -> Tensor:
-    return data.to(home.get(), dtype).requires_grad_(requires_grad)
-
-
-def _restore_view(data: bytes, kind: str, shape: tuple[int, ...], is_readonly: bool) -> memoryview:
-    memory = memoryview(data if is_readonly else bytearray(data))
-    return memory if kind == "B" and len(shape) == 1 else memory.cast(kind, shape)  # type: ignore[call-overload]
-
-
-def _is_storage_of_accelerator(value: Any) -> bool:
-    if isinstance(value, torch.TypedStorage):
-        value = value._untyped_storage
-    return isinstance(value, torch.UntypedStorage) and value.device.type != "cpu"
-
-
-class _ObjectPickler(Pickler):  # type: ignore[misc]
+class ObjectPickler(Pickler):  # type: ignore[misc]
     """Pickles by value objects that other processes can't import."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -58,19 +43,34 @@ class _ObjectPickler(Pickler):  # type: ignore[misc]
         return super().reducer_override(obj)
 
 
-ObjectPickler: Any = _ObjectPickler  # cloudpickle is untyped
+def _restore_view(data: bytes, kind: str, shape: tuple[int, ...], is_readonly: bool) -> memoryview:
+    memory = memoryview(data if is_readonly else bytearray(data))
+    return memory if kind == "B" and len(shape) == 1 else memory.cast(kind, shape)  # type: ignore[call-overload]
 
 
-class _MessagePickler(_ObjectPickler):
+def _restorer() -> Any:
+    return _restore_from_cpu
+
+
+def _restore_from_cpu(data: Tensor, dtype: torch.dtype, _: Any, requires_grad: bool) -> Tensor:
+    return data.to(home.get(), dtype).requires_grad_(requires_grad)
+
+
+class _MessagePickler(ObjectPickler):
     """Pickles tensors as buffers."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Tensor and is_dense(obj):
             return reduce_tensor(obj)
-        if _is_storage_of_accelerator(obj):
+        storage = obj._untyped_storage if isinstance(obj, torch.TypedStorage) else obj
+        if isinstance(storage, torch.UntypedStorage) and storage.device.type != "cpu":
             _, saved = obj.__reduce__()  # torch would load it onto the sender's own device
             return _restore_storage, saved
         return super().reducer_override(obj)
+
+
+def _restore_storage(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), map_location=home.get(), weights_only=False)
 
 
 def dump(value: object) -> list[bytes | memoryview]:
@@ -86,14 +86,61 @@ def dump(value: object) -> list[bytes | memoryview]:
         ) from error
 
 
-def load(blocks: Sequence[bytes | bytearray | memoryview], device: torch.device) -> Any:
+@onto_device
+def load(blocks: Sequence[bytes | bytearray | memoryview]) -> Any:
     """Unpickle the blocks of `dump`."""
-    token = home.set(device)
     try:
         return pickle.loads(blocks[0], buffers=blocks[1:])
     except Exception as error:  # an object's own constructor may raise anything
         raise PayloadError(
             f"a received object cannot be unpickled here: {type(error).__name__}: {error}"
         ) from error
-    finally:
-        home.reset(token)
+
+
+class _FilePickler(ObjectPickler):
+    """Pickles numpy arrays as tensors, which `torch.save` stores outside of the pickle."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        numpy: Any = sys.modules.get("numpy")  # numpy is optional
+        if numpy is None or type(obj) is not numpy.ndarray or obj.dtype.hasobject or not obj.nbytes:
+            return super().reducer_override(obj)
+        whole = obj if obj.flags.forc else obj.copy()
+        memory: Any = (ctypes.c_char * whole.nbytes).from_address(whole.ctypes.data)
+        memory.owner = whole
+        try:  # its own dtype, or torch wouldn't save a tensor over the same memory
+            dtype = torch.from_numpy(numpy.empty(0, obj.dtype)).dtype
+        except (TypeError, ValueError):  # torch has no such dtype, or not in this byte order
+            dtype = torch.uint8
+        order = "C" if whole.flags.c_contiguous else "F"
+        return _restore_array, (torch.frombuffer(memory, dtype=dtype), obj.dtype, obj.shape, order)
+
+
+def _restore_array(memory: Tensor, dtype: Any, shape: tuple[int, ...], order: Any) -> Any:
+    array = memory.numpy().view(dtype).reshape(shape, order=order)
+    array.flags.writeable = False
+    return array
+
+
+def save_file(value: object, path: str) -> None:
+    """Write an object to a file."""
+    module: Any = types.SimpleNamespace(Pickler=_FilePickler, __name__=__name__)
+    try:
+        torch.save(value, path, pickle_module=module, pickle_protocol=5)
+    except Exception as error:  # an object's own __reduce__ may raise anything
+        raise PayloadError(
+            f"a {type(value).__qualname__} can't be pickled, or there is no room for it: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+@torch.inference_mode(False)
+@onto_device
+def load_file(path: str) -> Any:
+    """Load a file of `save_file`, memory-mapped copy-on-write: changes stay in this process."""
+
+    def place(storage: Any, location: str) -> Any:
+        if location == "cpu":
+            return storage
+        return default_restore_location(storage, str(home.get()))  # type: ignore[no-untyped-call]
+
+    return torch.load(path, map_location=place, mmap=True, weights_only=False)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import wraps
 from pickle import PickleBuffer
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +32,22 @@ _SHORT_BYTES = 2048  # copying twice is faster than a memoryview
 _LARGEST_BYTES = 2**47  # the address space of a process
 device: ContextVar[torch.device] = ContextVar("device")
 """Device for tensors of accelerators: pickle has no argument for it."""
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+def onto_device(load: Callable[[S], T]) -> Callable[[S, torch.device], T]:
+    """Make `device` a second argument of a function that loads tensors."""
+
+    @wraps(load)
+    def load_onto(source: S, target: torch.device) -> T:
+        token = device.set(target)
+        try:
+            return load(source)
+        finally:
+            device.reset(token)
+
+    return load_onto
 
 
 @dataclass(frozen=True, slots=True)

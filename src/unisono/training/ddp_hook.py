@@ -13,8 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from unisono.collectives.call import check
 from unisono.context import ContextState, communicator
 from unisono.control.signatures import called
-from unisono.host.collectives import HostCollectives
-from unisono.host.folding import folds
+from unisono.host.collectives import HostCollectives, folds
 from unisono.model.handle import Handle
 from unisono.model.reduction import ReduceOp
 from unisono.recording import plane_is

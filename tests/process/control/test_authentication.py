@@ -27,7 +27,7 @@ from tests.support.clock import fast_clock
 from tests.support.processes import Pipe
 from tests.support.ways import Way
 from unisono.context import communicator
-from unisono.control import authentication, rendezvous
+from unisono.control import rendezvous
 from unisono.errors import CollectiveError, PeerRefusedError
 from unisono.launchers.job import store as job_store
 from unisono.topology import Topology
@@ -288,7 +288,7 @@ def test_a_proof_is_of_one_direction_one_group_and_one_time() -> None:
 
     for label in ("a", "b", "a"):
         with pytest.raises(PeerRefusedError, match="rejected the process that answered as rank 1"):
-            authentication.authenticate(Wire(0), None, b"s" * 32, label)  # type: ignore[arg-type]
+            rendezvous.authenticate(Wire(0), None, b"s" * 32, label)  # type: ignore[arg-type]
     assert len(set(sent)) == 3
 
 

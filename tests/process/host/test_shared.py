@@ -25,7 +25,7 @@ from unisono.errors import (
     PeerFailedError,
 )
 from unisono.host import memory
-from unisono.host.shared import LEAST_BYTES
+from unisono.host.shared import MIN_BYTES
 from unisono.testing.pytest_plugin.world import World
 
 pytestmark = pytest.mark.skipif(not memory.is_supported(), reason="there is no such memory here")
@@ -37,7 +37,7 @@ _SPACE = resource.RLIMIT_AS
 def touches_no_slot(call: Callable[[], Any]) -> bool:
     """Tell whether a call leaves what tensors otherwise go through as it was."""
     arena = host_of()._arena
-    heads = [slot[:4096] for parity in (0, 1) for slot in arena.slots(parity)]
+    heads = [slot[:4096] for parity in (0, 1) for slot in arena.slots[parity]]
     unisono.barrier()
     if unisono.get_rank() == 0:
         for head in heads:
@@ -104,7 +104,7 @@ def test_all_ranks_go_the_same_way(world: World) -> None:
     assert float(unisono.all_reduce_(first.fill_(rank), "min").max()) == 0
     with torch.inference_mode():
         assert float(unisono.all_reduce_(first.fill_(1))[0, 0]) == 2
-    short = first.view(-1)[: LEAST_BYTES // 4 - 1].fill_(1)
+    short = first.view(-1)[: MIN_BYTES // 4 - 1].fill_(1)
     assert float(unisono.all_reduce_(short)[-1]) == 2
 
 

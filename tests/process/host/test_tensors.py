@@ -374,7 +374,7 @@ def litmus(path: str, late: int, rank: int) -> list[set[float]]:
         arena = Arena(mmap.mmap(file.fileno(), PLAN.size_bytes), rank, PLAN)
     values, seen = torch.empty(ELEMENTS), list[set[float]]()
     for turn in range(TURNS):
-        slot = arena.slots(0)[turn & 1].view(torch.float32)
+        slot = arena.slots[0][turn & 1].view(torch.float32)
         if rank == turn & 1:
             values.fill_(turn + 1)
             slot[: ELEMENTS - late].copy_(values[: ELEMENTS - late])

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from unisono.control import authentication, handshake
+from unisono.control import handshake, rendezvous
 from unisono.control.addresses import listen_locally, peer
 from unisono.control.handshake import accept, answer, call, receive
 from unisono.topology import Topology
@@ -99,7 +99,7 @@ def test_a_member_that_is_slow_is_let_in(
 def test_the_oldest_makes_room(
     listener: socket.socket, held: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handshake, "_MOST_PENDING", 3)
+    monkeypatch.setattr(handshake, "_MAX_PENDING", 3)
     strangers = [knock(listener, held) for _ in range(20)]
     knock(listener, held, WORD)
     with closing(accept(listener, admit, set(), time.monotonic() + 20)) as members:
@@ -183,7 +183,7 @@ def test_a_proof_travels_on_the_device_of_the_model_or_on_that_which_is_named() 
             return torch.zeros(rows.shape, dtype=torch.uint8)
 
     for device in (None, torch.device("cpu")):
-        authentication.authenticate(Wire(), None, b"secret", "all", device)  # type: ignore[arg-type]
+        rendezvous.authenticate(Wire(), None, b"secret", "all", device)  # type: ignore[arg-type]
     assert devices == ["meta", "meta", "cpu", "cpu"]
 
 

@@ -30,7 +30,7 @@ def hub() -> Iterator[list[Hub]]:
     pairs = [socket.socketpair() for _ in range(2)]
     lines: Any = [{1: Connection(ours, None, 1 << 16)} for ours, _ in pairs]
     before = set(threading.enumerate())
-    peers = Peers(range(2), 0, links(["here"] * 2, 0), (lines[0], lines[1]), {}, SequenceNumbers())
+    peers = Peers(range(2), 0, links([[0, 1]], 0), (lines[0], lines[1]), {}, SequenceNumbers())
     (thread,) = set(threading.enumerate()) - before
     held = [Hub(peers, None, 60.0)]
     del peers

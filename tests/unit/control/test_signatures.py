@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from unisono.control import signatures
-from unisono.control.envelopes import call_head
-from unisono.control.signatures import CallHistory
+from unisono.control.signatures import CallHistory, call_head
 from unisono.errors import CollectiveMismatchError
 
 RIGHT = {

@@ -20,12 +20,19 @@ SHAPES = {
 }
 
 
+def places_on(hosts: list[int]) -> list[list[int]]:
+    places: dict[int, list[int]] = {}
+    for place, host in enumerate(hosts):
+        places.setdefault(host, []).append(place)
+    return list(places.values())
+
+
 @pytest.mark.parametrize("fan_out", [1, 2, 8, 1000])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_rank_reaches_the_root_once(shape: str, fan_out: int) -> None:
     hosts = SHAPES[shape]
     size = len(hosts)
-    parts = [links(hosts, place, fan_out) for place in range(size)]
+    parts = [links(places_on(hosts), place, fan_out) for place in range(size)]
     assert [place for place, part in enumerate(parts) if part.up is None] == [0]
     beneath: list[set[int]] = [{place} for place in range(size)]  # by walking up from each rank
     for place in range(size):
@@ -56,7 +63,8 @@ def test_every_rank_reaches_the_root_once(shape: str, fan_out: int) -> None:
 @pytest.mark.parametrize("size", [1000, 10_000])
 def test_it_is_as_deep_as_the_logarithm_of_the_hosts(size: int, per_host: int) -> None:
     fan_out, hosts = 8, [rank // per_host for rank in range(size)]
-    root = links(hosts, 0, fan_out)
+    places = places_on(hosts)
+    root = links(places, 0, fan_out)
     assert sorted(place for below in root.below.values() for place in below) == [*range(1, size)]
     nodes = math.ceil(size / per_host)
     leaders, at_most = 0, 1  # a full tree of so many layers of leaders holds them all
@@ -69,7 +77,7 @@ def test_it_is_as_deep_as_the_logarithm_of_the_hosts(size: int, per_host: int) -
         up: int | None = place
         while up is not None:
             depth, at = depth + 1, up
-            part = found.get(at) or links(hosts, at, fan_out)
+            part = found.get(at) or links(places, at, fan_out)
             found[at], up = part, part.up
             assert len(part.downs) <= fan_out + per_host - 1
         assert at == 0

@@ -18,8 +18,7 @@ from torch import Tensor
 from unisono.errors import CollectiveError, ContextError
 from unisono.host import arena, memory
 from unisono.host.arena import Arena, Layout
-from unisono.host.collectives import HostCollectives
-from unisono.host.folding import DTYPES
+from unisono.host.collectives import DTYPES, HostCollectives
 from unisono.model.reduction import ReduceOp, fold_tensors
 from unisono.payload.tensors import as_bytes_tensor
 from unisono.testing.cases._law import same
@@ -263,13 +262,13 @@ def test_the_layout_leaves_room_for_others() -> None:
 
     assert body_bytes(2, 8, is_crowded=False) == 8 << 20
     assert body_bytes(4, 2, is_crowded=True) // 4 <= 8 << 20
-    assert body_bytes(2, 8, is_crowded=False, most_bytes=2 << 20) <= 2 << 20
-    assert arena.layout(2, cores=8, most_bytes=1 << 17) is None
+    assert body_bytes(2, 8, is_crowded=False, max_bytes=2 << 20) <= 2 << 20
+    assert arena.layout(2, cores=8, max_bytes=1 << 17) is None
 
 
 @pytest.mark.parametrize("size", [2, 5])
 def test_an_arena_is_read_as_it_was_made_and_no_other_memory(size: int) -> None:
-    made = arena.make(size, cores=2, most_bytes=1 << 40)
+    made = arena.make(size, cores=2, max_bytes=1 << 40)
     assert made is not None
     fd, first = made
     with open(fd, "rb+") as file:

@@ -10,8 +10,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from unisono.control.connection import ALL, FAIL, GIVE, Connection, ConnectionClosed
-from unisono.control.envelopes import START_BYTES, join_blobs, split_blobs
+from unisono.control.connection import (
+    ALL,
+    FAIL,
+    GIVE,
+    START_BYTES,
+    Connection,
+    ConnectionClosed,
+    join_blobs,
+    split_blobs,
+)
 from unisono.host import mailbox, memory
 from unisono.host.mailbox import MAILBOX_BYTES, Mailbox
 
@@ -68,7 +76,7 @@ def test_frames_of_any_length_come_out_whole_and_once(ends: Ends, size: int) -> 
 def test_who_looks_is_not_woken_and_who_sleeps_is(ends: Ends) -> None:
     source, target = ends
     source.send(GIVE, 1, b"a", FOREVER)
-    assert target.mailbox is not None and target.mailbox.has_come()
+    assert target.mailbox is not None and target.mailbox.has_frame()
     assert not is_readable(target)
     assert target.take() == (GIVE, 1, b"a")
     target.sleep(True)

@@ -87,12 +87,12 @@ def test_a_stopped_process_is_asked_once_and_answers_when_it_goes_on() -> None:
 def test_nothing_is_written_to_a_file_that_has_the_number_of_the_memory(tmp_path: Path) -> None:
     """An inode's number is that of a file in one file system; a descriptor's is used again."""
     with (tmp_path / "mine").open("w+b") as file:
-        file.truncate(stack_signal._MOST_BYTES + 1)
+        file.truncate(stack_signal._MAX_BYTES + 1)
         inode = os.fstat(file.fileno()).st_ino
         facts = {**stack_signal.install(), "stacks_fd": file.fileno(), "stacks_inode": inode}
         ident = threading.get_native_id()
         assert stack_signal.ask(os.getpid(), facts, ident, 0.5) is None
-        assert os.fstat(file.fileno()).st_size == stack_signal._MOST_BYTES + 1
+        assert os.fstat(file.fileno()).st_size == stack_signal._MAX_BYTES + 1
 
 
 def test_nothing_is_sent_to_a_process_that_does_not_listen() -> None:

@@ -34,8 +34,8 @@ from unisono.payload import codec, tensors as tensors_of_payload
 from unisono.payload.codec import (
     decode,
     encode,
-    encode_or_reason,
     failure,
+    frame_or_reason,
     header,
     raise_failures,
 )
@@ -211,7 +211,7 @@ def test_what_cant_be_pickled_is_a_payload_error(value: Any) -> None:
     with pytest.raises(PayloadError, match=r"can't be pickled"):
         encode(value)
     with pytest.raises(PayloadError, match=r"can't be pickled"):
-        decode(encode_or_reason([value]), CPU)
+        decode(frame_or_reason(encode, [value]), CPU)
 
 
 def tensors() -> Iterator[torch.Tensor]:
@@ -312,7 +312,7 @@ def test_which_tensors_ride_the_data_plane() -> None:
 
 
 def test_failures_are_raised_with_rank_and_reason() -> None:
-    frames = [encode(1), failure("é is stuck \udc80"), encode_or_reason(2**70)]
+    frames = [encode(1), failure("é is stuck \udc80"), frame_or_reason(encode, 2**70)]
     with pytest.raises(PayloadError, match=r"^é is stuck"):
         decode(frames[1], CPU)
     with pytest.raises(PayloadError, match=r"^f got .*rank 5: é is stuck .*; rank 7: .*64 bits"):

@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unisono.accelerators import accelerator
-from unisono.control.authentication import authenticate
 from unisono.control.plane import SocketControlPlane
-from unisono.control.rendezvous import host_of_this_process
+from unisono.control.rendezvous import authenticate, host_of_this_process
 from unisono.control.signatures import purpose_or
 from unisono.control.waiting import LOOK_S, Wait
 from unisono.deadlines import allowed_s, deadline, end_of_block, host_s, limit_of

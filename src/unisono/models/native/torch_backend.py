@@ -28,13 +28,10 @@ from torch import Tensor
 from torch._C import _distributed_c10d
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from unisono.control.envelopes import call_head
 from unisono.control.plane import SocketControlPlane
-from unisono.control.signatures import OUR_FRAMES, line, site, unpack
+from unisono.control.signatures import OUR_FRAMES, call_head, line, site, unpack
 from unisono.errors import ContextError
-from unisono.host.collectives import HostCollectives as Host
-from unisono.host.folding import folds
-from unisono.host.serialized import Turn
+from unisono.host.collectives import HostCollectives as Host, Turn, folds
 from unisono.host.status_page import CALLED, IN_FLIGHT
 from unisono.model.reduction import ReduceOp, parse_op
 from unisono.models.native.process_group import settle_at_exit

@@ -38,6 +38,7 @@ class KvStoreModel(ComputationModel):
         self.calls += 1
         data = bytes(tensor.reshape(-1).view(torch.uint8).tolist())
         self.store.set(f"{self.calls}/{self.info.rank}", data)
-        rows = [self.store.get(f"{self.calls}/{r}") for r in range(self.info.world_size)]
-        flat = torch.tensor(list(b"".join(rows)), dtype=torch.uint8, device=self.device)
-        return flat.view(tensor.dtype).view(len(rows), *tensor.shape)
+        size = self.info.world_size
+        rows = bytearray().join(self.store.get(f"{self.calls}/{r}") for r in range(size))
+        flat = torch.frombuffer(rows, dtype=tensor.dtype) if rows else tensor.new_empty(0)
+        return flat.view(size, *tensor.shape)

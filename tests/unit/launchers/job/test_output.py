@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from unisono.control import signatures
-from unisono.control.envelopes import call_head
+from unisono.control.signatures import call_head
 from unisono.launchers.job.output import Pipes, begin_lines_with_rank
 from unisono.launchers.job.title import name_process
 
