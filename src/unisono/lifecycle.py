@@ -33,7 +33,7 @@ from unisono.errors import (
 from unisono.host.status_page import close_all as close_pages, pages
 from unisono.launchers.job.lifetime import Lifetime
 from unisono.launchers.job.output import begin_lines_with_rank
-from unisono.launchers.job.title import name_thread
+from unisono.launchers.job.process_state import name_thread
 from unisono.model.contract import ComputationModel
 from unisono.model.launching import launch_hooks_of
 from unisono.node import read_node

@@ -85,20 +85,19 @@ MODELS = (
         "unisono.models.xla.setup:why_unusable",
     ),
 )
-_CHECKS = "unisono.launchers.availability:"
 LAUNCHERS = (
     Row(("processes",), "unisono.launchers.local:launch", script="run"),
     Row(("torchrun",), "unisono.launchers.torchrun:launch", script="run"),
     Row(
         ("mpi",),
         "unisono.launchers.mpi:launch",
-        check=f"{_CHECKS}why_no_mpi",
+        check="unisono.launchers.mpi:why_unavailable",
         script="run",
     ),
     Row(
         ("slurm",),
         "unisono.launchers.slurm:launch",
-        check=f"{_CHECKS}why_no_slurm",
+        check="unisono.launchers.slurm:why_unavailable",
         script="run",
         seats_nodes=True,
     ),

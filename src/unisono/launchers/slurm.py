@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -34,6 +35,16 @@ _OURS = {
     "kill-on-bad-exit": "nothing instead",
     "immediate": "timeout",
 }
+
+
+def why_unavailable() -> str | None:
+    """Return why a Slurm step can't be started here and what to do; None if it can."""
+    if shutil.which("srun"):
+        return None
+    return (
+        "there is no srun on the PATH: run on a node of the cluster, or apt-get install "
+        "slurm-client and set it up for one"
+    )
 
 
 def argv(script: Script) -> list[str]:

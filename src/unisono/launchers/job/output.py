@@ -25,7 +25,7 @@ def begin_lines_with_rank(rank: int) -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None:  # as in a program that was started without one
-            setattr(sys, name, with_rank(stream, rank))
+            setattr(sys, name, RankStream(stream, rank))
 
 
 class ByThread:
@@ -56,26 +56,17 @@ class ByThread:
         return getattr(self.stream, name)
 
 
-def with_rank(stream: TextIO, rank: int) -> Any:
-    """Return a stream that writes whole lines to another one, after ``[rank N]``."""
-    return _Prefixed(stream, f"[rank {rank}] ")
+class RankStream:
+    """A text stream whose lines begin with ``[rank N]`` and are written whole, except long ones."""
 
-
-def tells_rank(stream: object) -> bool:
-    """Return whether a stream begins its lines with the rank."""
-    return isinstance(stream, _Prefixed)
-
-
-class _Prefixed:
-    """A text stream whose lines begin with a prefix and are written whole, except long ones."""
-
-    def __init__(self, stream: TextIO, prefix: str) -> None:
+    def __init__(self, stream: TextIO, rank: int) -> None:
         self._stream = stream
-        self._prefix = prefix
+        self._prefix = f"[rank {rank}] "
         self._rest = ""
         self._is_at_start = True
 
     def write(self, text: str) -> int:
+        """Write the whole lines, and keep the rest."""
         whole, newline, self._rest = (self._rest + text).rpartition("\n")
         if newline:
             self._put(whole + newline)
@@ -84,9 +75,11 @@ class _Prefixed:
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
+        """Write several lines."""
         self.write("".join(lines))
 
     def flush(self) -> None:
+        """Write the unfinished line, too."""
         rest, self._rest = self._rest, ""
         self._put(rest)
 

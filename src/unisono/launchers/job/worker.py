@@ -23,7 +23,7 @@ from unisono.launchers.job.failure import Failure
 from unisono.launchers.job.forkserver import die_with
 from unisono.launchers.job.lifetime import PEERS_S, Lifetime, flush, seed_generators, skip_ours
 from unisono.launchers.job.pickling import load_from_parent
-from unisono.launchers.job.title import name_process
+from unisono.launchers.job.process_state import name_process
 from unisono.launchers.variables import rank_variables
 from unisono.pickling import dumps
 from unisono.topology import RankInfo

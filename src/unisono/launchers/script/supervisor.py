@@ -18,8 +18,8 @@ from unisono.errors import CollectiveTimeoutError, LaunchError
 from unisono.launchers.job.failure import exit_code_of
 from unisono.launchers.job.job import Job, JobRanks
 from unisono.launchers.job.output import Pipes, show
+from unisono.launchers.job.process_state import TITLE
 from unisono.launchers.job.signals import END_S, OTHERS, TO_END, TO_SAVE
-from unisono.launchers.job.title import OF_RANKS
 from unisono.launchers.script.rank.report import Reader, Report
 from unisono.launchers.script.script import RANK, Script, dying_with
 from unisono.plugins import load
@@ -288,7 +288,7 @@ def _below(launcher: int) -> set[Any]:
 def _find(process: Any, found: set[Any]) -> None:
     for child in process.children():
         words = child.cmdline() or [""]
-        if RANK in words or words[0].startswith(OF_RANKS):
+        if RANK in words or words[0].startswith(TITLE):
             found.add(child)
         else:
             _find(child, found)

@@ -22,8 +22,8 @@ from unisono.errors import UnisonoError
 from unisono.launchers.job.failure import signal_name
 from unisono.launchers.job.forkserver import die_with, guard
 from unisono.launchers.job.output import Pipes
+from unisono.launchers.job.process_state import name_process
 from unisono.launchers.job.signals import OTHERS, TO_END, TO_SAVE, Orders, handled
-from unisono.launchers.job.title import name_process
 from unisono.launchers.script.rank.report import Report, encode
 from unisono.launchers.variables import node_variables, rank_variables, share_of_cores
 from unisono.plugins import read_environment
