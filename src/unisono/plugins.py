@@ -114,7 +114,7 @@ LAUNCHERS = (
 OF_MODELS = (
     Row(("mpi",), "unisono.launchers.mpi:launch", command="unisono run --launcher mpi"),
     Row(("horovod",), "unisono.launchers.horovod:launch", command="horovodrun"),
-    Row(("xla",), "unisono.launchers.xla.launcher:launch"),
+    Row(("xla",), "unisono.launchers.xla:launch"),
 )
 
 

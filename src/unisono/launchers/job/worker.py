@@ -61,15 +61,23 @@ class Task:
         return messages.task(pickle.dumps(self))
 
 
+def receive_task(channel: socket.socket) -> Task | None:
+    """Wait for this worker's task; None if the job has ended before it was sent."""
+    message = messages.receive(channel)
+    if message is None or message[0] != messages.TASK:
+        return None
+    task: Task = pickle.loads(message[1])
+    return task
+
+
 def work(channel_fd: int, parent: int) -> NoReturn:
     """Run one task and end the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     die_with(parent)
     channel = socket.socket(fileno=channel_fd)
-    message = messages.receive(channel)
-    if message is None:
+    task = receive_task(channel)
+    if task is None:
         os._exit(1)
-    task: Task = pickle.loads(message[1])
     ended, all_done = threading.Event(), threading.Event()
     tasks: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     watched = (channel, tasks, ended, all_done)

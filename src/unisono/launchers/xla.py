@@ -7,23 +7,32 @@ which the replicas run, as threads where there are more of them than processes.
 
 from __future__ import annotations
 
+import faulthandler
+import importlib
+import io
+import multiprocessing.util
 import os
+import pickle
 import signal
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
+
+import torch
 
 from unisono.deadlines import limit_of
-from unisono.errors import (
-    ArgumentError,
-    CollectiveTimeoutError,
-    LaunchError,
-    WorkerFailedError,
-)
+from unisono.errors import ArgumentError, CollectiveTimeoutError, LaunchError, WorkerFailedError
+from unisono.launchers.job import channel as messages
 from unisono.launchers.job.failure import signal_name
+from unisono.launchers.job.forkserver import die_with
 from unisono.launchers.job.job import Job
-from unisono.launchers.job.wrapper import boot
+from unisono.launchers.job.lifetime import Lifetime, flush, seed_generators
+from unisono.launchers.job.pickling import load_from_parent
+from unisono.launchers.job.worker import describe, receive_task
+from unisono.launchers.job.wrapper import Link, boot
 from unisono.launchers.script.remote_workers import (
     ConnectedRank,
     LauncherSpec,
@@ -32,10 +41,12 @@ from unisono.launchers.script.remote_workers import (
 )
 from unisono.launchers.script.script import Script
 from unisono.launchers.variables import OF_XLA, without
-from unisono.launchers.xla.child import FORK_DIED
+from unisono.pickling import Pickler
 from unisono.topology import LaunchPlan, RankInfo
 
-_SERVE = "from unisono.launchers.xla.child import serve; serve({})"
+_SERVE = "from unisono.launchers.xla import serve; serve({})"
+_FORK_DIED = 86  # exit code of the fresh process where one that it forked has died
+_LAST = -100
 
 
 def launch(
@@ -110,16 +121,16 @@ class _Replicas(RemoteWorkers):
         assert self.process is not None
         code = self.process.returncode
         name = signal_name(-code) if code < 0 else None
-        how = f" by {name}" if name else f" with exit code {code}" if code != FORK_DIED else ""
+        how = f" by {name}" if name else f" with exit code {code}" if code != _FORK_DIED else ""
         return WorkerFailedError(
             f"the process of XLA's replicas ended{how} before they were done; its last words:\n"
             f"{self.last_lines()}",
-            exit_code=code if code >= 0 and code != FORK_DIED else None,
+            exit_code=code if code >= 0 and code != _FORK_DIED else None,
             signal=name,
         )
 
     def problem_with(self, who: RankInfo | str | None) -> str:
-        """Say why a replica isn't one of this job."""
+        """Return why a replica isn't one of this job; empty if it is."""
         asked = self._plan.nproc_per_node
         if isinstance(who, RankInfo) and who.local_world_size != asked:
             n_local = who.local_world_size
@@ -134,3 +145,90 @@ class _Replicas(RemoteWorkers):
         assert isinstance(arrival.who, RankInfo)
         who = replace(arrival.who, node_rank=self._plan.node_rank, nnodes=self._plan.nnodes)
         super().seat(job, replace(arrival, who=who))
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    """State of the fresh process, and of those that it forks."""
+
+    link: Link
+    is_alone: bool
+    pid: int
+
+
+_child: _Child | None = None  # the runtime's launcher pickles the function that it runs
+
+
+def serve(is_alone: bool) -> NoReturn:
+    """Run one job in this fresh process, and end it."""
+    global _child
+    _child = _Child(Link.taken(), is_alone, os.getpid())
+    if not is_alone:  # its forks end first, and are reaped here
+        signal.signal(signal.SIGTERM, lambda *_: None)
+    os.register_at_fork(after_in_child=_after_fork)
+    faulthandler.enable()  # XLA aborts the process where a graph doesn't get all replicas
+    try:
+        torch_xla = importlib.import_module("torch_xla")
+        torch_xla.launch(_replica, start_method="fork", debug_single_process=is_alone)
+    except BrokenProcessPool:
+        os._exit(_FORK_DIED)
+    Lifetime.begin()
+    Lifetime.join_threads()
+    Lifetime.run_exit_handlers()
+    flush()
+    os._exit(0)
+
+
+def _after_fork() -> None:
+    assert _child is not None
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if os.getppid() == _child.pid:
+        die_with(_child.pid)
+        seed_generators()
+
+
+def _replica(_rank: int) -> None:
+    """Run the entry as one replica: in a thread of its own where a process has several."""
+    child = _child
+    assert child is not None
+    if os.getpid() != child.pid:  # multiprocessing ends those that it forks without exit handlers
+        multiprocessing.util.Finalize(None, Lifetime.run_exit_handlers, exitpriority=_LAST)
+    who = _who_am_i(child)
+    channel, status = child.link.connect(b"c", who), child.link.connect(b"s", who)
+    status.sendall(f"{os.getpid()}p".encode())
+    task = receive_task(channel)
+    if task is None:
+        os._exit(1)
+    messages.OWN.set(messages.OwnChannel(channel))
+    try:
+        entry = load_from_parent(task.entry)
+        # Autograd's own threads would run hooks outside of the replica.
+        with torch.autograd.set_multithreading_enabled(False):
+            result = entry(task.info)
+        buffer = io.BytesIO()
+        _ResultPickler(buffer).dump(result)
+    except BaseException as error:  # SystemExit and KeyboardInterrupt are failures too
+        flush()
+        messages.send(channel, messages.ERROR, pickle.dumps(describe(error)))
+        threading.Event().wait()  # until the parent, which waits for others' errors, ends this
+    flush()
+    messages.send(channel, messages.RESULT, buffer.getvalue())
+
+
+def _who_am_i(child: _Child) -> RankInfo:
+    if child.is_alone:
+        return RankInfo(0, 1, 0, 1, 0, 1, source="spawn")
+    runtime = importlib.import_module("torch_xla.runtime")
+    of_job = (runtime.global_ordinal(), runtime.world_size())
+    of_node = (runtime.local_ordinal(), runtime.local_device_count())
+    return RankInfo(*of_job, *of_node, source="spawn")
+
+
+class _ResultPickler(Pickler):  # type: ignore[misc]
+    """Pickles tensors of XLA devices as CPU tensors: the parent may have no such device."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is torch.Tensor and obj.device.type == "xla":
+            moved = obj.detach().cpu().requires_grad_(obj.requires_grad)
+            return moved.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
+        return super().reducer_override(obj)
