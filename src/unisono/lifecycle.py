@@ -28,6 +28,7 @@ from unisono.errors import (
     CollectiveTimeoutError,
     ContextError,
     EnvironmentDetectionError,
+    UnisonoError,
     WorkerFailedError,
 )
 from unisono.host.status_page import close_all as close_pages, pages
@@ -483,10 +484,10 @@ def start(
         raise CollectiveTimeoutError("nothing was spawned: the block's deadline is over")
     try:
         return _launch(cls, replace(replica, limit=limit), plan, options)
-    except WorkerFailedError as error:
-        if not _is_of_the_block(error, limit):
-            raise raised_here(error) from error.__cause__
-        raise CollectiveTimeoutError(f"the block's deadline is over: {error}") from error
+    except UnisonoError as error:
+        if isinstance(error, WorkerFailedError) and _is_of_the_block(error, limit):
+            raise CollectiveTimeoutError(f"the block's deadline is over: {error}") from error
+        raise raised_here(error) from error.__cause__
     except KeyboardInterrupt as error:
         say_instead(error, interrupted("spawn"))
         raise
