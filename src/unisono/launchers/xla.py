@@ -106,24 +106,21 @@ class _Replicas(RemoteWorkers):
 
     def doubt(self, rank: int) -> int:
         """Doubt that a replica ended its process."""
-        del rank
         return 1
 
     def lost(self, job: Job[Any], rank: int) -> LaunchError:
         """Return the error of the process of a replica."""
-        del rank
         self.end_launcher()
         return self.early_end(job)
 
     def early_end(self, job: Job[Any]) -> WorkerFailedError:
         """Return the error of the process, with its threads' stacks if it printed them."""
-        del job
         assert self.process is not None
         code = self.process.returncode
         name = signal_name(-code) if code < 0 else None
         how = f" by {name}" if name else f" with exit code {code}" if code != _FORK_DIED else ""
         return WorkerFailedError(
-            f"the process of XLA's replicas ended{how} before they were done; its last words:\n"
+            f"the process of XLA's replicas ended{how} before they were done; its last output:\n"
             f"{self.last_lines()}",
             exit_code=code if code >= 0 and code != _FORK_DIED else None,
             signal=name,
@@ -140,11 +137,11 @@ class _Replicas(RemoteWorkers):
             )
         return super().problem_with(who)
 
-    def seat(self, job: Job[Any], arrival: ConnectedRank) -> None:
+    def add_rank(self, job: Job[Any], arrival: ConnectedRank) -> None:
         """Add a replica to the workers, with its node."""
         assert isinstance(arrival.who, RankInfo)
         who = replace(arrival.who, node_rank=self._plan.node_rank, nnodes=self._plan.nnodes)
-        super().seat(job, replace(arrival, who=who))
+        super().add_rank(job, replace(arrival, who=who))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ class Fault(Protocol):
 
     @property
     def doubt(self) -> int:
-        """0 for the rank's own failure; higher if another probably caused it. The least counts."""
+        """0 for the rank's own failure; higher if another probably caused it. The lowest counts."""
 
     def error(self, rank: int, world_size: int) -> LaunchError:
         """Return the parent's error for it."""

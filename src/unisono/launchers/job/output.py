@@ -17,7 +17,7 @@ from unisono.errors import LaunchError
 
 _LONGEST_LINE = 64 * 1024
 _END = re.compile(rb"(?<=\n)|(?<=\r)(?=[^\n])")
-_POLL_S = 0.02  # between two looks once all pipes have ended
+_POLL_S = 0.02  # between two checks once all pipes have ended
 
 
 def begin_lines_with_rank(rank: int) -> None:

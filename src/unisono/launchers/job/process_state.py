@@ -33,7 +33,7 @@ def check_streams() -> None:
     except OSError as error:
         raise LaunchError(
             "stdin, stdout or stderr (descriptor 0, 1 or 2) of this process is closed: open "
-            "os.devnull in its place"
+            "os.devnull instead"
         ) from error
 
 

@@ -43,7 +43,7 @@ class Orders:
     """The signals to end that a process with ranks received, and those that its ranks get."""
 
     grace_s: float
-    came: list[int] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)
     began_at: float | None = None
     until: float | None = None
 
@@ -52,7 +52,7 @@ class Orders:
         now = time.monotonic()
         if number not in TO_END:
             return number
-        self.came.append(number)
+        self.received.append(number)
         is_to_save = number in TO_SAVE and not is_orphan
         if self.began_at is None:
             self.began_at, self.until = now, now + (self.grace_s if is_to_save else END_S)

@@ -40,25 +40,21 @@ class Task:
     path: list[str]
     argv: list[str]
     directory: str
-    umask: int | None = None
+    umask: int | None
 
-    @classmethod
-    def of(
-        cls,
-        entry: bytes,
-        info: RankInfo,
-        environ: Mapping[str, str],
-        path: list[str],
-        directory: str,
-        umask: int | None = None,
-    ) -> Task:
-        """Build the task of a process that is a rank."""
-        variables = {**environ, **rank_variables(info)}
-        return cls(entry, info, variables, path, list(sys.argv), directory, umask)
 
-    def message(self) -> memoryview:
-        """Build the message that sends it to a worker."""
-        return messages.task(pickle.dumps(self))
+def task_message(
+    entry: bytes,
+    info: RankInfo,
+    environ: Mapping[str, str],
+    path: list[str],
+    directory: str,
+    umask: int | None = None,
+) -> memoryview:
+    """Build the message that sends a worker its task."""
+    variables = {**environ, **rank_variables(info)}
+    task = Task(entry, info, variables, path, list(sys.argv), directory, umask)
+    return messages.task(pickle.dumps(task))
 
 
 def receive_task(channel: socket.socket) -> Task | None:

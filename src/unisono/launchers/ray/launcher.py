@@ -23,7 +23,7 @@ from unisono.launchers.job.job import Job, JobRanks
 from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.launchers.job.process_state import search_path
 from unisono.launchers.job.signals import END_S, OTHERS, TO_END, SignalledError, signals
-from unisono.launchers.ray.actor import RankActor, seats
+from unisono.launchers.ray.actor import RankActor, rank_infos
 from unisono.launchers.script.rank.report import Report
 from unisono.launchers.script.script import Script, env_for
 from unisono.launchers.script.supervisor import Programs, ScriptOutcome, after_signal, verdict
@@ -147,18 +147,18 @@ def _ranks(counts: Sequence[int], hosts: Sequence[str], timeout_s: float) -> Ite
             ranks = _Actors([], [])
             try:
                 for index, n in enumerate(counts):
-                    place = PlacementGroupSchedulingStrategy(group, index)
+                    strategy = PlacementGroupSchedulingStrategy(group, index)
                     options = {"num_cpus": each["CPU"], "num_gpus": each.get("GPU", 0)}
                     for _ in range(n):
-                        one = cls.options(scheduling_strategy=place, **options)
+                        one = cls.options(scheduling_strategy=strategy, **options)
                         ranks.actors.append(one.remote(len(ranks.actors)))
-                ranks.infos = _seat(ranks.actors[0], group, counts)
+                ranks.infos = _infos_of(ranks.actors[0], group, counts)
                 yield ranks
             finally:
                 ranks.kill()
 
 
-def _seat(first: Any, group: PlacementGroup, counts: Sequence[int]) -> list[RankInfo]:
+def _infos_of(first: Any, group: PlacementGroup, counts: Sequence[int]) -> list[RankInfo]:
     table = ray.util.placement_group_table(group)["bundles_to_node_id"]
     nodes = [table[index] for index, n in enumerate(counts) for _ in range(n)]
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
@@ -168,7 +168,7 @@ def _seat(first: Any, group: PlacementGroup, counts: Sequence[int]) -> list[Rank
     except ray.exceptions.GetTimeoutError as error:
         require_time(range(len(nodes)), len(nodes))
         raise LaunchError(f"Ray's actor of rank 0 hasn't begun in {_START_S:g} s") from error
-    return seats(nodes, addr, port)
+    return rank_infos(nodes, addr, port)
 
 
 def launch(
@@ -212,7 +212,6 @@ class _ActorCalls(JobRanks):
 
     def end(self, job: Job[Any]) -> None:
         """Drop the calls."""
-        del job
         self._waiting.clear()
 
     def _take(self, job: Job[Any], ref: Any, rank: int) -> None:
@@ -261,7 +260,7 @@ class _Programs(Programs):
         job: Job[None] = Job(self, len(self._actors), grace_s=grace_s + END_S)
         with contextlib.suppress(LaunchError):
             job.finish()
-        if job.orders.came:
+        if job.orders.received:
             return after_signal(job, self.reports)
         outcome = verdict(self.reports)
         if outcome.failed is not None:
@@ -300,7 +299,7 @@ class _Programs(Programs):
         self._is_ending = True
         if self._seen:
             return
-        self.signal(signal.SIGINT if job.orders.came else signal.SIGTERM)
+        self.signal(signal.SIGINT if job.orders.received else signal.SIGTERM)
         limit = time.monotonic() + _END_S
         while self._polls and time.monotonic() < limit:
             self.poll(job, limit)

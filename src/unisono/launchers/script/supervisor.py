@@ -31,8 +31,8 @@ from unisono.launchers.job.output import Pipes, show
 from unisono.launchers.job.process_state import TITLE
 from unisono.launchers.job.signals import END_S, OTHERS, TO_END, TO_SAVE, signals
 from unisono.launchers.script.rank.report import Reader, Report
-from unisono.launchers.script.script import RANK, Script, dying_with, env_for, without_job
-from unisono.launchers.variables import OF_RUN
+from unisono.launchers.script.script import RANK, Script, dying_with, env_for
+from unisono.launchers.variables import OF_RUN, OF_TORCH, without
 from unisono.plugins import load
 from unisono.topology import RankInfo
 
@@ -43,7 +43,7 @@ _DRAIN_S = 2.0
 _OTHERS_S = 1.0  # until others have reported, too, where a launcher restarts all
 _MOST_ALSO = 8  # lines about further ranks
 _OF_A_RANK = re.compile(rb"(?:^|\W|\dm)\[(?:\d+|\?)\] ")  # where a line's prefix ends
-_LAUNCHER = -1  # stands for a launcher that starts the ranks itself
+_LAUNCHER = -1  # in place of ranks, for a launcher that starts them itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,6 @@ class Programs(JobRanks):
 
     def doubt(self, rank: int) -> int:
         """Return the doubt about a rank that failed without a report."""
-        del rank
         return 1
 
     def note(self, job: Job[Any], report: Report) -> None:
@@ -98,7 +97,6 @@ class Programs(JobRanks):
 
     def print(self, job: Job[Any], target: int, line: bytes) -> None:
         """Print a line."""
-        del job
         show(target, line)
 
 
@@ -125,7 +123,7 @@ class Supervisor(Programs):
         self._ranks = [info.rank for info in infos] or [_LAUNCHER]
         self._pipes = Pipes()
         self._unsent: list[int] = []
-        self._told: set[Any] = set()
+        self._signalled: set[Any] = set()
         self._codes: list[int | None] = []
         self._attempt = 0  # those before have been reported
         self._restart_at = math.inf
@@ -161,7 +159,7 @@ class Supervisor(Programs):
         self._pipes.close()
 
     def signal(self, number: int) -> None:
-        """Send a signal to all ranks, at the next look."""
+        """Send a signal to all ranks, at the next `poll`."""
         self._unsent.append(number)
 
     def after_signal(self, number: int) -> None:
@@ -178,7 +176,7 @@ class Supervisor(Programs):
 
     def print(self, job: Job[Any], target: int, line: bytes) -> None:
         """Print a line; keep a launcher's own after a report or a signal, in case of need."""
-        is_ending = target == 2 and (self.reports or job.orders.came)
+        is_ending = target == 2 and (self.reports or job.orders.received)
         if is_ending and not self._infos and not _OF_A_RANK.search(line):
             self._of_launcher.append(line)
         else:
@@ -186,11 +184,15 @@ class Supervisor(Programs):
 
     def poll(self, job: Job[Any], until: float) -> None:
         """Print their output, and record the processes that have ended."""
-        self._obey()
-        if self._restarts and job.orders.came and not _below(self.processes[0].pid) <= self._told:
+        self._forward_signals()
+        if (
+            self._restarts
+            and job.orders.received
+            and not _below(self.processes[0].pid) <= self._signalled
+        ):
             job.stop(LaunchError("ranks that ended of a signal were started again"))
         self.pass_on(job, self._pipes.read(min(_POLL_S, until - time.monotonic())))
-        if time.monotonic() > self._restart_at and not job.orders.came:
+        if time.monotonic() > self._restart_at and not job.orders.received:
             self._restart()
         codes = [process.poll() for process in self.processes]
         for rank, code in zip(self._ranks, codes, strict=True):
@@ -203,13 +205,13 @@ class Supervisor(Programs):
 
     def end(self, job: Job[Any]) -> None:
         """Stop the remaining processes gracefully, within seconds, and drain their output."""
-        came = bool(job.orders.came)
-        if not self._infos and not came:  # a launcher ends its job by itself
+        is_signalled = bool(job.orders.received)
+        if not self._infos and not is_signalled:  # a launcher ends its job by itself
             self._read_until(job, job.failures.began_at + _OWN_END_S)
         begin = time.monotonic()
         self._codes = [process.poll() for process in self.processes]
-        self._obey()
-        first = 0 if came else signal.SIGTERM if self._infos else self._end_signal
+        self._forward_signals()
+        first = 0 if is_signalled else signal.SIGTERM if self._infos else self._end_signal
         for number, wait_s in ((first, END_S), (self._end_signal, _KILL_S)):
             self._signal(number)
             self._read_until(job, time.monotonic() + wait_s)
@@ -232,7 +234,7 @@ class Supervisor(Programs):
                 return
             self.pass_on(job, self._pipes.read(_POLL_S / 4))
 
-    def _obey(self) -> None:
+    def _forward_signals(self) -> None:
         """Send this process's signals to the ranks, as their launcher wouldn't pass them on."""
         while self._unsent:
             number = self._unsent.pop(0)
@@ -242,11 +244,11 @@ class Supervisor(Programs):
                 self._signal(number)
 
     def _reach_below(self, launcher: int, number: int) -> bool:
-        self._told = _below(launcher)
-        for process in self._told:
+        self._signalled = _below(launcher)
+        for process in self._signalled:
             with contextlib.suppress(Exception):  # psutil's: it has ended
                 process.send_signal(number)
-        return bool(self._told)
+        return bool(self._signalled)
 
     def _signal(self, number: int) -> None:
         for process in self.processes:
@@ -274,7 +276,7 @@ class Supervisor(Programs):
         ]
 
     def _outcome(self, job: Job[Any]) -> ScriptOutcome:
-        if job.orders.came:
+        if job.orders.received:
             return after_signal(job, self.reports)
         codes = [process.returncode for process in self.processes]
         if not job.failures and not any(codes):
@@ -305,7 +307,7 @@ def _below(launcher: int) -> set[Any]:
 
 def after_signal(job: Job[Any], reports: Sequence[Report]) -> ScriptOutcome:
     """Return the outcome of a job that a signal has ended."""
-    number = job.orders.came[0]
+    number = job.orders.received[0]
     have_left = not job.late and not job.failures
     code = 0 if number in TO_SAVE and have_left else exit_code_of(-number)
     known = [each for each in reports if not each.is_secondary]
@@ -360,7 +362,7 @@ class _Rank:
 
     def __call__(self, info: RankInfo) -> None:
         pipes, reader, report = Pipes(), Reader(self.script.token), None
-        environ = {**without_job(os.environ), **self.environ, **env_for(info)}
+        environ = {**without(os.environ, OF_TORCH), **self.environ, **env_for(info)}
         process = pipes.start(self.script.rank_argv(os.getpid()), environ, stdout=None)
         while pipes.open:
             for target, line in pipes.read(1.0):
@@ -384,7 +386,7 @@ def run_as_function(script: Script, launch: Callable[..., Any]) -> ScriptOutcome
     with signals(is_once=True) as seen:
         try:
             launch(_Rank(script, own), script.plan())
-        except BaseException as error:  # it may make anything of what a signal raises
+        except BaseException as error:  # a launcher may convert the exception that a signal raises
             if not seen:
                 return _outcome_of(error, script.world_size)
     if seen:
@@ -393,7 +395,7 @@ def run_as_function(script: Script, launch: Callable[..., Any]) -> ScriptOutcome
 
 
 def _outcome_of(error: BaseException, world_size: int) -> ScriptOutcome:
-    """Find the report in what the launcher raised; raise that again where it has none."""
+    """Return the outcome of a failed script from its report; raise other errors."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ScriptEndedError) and cause.report is not None:

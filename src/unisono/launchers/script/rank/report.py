@@ -73,7 +73,6 @@ class Report:
 
     def error(self, rank: int, world_size: int) -> WorkerFailedError:
         """Return the error of the job."""
-        del rank, world_size
         return WorkerFailedError(self.text(), self.rank, self.code, self.signal_name)
 
     @property
