@@ -265,7 +265,6 @@ class _Tasks(JobRanks):
         self._end_job = end_job
 
     def poll(self, job: Job[Any], until: float) -> None:
-        """Record the tasks that have ended."""
         for rank in [rank for rank, future in self._waiting.items() if future.done()]:
             self._take(job, rank, self._waiting.pop(rank))
         time.sleep(max(0.0, min(_POLL_S, until - time.monotonic())))

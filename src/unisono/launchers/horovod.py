@@ -93,7 +93,6 @@ class _HorovodWorkers(RemoteWorkers):
             self.last.append(line.decode(errors="replace").rstrip())
 
     def end(self, job: Job[Any]) -> None:
-        """End all ranks and horovodrun, within seconds."""
         self._is_ending = True
         super().end(job)
 

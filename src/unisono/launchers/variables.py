@@ -41,7 +41,7 @@ def without(environ: Mapping[str, str], *families: re.Pattern[str]) -> dict[str,
 
 def rank_variables(info: RankInfo) -> dict[str, str]:
     """Write torch's variables for one rank."""
-    return _texts(
+    return texts(
         {
             "RANK": info.rank,
             "WORLD_SIZE": info.world_size,
@@ -61,8 +61,9 @@ def share_of_cores(info: RankInfo) -> dict[str, str]:
 
 def node_variables(info: RankInfo) -> dict[str, str]:
     """Write the names that torch's agent gives to a rank's node."""
-    return _texts({"GROUP_RANK": info.node_rank, "GROUP_WORLD_SIZE": info.nnodes})
+    return texts({"GROUP_RANK": info.node_rank, "GROUP_WORLD_SIZE": info.nnodes})
 
 
-def _texts(facts: Mapping[str, object]) -> dict[str, str]:
+def texts(facts: Mapping[str, object]) -> dict[str, str]:
+    """Write variables without those that are None."""
     return {name: str(value) for name, value in facts.items() if value is not None}

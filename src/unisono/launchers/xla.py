@@ -105,11 +105,9 @@ class _Replicas(RemoteWorkers):
         super().end(job)
 
     def doubt(self, rank: int) -> int:
-        """Doubt that a replica ended its process."""
-        return 1
+        return 1  # a replica's process may have been ended by any of its replicas
 
     def lost(self, job: Job[Any], rank: int) -> LaunchError:
-        """Return the error of the process of a replica."""
         self.end_launcher()
         return self.early_end(job)
 
@@ -127,7 +125,6 @@ class _Replicas(RemoteWorkers):
         )
 
     def problem_with(self, who: RankInfo | str | None) -> str:
-        """Return why a replica isn't one of this job; empty if it is."""
         asked = self._plan.nproc_per_node
         if isinstance(who, RankInfo) and who.local_world_size != asked:
             n_local = who.local_world_size

@@ -26,7 +26,7 @@ from unisono.launchers.job.signals import END_S, OTHERS, TO_END, SignalledError,
 from unisono.launchers.ray.actor import RankActor, rank_infos
 from unisono.launchers.script.rank.report import Report
 from unisono.launchers.script.script import Script, env_for
-from unisono.launchers.script.supervisor import Programs, ScriptOutcome, after_signal, verdict
+from unisono.launchers.script.supervisor import Programs, ScriptOutcome, outcome
 from unisono.launchers.variables import OF_RUN
 from unisono.topology import LaunchPlan, RankInfo
 
@@ -128,7 +128,6 @@ class _Actors:
     infos: list[RankInfo]
 
     def kill(self) -> None:
-        """End all actors and their programs."""
         while self.actors:
             ray.kill(self.actors.pop())
 
@@ -204,14 +203,12 @@ class _ActorCalls(JobRanks):
             self._waiting[actor.call.remote(pickled, who, *variables, path)] = info.rank
 
     def poll(self, job: Job[Any], until: float) -> None:
-        """Wait briefly for the end of a call, and record its result."""
         left = min(_POLL_S, max(0.0, until - time.monotonic()))
         done, _ = ray.wait(list(self._waiting), timeout=left)
         for ref in done:
             self._take(job, ref, self._waiting.pop(ref))
 
     def end(self, job: Job[Any]) -> None:
-        """Drop the calls."""
         self._waiting.clear()
 
     def _take(self, job: Job[Any], ref: Any, rank: int) -> None:
@@ -235,11 +232,11 @@ def run(script: Script) -> ScriptOutcome:
                 for info in ranks.infos:
                     variables = {**own, **env_for(info)}
                     ranks.actors[info.rank].start.remote(script, variables, os.getcwd())
-                outcome = _Programs(ranks, script.token, seen).outcome(script.grace_s)
+                found = _Programs(ranks, script.token, seen).run(script.grace_s)
         except BaseException:  # Ray may convert the exception that a signal raises into any other
             if not seen:
                 raise
-    return ScriptOutcome(exit_code_of(-seen[0]), interrupted=seen[0]) if seen else outcome
+    return ScriptOutcome(exit_code_of(-seen[0]), interrupted=seen[0]) if seen else found
 
 
 class _Programs(Programs):
@@ -255,18 +252,12 @@ class _Programs(Programs):
         self._codes: dict[int, int] = {}
         self._is_ending = False
 
-    def outcome(self, grace_s: float) -> ScriptOutcome:
+    def run(self, grace_s: float) -> ScriptOutcome:
         """Print their output until all have ended; end all if one fails."""
         job: Job[None] = Job(self, len(self._actors), grace_s=grace_s + END_S)
         with contextlib.suppress(LaunchError):
             job.finish()
-        if job.orders.received:
-            return after_signal(job, self.reports)
-        outcome = verdict(self.reports)
-        if outcome.failed is not None:
-            return outcome
-        codes = (code for code in self._codes.values() if code)
-        return replace(outcome, code=next(codes, outcome.code))
+        return outcome(job, self.reports, self._codes.values())
 
     def signal(self, number: int) -> None:
         """Send a signal to all programs; SIGINT for SIGKILL, as wrappers then kill them."""
@@ -275,15 +266,13 @@ class _Programs(Programs):
             actor.stop.remote(number)
 
     def after_signal(self, number: int) -> None:
-        """Ignore it: the outcome reports it."""
+        pass  # the outcome reports it
 
     def note(self, job: Job[Any], report: Report) -> None:
-        """Record a report, unless the job is being ended."""
-        if not self._is_ending:
+        if not self._is_ending:  # then all fail
             super().note(job, report)
 
     def poll(self, job: Job[Any], until: float) -> None:
-        """Print their output, and record the programs that have ended."""
         if self._seen:  # Ray may have swallowed the exception
             raise SignalledError(self._seen[0])
         if not self._polls:
@@ -305,7 +294,6 @@ class _Programs(Programs):
             self.poll(job, limit)
 
     def _take(self, job: Job[Any], ref: Any, rank: int) -> None:
-        """Process one rank's lines and exit code."""
         try:
             lines, code = ray.get(ref)
         except ray.exceptions.RayError as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import ArgumentError
-from unisono.launchers.variables import node_variables, rank_variables
+from unisono.launchers.variables import node_variables, rank_variables, texts
 from unisono.topology import GRACE_S, PRIVATE_STORE, LaunchPlan, RankInfo
 
 RANK = str(Path(__file__).with_name("rank"))
@@ -62,8 +62,7 @@ class Script:
 
     def address(self) -> dict[str, str]:
         """Return the variables of the rendezvous address, as far as the user gave it."""
-        facts = {"MASTER_ADDR": self.master_addr, "MASTER_PORT": self.master_port}
-        return {name: str(value) for name, value in facts.items() if value is not None}
+        return texts({"MASTER_ADDR": self.master_addr, "MASTER_PORT": self.master_port})
 
     def plan(self) -> LaunchPlan:
         """Return the plan for a launcher of functions."""
@@ -117,5 +116,4 @@ def env_for(info: RankInfo, restarts: int = 0, max_restarts: int = 0) -> dict[st
         "TORCHELASTIC_RUN_ID": info.job_id,
         PRIVATE_STORE: info.private_store,
     }
-    of_job = {name: str(value) for name, value in job.items() if value is not None}
-    return {**rank_variables(info), **node_variables(info), **of_job}
+    return {**rank_variables(info), **node_variables(info), **texts(job)}

@@ -144,11 +144,11 @@ class Supervisor(Programs):
                 job.finish()
         finally:
             self.kill()
-        outcome = self._outcome(job)
-        if outcome.failed is None and outcome.interrupted is None:
+        found = self._outcome(job)
+        if found.failed is None and found.interrupted is None:
             for line in self._of_launcher:
                 show(2, line)
-        return outcome
+        return found
 
     def kill(self) -> None:
         """End all processes at once."""
@@ -277,17 +277,13 @@ class Supervisor(Programs):
 
     def _outcome(self, job: Job[Any]) -> ScriptOutcome:
         if job.orders.received:
-            return after_signal(job, self.reports)
+            return outcome(job, self.reports)
         codes = [process.returncode for process in self.processes]
-        if not job.failures and not any(codes):
+        if not job.failures and not any(codes):  # also after reports of attempts that were repeated
             if self._restart_at < math.inf:
                 self._restart()
             return ScriptOutcome(0)
-        outcome = verdict([*self.reports, *self._lost()])
-        if outcome.failed is not None:
-            return outcome
-        code = next((code for code in [*self._codes, *codes] if code), outcome.code)
-        return replace(outcome, code=exit_code_of(code))
+        return outcome(job, [*self.reports, *self._lost()], [*self._codes, *codes])
 
 
 def _below(launcher: int) -> set[Any]:
@@ -305,13 +301,20 @@ def _below(launcher: int) -> set[Any]:
     return found
 
 
-def after_signal(job: Job[Any], reports: Sequence[Report]) -> ScriptOutcome:
-    """Return the outcome of a job that a signal has ended."""
-    number = job.orders.received[0]
-    have_left = not job.late and not job.failures
-    code = 0 if number in TO_SAVE and have_left else exit_code_of(-number)
-    known = [each for each in reports if not each.is_secondary]
-    return replace(verdict(known), code=code, interrupted=number)
+def outcome(
+    job: Job[Any], reports: Sequence[Report], codes: Iterable[int | None] = ()
+) -> ScriptOutcome:
+    """Return the outcome of a job that a signal or a failure has ended."""
+    if job.orders.received:
+        number = job.orders.received[0]
+        have_saved = number in TO_SAVE and not job.late and not job.failures
+        code = 0 if have_saved else exit_code_of(-number)
+        known = [each for each in reports if not each.is_secondary]
+        return replace(verdict(known), code=code, interrupted=number)
+    found = verdict(reports)
+    if found.failed is not None:
+        return found
+    return replace(found, code=exit_code_of(next(filter(None, codes), found.code)))
 
 
 def verdict(reports: Sequence[Report]) -> ScriptOutcome:
@@ -326,19 +329,19 @@ def verdict(reports: Sequence[Report]) -> ScriptOutcome:
     return ScriptOutcome(first.exit_code or 1, first, others=others)
 
 
-def failure(outcome: ScriptOutcome) -> list[str]:
+def failure(found: ScriptOutcome) -> list[str]:
     """Return the lines of a job's failure: the first one, and independent others."""
-    if outcome.failed is None:
+    if found.failed is None:
         return []
-    also = [f"also: {each.headline}" for each in outcome.others[:_MOST_ALSO]]
-    left = len(outcome.others) - len(also)
+    also = [f"also: {each.headline}" for each in found.others[:_MOST_ALSO]]
+    left = len(found.others) - len(also)
     more = [f"also: {left} more" if left else ""]
-    return [f"error: {outcome.failed.text()}", *also, *filter(None, more)]
+    return [f"error: {found.failed.text()}", *also, *filter(None, more)]
 
 
-def restart(outcome: ScriptOutcome, number: int, most: int) -> None:
+def restart(found: ScriptOutcome, number: int, most: int) -> None:
     """Print why all ranks restart."""
-    for line in (*failure(outcome), f"restart {number} of {most}"):
+    for line in (*failure(found), f"restart {number} of {most}"):
         show(2, f"{line}\n".encode())
 
 

@@ -34,12 +34,9 @@ class Report:
     pid: int
     code: int
     attempt: int = 0
-    raised: str = ""
-    """The uncaught exception, in one line."""
-    place: str = ""
-    """Where it was raised, in the user's code."""
-    words: str = ""
-    """Its last output to stderr: a line, or many if they weren't printed."""
+    raised: str = ""  # the uncaught exception, in one line
+    place: str = ""  # the line of the user's code that raised it
+    words: str = ""  # the last output to stderr: a line, or many if they weren't printed
     local_rank: int | None = None
     node_rank: int | None = None
     has_terminal: bool = False
