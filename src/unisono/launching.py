@@ -117,12 +117,11 @@ class RankTask:
                 local.begin(workers, [self.info], self._task, held)
                 while not job.is_decided(_CHECK_S):
                     if _is_over(store, self.token):
-                        break
-                else:
-                    return pickle.dumps(_outcome(job, self.info.rank))
+                        error = LaunchError(f"rank {self.info.rank} was ended with its job")
+                        return pickle.dumps(error)
+                return pickle.dumps(_outcome(job, self.info.rank))
             finally:
                 job.terminate()
-        return pickle.dumps(LaunchError(f"rank {self.info.rank} was ended with its job"))
 
     def _task(self, info: RankInfo) -> memoryview:
         variables = {**self.environ, **os.environ}

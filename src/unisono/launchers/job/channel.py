@@ -17,8 +17,7 @@ class OwnChannel:
     """A worker's end of its channel, for further tasks and their answers."""
 
     socket: socket.socket
-    tasks: queue.SimpleQueue[bytes] | None = None
-    """Queue of tasks, if another thread reads the channel; else None."""
+    tasks: queue.SimpleQueue[bytes] | None = None  # None if no other thread reads the channel
 
     def next_task(self) -> bytes | None:
         """Wait for the next task; empty for the end, None once the parent has ended."""

@@ -13,8 +13,7 @@ from typing import Protocol
 from unisono.errors import LaunchError, WorkerFailedError
 
 _PRIMARY_WAIT_S = 1.0  # that a failure waits for another rank's that may have caused it
-SECONDARY = 3
-"""The doubt about a rank that itself reports another one's failure."""
+SECONDARY = 3  # the doubt about a rank that itself reports another one's failure
 
 
 class Fault(Protocol):
@@ -74,7 +73,7 @@ class Failures:
 
     # A rank's fault is its report, an error about it, or None without either.
 
-    doubt_of_lost: Callable[[int], int] = lambda _: 0
+    doubt_of_lost: Callable[[int], int]
     by_rank: dict[int, Fault | LaunchError | None] = field(default_factory=dict)
     began_at: float = 0.0
 

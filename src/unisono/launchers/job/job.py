@@ -26,8 +26,8 @@ _POLL_S = 1.0  # between two checks of the limits
 class JobRanks(ABC):
     """Ranks of a launcher: records their outcomes in a job, and ends them."""
 
+    # Signals that are forwarded to ranks while this process waits and has no handler of its own.
     takes: Sequence[int] = ()
-    """Signals that are forwarded to ranks while this process waits and has no handler."""
 
     @abstractmethod
     def poll(self, job: Job[Any], until: float) -> None:

@@ -33,8 +33,7 @@ class ByThread:
 
     def __init__(self, stream: TextIO) -> None:
         self.stream: TextIO = stream
-        self.streams: dict[int, Any] = {}
-        """Streams of threads, by their ids."""
+        self.streams: dict[int, Any] = {}  # by thread id
 
     def own(self) -> Any:
         """Return the stream of the calling thread."""
@@ -100,8 +99,7 @@ class Pipes:
 
     def __init__(self) -> None:
         self.selector: selectors.BaseSelector = selectors.DefaultSelector()
-        self.logs: dict[int, IO[bytes]] = {}
-        """Files for copies of stdout (1) and stderr (2)."""
+        self.logs: dict[int, IO[bytes]] = {}  # files for copies of stdout (1) and stderr (2)
         self._rests: dict[int, bytes] = {}
 
     def start(

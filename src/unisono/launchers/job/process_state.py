@@ -57,8 +57,7 @@ def inherited() -> tuple[object, ...]:
     return (frozenset(affinity), os.getpriority(os.PRIO_PROCESS, 0), *limits, *user)
 
 
-TITLE = "unisono rank "
-"""The beginning of the titles of all ranks in ps and top."""
+TITLE = "unisono rank "  # the beginning of the titles of all ranks in ps and top
 
 
 def name_process(rank: int, world_size: int, program: str) -> None:

@@ -24,8 +24,7 @@ _OF_ONE = {  # of a process to itself, and those of a terminal or a parent for s
     *(signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGXFSZ),
 }
 OTHERS = tuple(sorted(signal.valid_signals() - _OF_ONE - {*TO_END}))
-END_S = 1.0
-"""Seconds until programs are killed that get no time to save."""
+END_S = 1.0  # until programs are killed that get no time to save
 _SIGACTION_BYTES = 256  # at least
 _TWICE_S = 1.0  # within it a second one is a repeat: Slurm and systemd signal all of a job at once
 

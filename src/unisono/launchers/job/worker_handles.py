@@ -88,8 +88,7 @@ class Workers(JobRanks):
         self.workers: list[Worker] = []
         self.world_size: int = world_size
         self.fork_server: subprocess.Popen[bytes] | None = None
-        self.answers: list[tuple[int, bytes, bytes]] = []
-        """Messages of ranks that stay: rank, kind and body."""
+        self.answers: list[tuple[int, bytes, bytes]] = []  # of a pool's ranks: rank, kind and body
         self._held = held
         self._stop_limit_s = stop_limit_s + _STOP_GRACE_S
         self._checked_at = self._woken_at = time.monotonic()

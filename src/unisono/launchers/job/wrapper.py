@@ -46,13 +46,10 @@ def boot(work: str = _WORK) -> tuple[str, ...]:
 class Link:
     """The address for a rank's connections, which its launcher passes as a variable."""
 
-    where: str | int
-    """The address of a Unix-domain socket of this host, or a port."""
+    where: str | int  # the address of a Unix-domain socket of this host, or a port
     token: str = ""
-    host: str = ""
-    """The launcher's own variable that holds the port's host."""
-    names: Sequence[str] = ()
-    """Its variables of rank and world size, also local ones, if unisono knows none."""
+    host: str = ""  # the launcher's own variable with the host of the port
+    names: Sequence[str] = ()  # its variables of rank and world size, also local, if it has its own
 
     def variables(self) -> dict[str, str]:
         """Return it as a rank's variables."""

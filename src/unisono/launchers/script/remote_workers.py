@@ -164,14 +164,10 @@ class RemoteWorkers(Workers):
         self.last: deque[str] = deque(maxlen=self.n_last)
         self._spec, self._entry, self._environ = spec, entry, environ
         self._listener = _RankListener(spec, held)
+        self.link: Link = self._listener.link
         self._begin = self._arrived_at = time.monotonic()
         self._ended_at, self._is_reported = 0.0, False
         self._attempt: tuple[object, ...] = ()
-
-    @property
-    def link(self) -> Link:
-        """The address for ranks."""
-        return self._listener.link
 
     def start(self, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
         """Start the launcher."""
