@@ -23,6 +23,7 @@ from unisono.launchers.job.failure import Failure
 from unisono.launchers.job.job import Job, JobRanks
 from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.launchers.job.process_state import search_path
+from unisono.launchers.job.worker import task_message
 from unisono.launchers.job.worker_handles import Workers
 from unisono.rendezvous import host_store
 from unisono.topology import LaunchPlan, RankInfo
@@ -124,9 +125,9 @@ class RankTask:
                 job.terminate()
 
     def _task(self, info: RankInfo) -> memoryview:
-        variables = {**self.environ, **os.environ}
+        variables = local.variables_of(info, {**self.environ, **os.environ})
         path = [*sys.path, *(item for item in self.path if item not in sys.path)]
-        return local.task(self.entry, info, variables, path, self.folder)
+        return task_message(self.entry, info, variables, path, self.folder)
 
     def reach(self, limit_s: float) -> TCPStore:
         """Connect to the store of the process that hosts the job.

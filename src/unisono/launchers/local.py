@@ -132,7 +132,8 @@ def launch(
     path = search_path()
 
     def task_of(info: RankInfo) -> memoryview:
-        return task(pickled, info, variables, path, os.getcwd(), umask())
+        own = variables_of(info, variables)
+        return task_message(pickled, info, own, path, os.getcwd(), umask())
 
     held = ExitStack()
     workers = Workers(plan.world_size, held, stop_limit_s)
@@ -174,20 +175,12 @@ def begin(
         worker.task = task_of(info)
 
 
-def task(
-    pickled: bytes,
-    info: RankInfo,
-    environ: Mapping[str, str],
-    path: list[str],
-    folder: str,
-    umask: int | None = None,
-) -> memoryview:
-    """Build the message of a worker's task, without the variables of a job around this process."""
+def variables_of(info: RankInfo, environ: Mapping[str, str]) -> dict[str, str]:
+    """Write a worker's variables, without those of a job around this process."""
     own = {key: environ[key] for key in environ.keys() - {PRIVATE_STORE, PREFIXED}}
-    variables = {**share_of_cores(info), **own}
     if info.private_store is not None:
-        variables[PRIVATE_STORE] = info.private_store
-    return task_message(pickled, info, variables, path, folder, umask)
+        own[PRIVATE_STORE] = info.private_store
+    return {**share_of_cores(info), **own}
 
 
 def _fork_server_for(method: str) -> _ForkServer:

@@ -22,7 +22,7 @@ from unisono.launchers.job.failure import exit_code_of
 from unisono.launchers.job.job import Job, JobRanks
 from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.launchers.job.process_state import search_path
-from unisono.launchers.job.signals import END_S, OTHERS, TO_END, SignalledError, signals
+from unisono.launchers.job.signals import END_S, SignalledError, signals
 from unisono.launchers.ray.actor import RankActor, rank_infos
 from unisono.launchers.script.rank.report import Report
 from unisono.launchers.script.script import Script, env_for
@@ -242,8 +242,6 @@ def run(script: Script) -> ScriptOutcome:
 class _Programs(Programs):
     """One program in every rank."""
 
-    takes: Sequence[int] = (*TO_END, *OTHERS)
-
     def __init__(self, ranks: _Actors, token: str, seen: Sequence[int]) -> None:
         super().__init__(token)
         self._actors = ranks.actors
@@ -264,9 +262,6 @@ class _Programs(Programs):
         number = signal.SIGINT if number == signal.SIGKILL else number
         for actor in self._actors:
             actor.stop.remote(number)
-
-    def after_signal(self, number: int) -> None:
-        pass  # the outcome reports it
 
     def note(self, job: Job[Any], report: Report) -> None:
         if not self._is_ending:  # then all fail

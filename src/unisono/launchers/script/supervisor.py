@@ -73,6 +73,8 @@ def run_launcher(
 class Programs(JobRanks):
     """Programs that report their failures among the lines that they print."""
 
+    takes: Sequence[int] = (*TO_END, *OTHERS)
+
     def __init__(self, token: str) -> None:
         self.reports: list[Report] = []
         self._reader = Reader(token)
@@ -80,6 +82,9 @@ class Programs(JobRanks):
     def doubt(self, rank: int) -> int:
         """Return the doubt about a rank that failed without a report."""
         return 1
+
+    def after_signal(self, number: int) -> None:
+        """Ignore it: the outcome reports it."""
 
     def note(self, job: Job[Any], report: Report) -> None:
         """Record a report."""
@@ -102,8 +107,6 @@ class Programs(JobRanks):
 
 class Supervisor(Programs):
     """Processes of one job: a launcher, or all ranks of this host."""
-
-    takes: Sequence[int] = (*TO_END, *OTHERS)
 
     def __init__(
         self,
@@ -160,10 +163,7 @@ class Supervisor(Programs):
 
     def signal(self, number: int) -> None:
         """Send a signal to all ranks, at the next `poll`."""
-        self._unsent.append(number)
-
-    def after_signal(self, number: int) -> None:
-        """Ignore it: the outcome reports it."""
+        self._unsent.append(number)  # not in the signal's handler: `_reach` lists or runs processes
 
     def note(self, job: Job[Any], report: Report) -> None:
         """Record a report; it ends the job unless the launcher restarts that."""
@@ -185,11 +185,9 @@ class Supervisor(Programs):
     def poll(self, job: Job[Any], until: float) -> None:
         """Print their output, and record the processes that have ended."""
         self._forward_signals()
-        if (
-            self._restarts
-            and job.orders.received
-            and not _below(self.processes[0].pid) <= self._signalled
-        ):
+        may_restart = self._restarts and job.orders.received
+        # A launcher may take the end of ranks that have saved for a failure, and start all again.
+        if may_restart and not _below(self.processes[0].pid) <= self._signalled:
             job.stop(LaunchError("ranks that ended of a signal were started again"))
         self.pass_on(job, self._pipes.read(min(_POLL_S, until - time.monotonic())))
         if time.monotonic() > self._restart_at and not job.orders.received:
@@ -209,7 +207,7 @@ class Supervisor(Programs):
         if not self._infos and not is_signalled:  # a launcher ends its job by itself
             self._read_until(job, job.failures.began_at + _OWN_END_S)
         begin = time.monotonic()
-        self._codes = [process.poll() for process in self.processes]
+        self._codes = [process.poll() for process in self.processes]  # of those that end themselves
         self._forward_signals()
         first = 0 if is_signalled else signal.SIGTERM if self._infos else self._end_signal
         for number, wait_s in ((first, END_S), (self._end_signal, _KILL_S)):
