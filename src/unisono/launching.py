@@ -23,17 +23,17 @@ from unisono.launchers.job.failure import Failure
 from unisono.launchers.job.job import Job, JobRanks
 from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.launchers.job.process_state import search_path
-from unisono.launchers.job.worker import Task
+from unisono.launchers.job.worker import task_message
 from unisono.launchers.job.worker_handles import Workers
 from unisono.rendezvous import host_store
 from unisono.topology import LaunchPlan, RankInfo
 
 __all__ = ("Future", "Launcher", "RankJob", "RankTask", "host_job")
 
-_LOOK_S = 0.2  # interval at which a rank's host checks whether the job is over
+_CHECK_S = 0.2  # interval at which a rank's host checks whether the job is over
 _POLL_S = 0.02
 _END_S = 10.0  # for tasks to end after their job
-_REACH_S = 60.0
+_REACH_S = 60.0  # for a rank's host to connect to the job's host
 _OVER = "unisono/over"  # the key in the job's store that marks its end
 
 
@@ -116,20 +116,18 @@ class RankTask:
             job: Job[Any] = Job(workers, self.info.world_size, [self.info.rank])
             try:
                 local.begin(workers, [self.info], self._task, held)
-                while not job.is_decided(_LOOK_S):
+                while not job.is_decided(_CHECK_S):
                     if _is_over(store, self.token):
-                        break
-                else:
-                    return pickle.dumps(_how_it_ended(job, self.info.rank))
+                        error = LaunchError(f"rank {self.info.rank} was ended with its job")
+                        return pickle.dumps(error)
+                return pickle.dumps(_outcome(job, self.info.rank))
             finally:
                 job.terminate()
-        late = LaunchError(f"rank {self.info.rank} was ended with its job")
-        return pickle.dumps(late)
 
-    def _task(self, info: RankInfo) -> Task:
-        variables = {**self.environ, **os.environ}
+    def _task(self, info: RankInfo) -> memoryview:
+        variables = local.variables_of(info, {**self.environ, **os.environ})
         path = [*sys.path, *(item for item in self.path if item not in sys.path)]
-        return local.task(self.entry, info, variables, path, self.folder)
+        return task_message(self.entry, info, variables, path, self.folder)
 
     def reach(self, limit_s: float) -> TCPStore:
         """Connect to the store of the process that hosts the job.
@@ -160,7 +158,7 @@ def _is_over(store: TCPStore, token: str) -> bool:
         return True
 
 
-def _how_it_ended(job: Job[Any], rank: int) -> bytes | Failure | LaunchError:
+def _outcome(job: Job[Any], rank: int) -> bytes | Failure | LaunchError:
     try:
         job.finish()
     except LaunchError as error:
@@ -200,13 +198,13 @@ def host_job(
         LaunchError: this process can't listen.
     """
     pickled = pickle_for_worker(entry)
-    token, path, where = secrets.token_hex(16), tuple(search_path()), os.getcwd()
+    token, path, folder = secrets.token_hex(16), tuple(search_path()), os.getcwd()
     with host_store(replace(plan, node_rank=0), address) as hosted:
         each = range(plan.nproc_per_node)
         nodes = [replace(hosted, node_rank=node) for node in range(plan.nnodes)]
         infos = [node.info(local_rank) for node in nodes for local_rank in each]
-        own = dict(environ or {})
-        tasks = tuple(RankTask(info, pickled, own, path, where, token) for info in infos)
+        variables = dict(environ or {})
+        tasks = [RankTask(info, pickled, variables, path, folder, token) for info in infos]
         job = RankJob(tasks)
         try:
             yield job
@@ -261,21 +259,19 @@ class RankJob:
 class _Tasks(JobRanks):
     """Ranks that are tasks of another library, known by their futures."""
 
-    def __init__(self, futures: Sequence[Future], tell: Callable[[], None]) -> None:
+    def __init__(self, futures: Sequence[Future], end_job: Callable[[], None]) -> None:
         self._futures = futures
         self._waiting = dict(enumerate(futures))
-        self._tell = tell
+        self._end_job = end_job
 
     def poll(self, job: Job[Any], until: float) -> None:
-        """Record the tasks that have ended."""
         for rank in [rank for rank, future in self._waiting.items() if future.done()]:
             self._take(job, rank, self._waiting.pop(rank))
         time.sleep(max(0.0, min(_POLL_S, until - time.monotonic())))
 
     def end(self, job: Job[Any]) -> None:
         """Mark the job as over, and wait for its tasks to end."""
-        del job
-        self._tell()
+        self._end_job()
         limit = time.monotonic() + _END_S
         while time.monotonic() < limit and not all(future.done() for future in self._futures):
             time.sleep(_POLL_S)

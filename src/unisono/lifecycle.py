@@ -28,12 +28,13 @@ from unisono.errors import (
     CollectiveTimeoutError,
     ContextError,
     EnvironmentDetectionError,
+    UnisonoError,
     WorkerFailedError,
 )
 from unisono.host.status_page import close_all as close_pages, pages
 from unisono.launchers.job.lifetime import Lifetime
 from unisono.launchers.job.output import begin_lines_with_rank
-from unisono.launchers.job.title import name_thread
+from unisono.launchers.job.process_state import name_thread
 from unisono.model.contract import ComputationModel
 from unisono.model.launching import launch_hooks_of
 from unisono.node import read_node
@@ -488,12 +489,12 @@ def start(
         raise CollectiveTimeoutError("nothing was spawned: the block's deadline is over")
     try:
         return _launch(cls, replica, plan, options)
-    except WorkerFailedError as error:
+    except UnisonoError as error:
         # The block's deadline may have passed in a replica first.
         is_over = limit is not None and time.monotonic() >= limit.until
-        if not (is_over and isinstance(error.__cause__, CollectiveTimeoutError)):
-            raise raised_here(error) from error.__cause__
-        raise CollectiveTimeoutError(f"the block's deadline is over: {error}") from error
+        if isinstance(error, WorkerFailedError) and (is_over and isinstance(error.__cause__, CollectiveTimeoutError)):
+            raise CollectiveTimeoutError(f"the block's deadline is over: {error}") from error
+        raise raised_here(error) from error.__cause__
     except KeyboardInterrupt as error:
         say_instead(error, interrupted("spawn"))
         raise

@@ -83,15 +83,14 @@ MODELS = (
         "unisono.models.xla.setup:why_unusable",
     ),
 )
-_CHECKS = "unisono.launchers.availability:"
 LAUNCHERS = (
     Row(("processes",), "unisono.launchers.local:launch", script="run"),
     Row(("torchrun",), "unisono.launchers.torchrun:launch", script="run"),
-    Row(("mpi",), "unisono.launchers.mpi:launch", check=f"{_CHECKS}why_no_mpi", script="run"),
+    Row(("mpi",), "unisono.launchers.mpi:launch", check="unisono.launchers.mpi:why_unavailable", script="run"),
     Row(
         ("slurm",),
         "unisono.launchers.slurm:launch",
-        check=f"{_CHECKS}why_no_slurm",
+        check="unisono.launchers.slurm:why_unavailable",
         script="run",
         seats_nodes=True,
     ),
@@ -108,7 +107,7 @@ LAUNCHERS = (
 OF_MODELS = (
     Row(("mpi",), "unisono.launchers.mpi:launch", command="unisono run --launcher mpi"),
     Row(("horovod",), "unisono.launchers.horovod:launch", command="horovodrun"),
-    Row(("xla",), "unisono.launchers.xla.launcher:launch"),
+    Row(("xla",), "unisono.launchers.xla:launch"),
 )
 
 

@@ -223,7 +223,9 @@ def find_script_runner(name: str) -> Callable[[Any], Any]:
     if isinstance(row, Row) and row.script:
         runner: Callable[[Any], Any] = load(f"{row.module}:{row.script}")
         return runner
-    return functools.partial(load("unisono.launchers.script.script_as_function:run"), launch=launch)
+    return functools.partial(
+        load("unisono.launchers.script.supervisor:run_as_function"), launch=launch
+    )
 
 
 def find_environment(name: str) -> Environment:

@@ -19,8 +19,8 @@ from tests.support.command import LIMIT_S, Done, Started, started
 from tests.support.examples import EXAMPLES, command_of, pods_of
 from tests.support.processes import until
 from tests.support.requirements import require
-from unisono.launchers.availability import why_no_mpi
 from unisono.launchers.job.signals import END_S
+from unisono.launchers.mpi import why_unavailable
 
 collect_ignore = ["hang.py"]  # it hangs where it is imported, as for its doctests
 # Ray sets some of them by itself, and knows one way of authentication for each process.
@@ -107,7 +107,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="session")
 def mpi() -> None:
-    require("mpi", why_no_mpi())
+    require("mpi", why_unavailable())
 
 
 @pytest.fixture(scope="session")

@@ -19,11 +19,11 @@ from unisono.environments import detection
 from unisono.errors import ArgumentError
 from unisono.host import memory
 from unisono.launchers import mpi, slurm, torchrun
-from unisono.launchers.ray.actor import seats
+from unisono.launchers.ray.actor import rank_infos
 from unisono.launchers.script.rank.program import RankOptions, variables
 from unisono.launchers.script.rank.report import Reader, Report, encode
-from unisono.launchers.script.script import RANK, Script, env_for, without_job
-from unisono.launchers.variables import LINK
+from unisono.launchers.script.script import RANK, Script, env_for
+from unisono.launchers.variables import LINK, OF_TORCH, without
 from unisono.topology import LaunchPlan, RankInfo
 
 PROGRAM = (sys.executable, "train.py", "--lr", "0.1", "two words")
@@ -57,7 +57,7 @@ def test_the_ranks_of_a_plan_are_those_of_one_node() -> None:
 
 @pytest.mark.parametrize("nodes", ["ab", "aaab", "abab", "ba", "aabbc"])
 def test_ray_seats_ranks_by_node(nodes: str) -> None:
-    found = seats(nodes, "10.0.0.1", 4000)
+    found = rank_infos(nodes, "10.0.0.1", 4000)
     for rank, info in enumerate(found):
         assert detection.detect(env_for(info)) == info
         same = [other for other in range(len(nodes)) if nodes[other] == nodes[rank]]
@@ -127,7 +127,7 @@ def test_a_job_forgets_the_step_or_the_job_that_it_is_started_in() -> None:
     step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "RANK": "1"}
     assert slurm.environment(script(), {**kept, **step}) == kept
     old = env_for(infos((2,))[1])
-    assert without_job({**old, "ROLE_RANK": "1", "HOME": "/h"}) == {"HOME": "/h"}
+    assert without({**old, "ROLE_RANK": "1", "HOME": "/h"}, OF_TORCH) == {"HOME": "/h"}
 
 
 def test_options_of_slurm_are_for_the_job_and_the_step() -> None:

@@ -26,7 +26,7 @@ from tests.support.processes import run_python
 from tests.support.requirements import require
 from tests.support.tops import check, check_end, ends_on, job_of_program, told
 from unisono.errors import ArgumentError, LaunchError, UnsupportedOperation, WorkerFailedError
-from unisono.launchers.xla import launcher
+from unisono.launchers import xla as launcher
 from unisono.models.xla.model import XlaModel
 from unisono.topology import LaunchPlan
 

@@ -214,7 +214,7 @@ STATE = {
     "launchers.job.lifetime: cls._is_within cls._pid": "what forked children must know of the job",
     "launchers.job.pickling: _lock": "one module at a time is made to travel by value",
     "launchers.local: _fork_servers _lock _retired": "fork servers live as long as the process",
-    "launchers.xla.child: _child": "this process is one of XLA's children",
+    "launchers.xla: _child": "this process is one of XLA's children",
     "models.horovod.model: HorovodModel._current": "Horovod has one context in a process",
     "models.horovod.setup: _scopes": "Horovod has one context in a process",
     "models.mpi.liveness: _held _sending _sent": "what MPI may still read",

@@ -36,7 +36,7 @@ _HOST = re.compile(r"([\w.-]+):([1-9][0-9]*)")
 # Horovodrun's own address, which it made sure that every host can reach.
 _HOST_VARIABLE = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 _NAMES = tuple(f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-_SHELL_SAYS = (b"Terminated", b"Killed", b"Aborted")
+_SHELL_MESSAGES = (b"Terminated", b"Killed", b"Aborted")
 _FROM_RANK = re.compile(rb"\[\d+\]<(stdout|stderr)>:")
 
 
@@ -83,7 +83,7 @@ class _HorovodWorkers(RemoteWorkers):
     def print(self, target: int, line: bytes) -> None:
         """Print a rank's line without horovodrun's mark, and horovodrun's own if asked for."""
         mark = _FROM_RANK.match(line)
-        if mark is not None and self._is_ending and line[mark.end() :].rstrip() in _SHELL_SAYS:
+        if mark is not None and self._is_ending and line[mark.end() :].rstrip() in _SHELL_MESSAGES:
             return
         if mark is not None:
             show(2 if mark[1] == b"stderr" else 1, line[mark.end() :])
@@ -93,15 +93,16 @@ class _HorovodWorkers(RemoteWorkers):
             self.last.append(line.decode(errors="replace").rstrip())
 
     def end(self, job: Job[Any]) -> None:
-        """End all ranks and horovodrun, within seconds."""
         self._is_ending = True
         super().end(job)
 
-    def seat(self, job: Job[Any], arrival: ConnectedRank) -> None:
+    def add_rank(self, job: Job[Any], arrival: ConnectedRank) -> None:
         """Add a rank to the workers, with its node, which horovodrun doesn't pass on."""
         assert isinstance(arrival.who, RankInfo)
         node, nnodes = self._nodes[arrival.who.rank], self._nodes[-1] + 1
-        super().seat(job, replace(arrival, who=replace(arrival.who, node_rank=node, nnodes=nnodes)))
+        super().add_rank(
+            job, replace(arrival, who=replace(arrival.who, node_rank=node, nnodes=nnodes))
+        )
 
     def doubt(self, rank: int) -> int:
         """Return 1 if a rank may have been aborted because of a peer."""

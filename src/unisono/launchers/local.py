@@ -19,15 +19,16 @@ from typing import Any
 from unisono.deadlines import DEFAULT_TIMEOUT_S
 from unisono.errors import ArgumentError, LaunchError, UnisonoError
 from unisono.launchers.job import forkserver
+from unisono.launchers.job.channel import peek
 from unisono.launchers.job.job import Job
 from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.launchers.job.process_state import check_streams, inherited, search_path, umask
 from unisono.launchers.job.store import hold
-from unisono.launchers.job.worker import Task, work
+from unisono.launchers.job.worker import task_message, work
 from unisono.launchers.job.worker_handles import Worker, Workers
-from unisono.launchers.script.script import Script, env_for, without_job
+from unisono.launchers.script.script import Script, env_for
 from unisono.launchers.script.supervisor import ScriptOutcome, Supervisor, restart
-from unisono.launchers.variables import share_of_cores
+from unisono.launchers.variables import OF_TORCH, share_of_cores, without
 from unisono.topology import PREFIXED, PRIVATE_STORE, LaunchPlan, RankInfo
 from unisono.tracebacks import hides
 
@@ -35,15 +36,22 @@ __tracebackhide__ = hides
 
 # Else gloo listens at the address of the host's name; ours does so without, a plain script doesn't.
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
-_SEVERAL = "use launcher 'torchrun' for several nodes, or 'slurm', 'mpi' or 'ray'"
+START_METHODS = ("forkserver", "spawn", "fork")
+_DEFAULT_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
+_END_S = 2.0
+_REQUEST_S = 300.0  # until the fork server accepts a request, which includes importing torch
+# Variables that take effect when a library is loaded: a fork server that has loaded it is too old.
+_AT_LOAD = ("LD_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "PYTHON", "TORCH_", "PYTORCH_")
 
 
 def run(script: Script, environ: Mapping[str, str] | None = None) -> ScriptOutcome:
     """Run a script in processes of this host, and again after a failure up to `max_restarts`."""
-    # The store listens on the loopback at a port of the kernel's choice, and is a new one
-    # after each failure.
-    script.require_one_node("processes", _SEVERAL)
-    base = {**_LOOPBACK, **without_job(os.environ if environ is None else environ)}
+    if script.nnodes > 1 or script.max_nnodes > 1 or len(script.hosts) > 1:
+        raise ArgumentError(
+            "launcher 'processes' starts ranks on this host alone: use launcher 'torchrun' for "
+            "several nodes, or 'slurm', 'mpi' or 'ray'"
+        )
+    base = {**_LOOPBACK, **without(os.environ if environ is None else environ, OF_TORCH)}
     for attempt in range(script.max_restarts + 1):
         outcome = _attempt(script, base, attempt)
         if outcome.code == 0 or outcome.interrupted is not None:
@@ -91,13 +99,6 @@ def _terminal(rank: int | None) -> Iterator[tuple[int, ...]]:
                 termios.tcsetattr(0, termios.TCSADRAIN, before)
 
 
-START_METHODS = ("forkserver", "spawn", "fork")
-_END_S = 2.0
-_REQUEST_S = 300.0  # until the fork server accepts a request, which includes importing torch
-# Variables that take effect when a library is loaded: a fork server that has loaded it is too old.
-_AT_LOAD = ("LD_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "PYTHON", "TORCH_", "PYTORCH_")
-
-
 @dataclass(frozen=True, slots=True)
 class _ForkServer:
     """A fork server of this process, and the state that its workers inherit."""
@@ -122,7 +123,7 @@ def launch(
     stop_limit_s: float = DEFAULT_TIMEOUT_S,
 ) -> Any:
     """Run `entry` in as many processes as planned."""
-    method = plan.start_method or _best_method()
+    method = plan.start_method or _DEFAULT_METHOD
     if method not in START_METHODS or (method != "spawn" and sys.platform == "win32"):
         raise ArgumentError(f"start_method={method!r}: use one of {', '.join(START_METHODS)}")
     check_streams()
@@ -130,8 +131,9 @@ def launch(
     variables = {**(environ or {}), **os.environ}
     path = search_path()
 
-    def task_of(info: RankInfo) -> Task:
-        return task(pickled, info, variables, path, os.getcwd(), umask())
+    def task_of(info: RankInfo) -> memoryview:
+        own = variables_of(info, variables)
+        return task_message(pickled, info, own, path, os.getcwd(), umask())
 
     held = ExitStack()
     workers = Workers(plan.world_size, held, stop_limit_s)
@@ -155,35 +157,30 @@ def launch(
 def begin(
     workers: Workers,
     infos: Sequence[RankInfo],
-    task_of: Callable[[RankInfo], Task],
+    task_of: Callable[[RankInfo], memoryview],
     held: ExitStack,
-    method: str | None = None,
+    method: str = _DEFAULT_METHOD,
 ) -> None:
-    """Request processes of this host as ranks of a job."""
-    # Their tasks are sent once the job is joined.
-    workers.fork_server = _start(infos, method or _best_method(), workers.workers, held)
+    """Request processes of this host as ranks of a job; their tasks are sent once it is joined."""
+    if method == "fork":  # outside of the lock, which the fork would have forever
+        ours, theirs = socket.socketpair()
+        with theirs:
+            server = _ForkServer(ours, _Fork(theirs, ours), os.getpid())
+        held.callback(_end, server)
+        _request(server, method, infos, workers)
+    else:
+        with _lock:  # else it may be retired before it has all requests
+            _request(_fork_server_for(method), method, infos, workers)
     for worker, info in zip(workers.workers, infos, strict=True):
-        worker.task = task_of(info).message()
+        worker.task = task_of(info)
 
 
-def _best_method() -> str:
-    return "forkserver" if sys.platform == "linux" else "spawn"
-
-
-def task(
-    pickled: bytes,
-    info: RankInfo,
-    environ: Mapping[str, str],
-    path: list[str],
-    folder: str,
-    umask: int | None = None,
-) -> Task:
-    """Build a worker's task, without the variables of a job around this process."""
+def variables_of(info: RankInfo, environ: Mapping[str, str]) -> dict[str, str]:
+    """Write a worker's variables, without those of a job around this process."""
     own = {key: environ[key] for key in environ.keys() - {PRIVATE_STORE, PREFIXED}}
-    variables = {**share_of_cores(info), **own}
     if info.private_store is not None:
-        variables[PRIVATE_STORE] = info.private_store
-    return Task.of(pickled, info, variables, path, folder, umask)
+        own[PRIVATE_STORE] = info.private_store
+    return {**share_of_cores(info), **own}
 
 
 def _fork_server_for(method: str) -> _ForkServer:
@@ -192,21 +189,11 @@ def _fork_server_for(method: str) -> _ForkServer:
     key = (*forkserver.interpreter(), *inherited(), *at_load)
     known = _fork_servers.get(method)
     if known is not None and known.owner == os.getpid():
-        if known.key == key and _answers(known):
+        if known.key == key and peek(known.control) != b"":
             return known
         _retire(known)
     _fork_servers[method] = known = _start_fork_server(method, key)
     return known
-
-
-def _answers(server: _ForkServer) -> bool:
-    """Return whether a fork server still has its end of the control socket open."""
-    try:
-        return server.control.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK) != b""
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
 
 
 def _start_fork_server(method: str, key: tuple[object, ...]) -> _ForkServer:
@@ -271,29 +258,14 @@ class _Fork(subprocess.Popen[bytes]):
                 os._exit(0)
 
 
-def _start(
-    infos: Sequence[RankInfo], method: str, workers: list[Worker], held: ExitStack
-) -> subprocess.Popen[bytes]:
+def _request(server: _ForkServer, method: str, infos: Sequence[RankInfo], workers: Workers) -> None:
     """Request a worker for each rank from a fork server, and add it to `workers`."""
-    if method == "fork":  # outside of the lock, which the fork would have forever
-        ours, theirs = socket.socketpair()
-        with theirs:
-            server = _ForkServer(ours, _Fork(theirs, ours), os.getpid())
-        held.callback(_end, server)
-        return _request(server, method, infos, workers)
-    with _lock:  # else it may be retired before it has all requests
-        return _request(_fork_server_for(method), method, infos, workers)
-
-
-def _request(
-    server: _ForkServer, method: str, infos: Sequence[RankInfo], workers: list[Worker]
-) -> subprocess.Popen[bytes]:
-    server.process.send_signal(signal.SIGCONT)
+    server.process.send_signal(signal.SIGCONT)  # it may be stopped
     for info in infos:
         channel, their_channel = socket.socketpair()
         status, their_status = socket.socketpair()
         with their_channel, their_status:
-            workers.append(Worker(info.rank, channel, status))  # first: Ctrl-C ends it, too
+            workers.workers.append(Worker(info.rank, channel, status))  # first: Ctrl-C ends it, too
             request = b"exec" if method == "spawn" else b"fork"
             fds = [0, 1, 2, their_channel.fileno(), their_status.fileno()]
             server.control.settimeout(_REQUEST_S)
@@ -301,4 +273,4 @@ def _request(
                 socket.send_fds(server.control, [request], fds)
             finally:
                 server.control.settimeout(None)
-    return server.process
+    workers.fork_server = server.process

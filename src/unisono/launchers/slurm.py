@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -34,6 +35,16 @@ _OURS = {
     "kill-on-bad-exit": "nothing instead",
     "immediate": "timeout",
 }
+
+
+def why_unavailable() -> str | None:
+    """Return why a Slurm step can't be started here and what to do; None if it can."""
+    if shutil.which("srun"):
+        return None
+    return (
+        "there is no srun on the PATH: run on a node of the cluster, or apt-get install "
+        "slurm-client and set it up for one"
+    )
 
 
 def argv(script: Script) -> list[str]:
@@ -112,7 +123,7 @@ def run(script: Script) -> ScriptOutcome:
 
 
 def _reach(srun: int, number: int) -> bool:
-    """Signal the tasks of a step to end, where srun would kill them; others it hands on itself."""
+    """Signal the tasks of a step to end, which srun would kill; it forwards others itself."""
     if number not in TO_SAVE:
         return False
     steps = ["scontrol", "--oneliner", "show", "step"]
@@ -121,8 +132,8 @@ def _reach(srun: int, number: int) -> bool:
     own = re.search(rf"^StepId=(\S+) .*SrunHost:Pid={here}\S*:{srun}$", shown, re.MULTILINE)
     if own is None:
         return False
-    words = ["scancel", f"--signal={signal.Signals(number).name}", own[1]]
-    return subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
+    arguments = ["scancel", f"--signal={signal.Signals(number).name}", own[1]]
+    return subprocess.run(arguments, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
 
 
 def _texts(options: Mapping[str, str | int | bool]) -> Iterator[tuple[str, str]]:
@@ -142,8 +153,8 @@ def launch(
     stop_limit_s: float = DEFAULT_TIMEOUT_S,
 ) -> Any:
     """Run `entry` in tasks of a Slurm step, which connect to `port` of this host."""
-    options_given = tuple(_texts(options or {}))
-    script = replace(Script.of(plan), timeout_s=timeout_s, options=options_given)
+    given = tuple(_texts(options or {}))
+    script = replace(Script.of(plan), timeout_s=timeout_s, options=given)
     _options(script)  # before anything is started
     host = "SLURM_LAUNCH_NODE_IPADDR"  # srun's, which its tasks can reach
     spec = LauncherSpec(

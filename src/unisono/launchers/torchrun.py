@@ -18,8 +18,9 @@ from unisono.deadlines import DEFAULT_TIMEOUT_S
 from unisono.errors import ArgumentError, LaunchError
 from unisono.launchers.job.store import private_store
 from unisono.launchers.script.remote_workers import LauncherSpec, run_function
-from unisono.launchers.script.script import Script, without_job
+from unisono.launchers.script.script import Script
 from unisono.launchers.script.supervisor import ScriptOutcome, run_launcher
+from unisono.launchers.variables import OF_TORCH, without
 from unisono.topology import LaunchPlan, RankInfo
 
 _TRY_S = 0.2
@@ -65,7 +66,7 @@ def command(script: Script) -> list[str]:
 
 def environment(script: Script, environ: Mapping[str, str]) -> dict[str, str]:
     """Write the agent's variables."""
-    variables = without_job(environ)
+    variables = without(environ, OF_TORCH)
     variables.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, but for its warning
     # where it is signalled itself; older agents wait 30 s
     variables.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", f"{math.ceil(script.grace_s) + 1}")

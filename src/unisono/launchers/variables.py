@@ -19,7 +19,7 @@ OF_MPI = re.compile(
 )
 OF_HOROVOD = re.compile(r"HOROVOD_((LOCAL_|CROSS_)?(RANK|SIZE)|HOSTNAME)$")
 OF_XLA = re.compile(r"(TORCHELASTIC_RUN_ID|PJRT_LOCAL_PROCESS_(RANK|COUNT))$")
-# They would place the tasks of a step that this process isn't in; what an allocation says stays.
+# They would place the tasks of another step; those of the allocation are kept.
 OF_SLURM_STEP = re.compile(
     r"SLURM_(STEP|PROCID|LOCALID|NODEID|TASK_PID|DISTRIBUTION|LAUNCH_|SRUN_|GTIDS|UMASK)"
 )
@@ -31,7 +31,7 @@ LINK = "UNISONO_LINK"
 
 def without(environ: Mapping[str, str], *families: re.Pattern[str]) -> dict[str, str]:
     """Copy variables without those of a job that this process may itself belong to."""
-    # Ranks of a new job must not use them.
+    # Ranks of a new job would take them for their own.
     return {
         name: value
         for name, value in environ.items()
@@ -41,7 +41,7 @@ def without(environ: Mapping[str, str], *families: re.Pattern[str]) -> dict[str,
 
 def rank_variables(info: RankInfo) -> dict[str, str]:
     """Write torch's variables for one rank."""
-    return _texts(
+    return texts(
         {
             "RANK": info.rank,
             "WORLD_SIZE": info.world_size,
@@ -61,8 +61,9 @@ def share_of_cores(info: RankInfo) -> dict[str, str]:
 
 def node_variables(info: RankInfo) -> dict[str, str]:
     """Write the names that torch's agent gives to a rank's node."""
-    return _texts({"GROUP_RANK": info.node_rank, "GROUP_WORLD_SIZE": info.nnodes})
+    return texts({"GROUP_RANK": info.node_rank, "GROUP_WORLD_SIZE": info.nnodes})
 
 
-def _texts(facts: Mapping[str, object]) -> dict[str, str]:
+def texts(facts: Mapping[str, object]) -> dict[str, str]:
+    """Write variables without those that are None."""
     return {name: str(value) for name, value in facts.items() if value is not None}

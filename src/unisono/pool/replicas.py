@@ -82,12 +82,12 @@ class Replicas:
 
     def has_ended(self) -> bool:
         """Return whether a replica is gone."""
-        return any(w.has_ended or _peek(w.channel) == b"" for w in self._workers.workers)
+        return any(w.has_ended or channel.peek(w.channel) == b"" for w in self._workers.workers)
 
     def watch(self) -> None:
         """Record the ends of idle replicas: a child of one may hold its channel open."""
-        if any(_peek(worker.status) is not None for worker in self._workers.workers):
-            self._job.watch(time.monotonic())
+        if any(channel.peek(worker.status) is not None for worker in self._workers.workers):
+            self._job.poll(time.monotonic())
 
     def send(self, rank: int, body: bytes) -> None:
         """Send a replica its next task, as far as there is room; `news` sends the rest."""
@@ -99,7 +99,7 @@ class Replicas:
         """Return answers that arrive by then; raise once a replica has died."""
         workers = self._workers
         if not workers.answers:
-            self._job.watch(until)
+            self._job.poll(until)
         if not workers.answers:
             self._job.require_ranks()
         answers, workers.answers = workers.answers, []
@@ -244,13 +244,3 @@ def _end(job: Job[Any], owner: int) -> None:
 def _may_wait(file: str) -> bool:
     """Return whether code of a file may wait for other ranks."""
     return "/torch/distributed/" in file or (is_ours(file) and not _NEVER_WAITS.search(file))
-
-
-def _peek(sock: socket.socket) -> bytes | None:
-    """Return the next byte of a socket, and leave it there; None for no news, empty for its end."""
-    try:
-        return sock.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
-    except BlockingIOError:
-        return None
-    except OSError:
-        return b""

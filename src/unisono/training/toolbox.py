@@ -26,7 +26,7 @@ from unisono.collectives.reductions import (
 )
 from unisono.context import communicator, current_model
 from unisono.errors import PayloadError
-from unisono.launchers.job.output import tells_rank
+from unisono.launchers.job.output import RankStream
 from unisono.model.reduction import FoldLike, OpLike, ReduceOp, parse_op
 from unisono.payload.pytree import flatten, unflatten
 from unisono.payload.tensors import is_dense
@@ -298,7 +298,7 @@ def print(*args: Any, all: bool = False, **kwargs: Unpack[_PrintOptions]) -> Non
     if out is None:
         return
     is_passed_on = out in (sys.stdout, sys.stderr) and os.environ.get(PREFIXED)
-    is_marked = tells_rank(out) or is_passed_on == str(topology.rank)
+    is_marked = isinstance(out, RankStream) or is_passed_on == str(topology.rank)
     mark = f"[rank {topology.rank}] " if topology.world_size > 1 and not is_marked else ""
     out.write(mark + text.getvalue())
     if flush:

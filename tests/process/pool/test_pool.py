@@ -34,6 +34,7 @@ from unisono.errors import (
     UnknownBackendError,
     WorkerFailedError,
 )
+from unisono.launchers.job.channel import peek
 from unisono.pool import replicas, worker
 from unisono.pool.pool import outcome
 
@@ -245,7 +246,7 @@ def test_a_replica_that_dies_is_replaced_though_a_child_of_it_lives() -> None:
         try:
             os.kill(left[1][0], signal.SIGKILL)
             assert not gone([left[1][0]], 10)
-            until(lambda: replicas._peek(workers(pool)[1].status), 10)
+            until(lambda: peek(workers(pool)[1].status), 10)
             assert pool.run(facts, 1)[1] == (1, 2, 2)
         finally:
             for _, child in left:

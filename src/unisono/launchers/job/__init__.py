@@ -1,1 +1,1 @@
-"""One job of ranks: how it starts, what its ranks tell, and how it ends."""
+"""One job of ranks: its processes, their channels, its failures and its end."""

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 TASK, RESULT, ERROR, DONE, END = b"t", b"r", b"e", b"d", b"q"
-_HEAD = struct.Struct("<Qc")
+_HEADER = struct.Struct("<Qc")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +17,7 @@ class OwnChannel:
     """A worker's end of its channel, for further tasks and their answers."""
 
     socket: socket.socket
-    tasks: queue.SimpleQueue[bytes] | None = None
-    """Queue of tasks, if another thread reads the channel; else None."""
+    tasks: queue.SimpleQueue[bytes] | None = None  # None if no other thread reads the channel
 
     def next_task(self) -> bytes | None:
         """Wait for the next task; empty for the end, None once the parent has ended."""
@@ -33,36 +32,32 @@ OWN: ContextVar[OwnChannel] = ContextVar("OWN")
 
 def send(channel: socket.socket, kind: bytes, body: bytes = b"") -> None:
     """Send one message."""
-    channel.sendall(head(kind, len(body)))
+    channel.sendall(_HEADER.pack(len(body), kind))  # apart, as joining them would copy the body
     channel.sendall(body)
 
 
 def task(body: bytes) -> memoryview:
     """Build the message of a task, for sending it in parts."""
-    return memoryview(head(TASK, len(body)) + body)
-
-
-def head(kind: bytes, size: int = 0) -> bytes:
-    """Build the header of a body of `size` bytes."""
-    return _HEAD.pack(size, kind)
+    return memoryview(_HEADER.pack(len(body), TASK) + body)
 
 
 class Inbox:
-    """Reader of one channel's messages that never waits for their ends."""
+    """Reader of one channel's messages; by default it never waits."""
 
-    def __init__(self, channel: socket.socket) -> None:
+    def __init__(self, channel: socket.socket, flags: int = socket.MSG_DONTWAIT) -> None:
         self._channel = channel
+        self._flags = flags
         self._is_torn = False  # while reading, and after Ctrl-C then: the position is unknown
-        self._expect(None, _HEAD.size)
+        self._expect(None, _HEADER.size)
 
     def _expect(self, kind: bytes | None, size: int) -> None:
+        """Make room for the body of a message of this kind; for a header if that is None."""
         self._kind = kind
         self._data = bytearray(size)
         self._room = memoryview(self._data)
 
     def take(self) -> tuple[bytes, bytes] | None:
-        """Return the next message; None unless the whole of it has arrived."""
-        # Local; never waits.
+        """Return the next message, None before it is whole; raise EOFError at the end."""
         if self._is_torn:
             raise EOFError
         self._is_torn = True
@@ -73,7 +68,7 @@ class Inbox:
     def _read(self) -> tuple[bytes, bytes] | None:
         while self._room:
             try:
-                count = self._channel.recv_into(self._room, 0, socket.MSG_DONTWAIT)
+                count = self._channel.recv_into(self._room, 0, self._flags)
             except BlockingIOError:
                 return None
             except OSError:
@@ -82,33 +77,27 @@ class Inbox:
                 raise EOFError
             self._room = self._room[count:]
             if not self._room and self._kind is None:
-                size, kind = _HEAD.unpack(self._data)
+                size, kind = _HEADER.unpack(self._data)
                 self._expect(kind, size)
         assert self._kind is not None
         message = self._kind, bytes(self._data)
-        self._expect(None, _HEAD.size)
+        self._expect(None, _HEADER.size)
         return message
 
 
 def receive(channel: socket.socket) -> tuple[bytes, bytes] | None:
-    """Receive one message."""
-    head = _read(channel, _HEAD.size)
-    if head is None:
+    """Wait for one message; None once the other side has closed the channel."""
+    try:
+        return Inbox(channel, 0).take()
+    except EOFError:
         return None
-    size, kind = _HEAD.unpack(head)
-    body = _read(channel, size)
-    return None if body is None else (kind, body)
 
 
-def _read(channel: socket.socket, size: int) -> bytes | None:
-    data = bytearray(size)
-    view = memoryview(data)
-    while view:
-        try:
-            count = channel.recv_into(view)
-        except OSError:
-            return None
-        if count == 0:
-            return None
-        view = view[count:]
-    return bytes(data)
+def peek(sock: socket.socket) -> bytes | None:
+    """Return the next byte of a socket, and leave it there; None for no news, empty for its end."""
+    try:
+        return sock.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""

@@ -13,8 +13,7 @@ from typing import Protocol
 from unisono.errors import LaunchError, WorkerFailedError
 
 _PRIMARY_WAIT_S = 1.0  # that a failure waits for another rank's that may have caused it
-SECONDARY = 3
-"""The doubt about a rank that itself reports another one's failure."""
+SECONDARY = 3  # the doubt about a rank that itself reports another one's failure
 
 
 class Fault(Protocol):
@@ -22,7 +21,7 @@ class Fault(Protocol):
 
     @property
     def doubt(self) -> int:
-        """0 for the rank's own failure; higher if another probably caused it. The least counts."""
+        """0 for the rank's own failure; higher if another probably caused it. The lowest counts."""
 
     def error(self, rank: int, world_size: int) -> LaunchError:
         """Return the parent's error for it."""
@@ -74,7 +73,7 @@ class Failures:
 
     # A rank's fault is its report, an error about it, or None without either.
 
-    doubt_of_lost: Callable[[int], int] = lambda _: 0
+    doubt_of_lost: Callable[[int], int]
     by_rank: dict[int, Fault | LaunchError | None] = field(default_factory=dict)
     began_at: float = 0.0
 

@@ -104,7 +104,7 @@ class _Orphans:
         self.are_ending: bool = False
         """Whether some are still being ended."""
         self._left: set[int] = set()  # by workers that go on, or have ended well: they may stay
-        self._told: set[int] = set()
+        self._signalled: set[int] = set()
         self._until = 0.0
 
     def reap(self, workers: dict[socket.socket, int]) -> list[int]:
@@ -120,10 +120,10 @@ class _Orphans:
         is_over = time.monotonic() >= self._until
         if is_over or not doomed:
             _signal(doomed, signal.SIGKILL)
-            self._left, self._told, self.are_ending = here & before, set(), False
+            self._left, self._signalled, self.are_ending = here & before, set(), False
         else:
-            _signal(doomed - self._told, signal.SIGTERM, signal.SIGCONT)
-            self._told |= doomed
+            _signal(doomed - self._signalled, signal.SIGTERM, signal.SIGCONT)
+            self._signalled |= doomed
         return ended
 
 
@@ -171,7 +171,7 @@ def serve(control: socket.socket, parent: int, work: Callable[[int, int], None] 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     orders: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: orders.append(number))
-    wake_read, wake_write = _wake_by_signals()
+    wake_read, wake_write = wake_by_signals()
     workers: dict[socket.socket, int] = {}
     orphans, is_wanted = _Orphans(), True
     while is_wanted or workers or orphans.are_ending:
@@ -182,13 +182,13 @@ def serve(control: socket.socket, parent: int, work: Callable[[int, int], None] 
             is_wanted = False
             _signal(workers.values(), signal.SIGKILL)
         elif control.fileno() in ready:
-            is_wanted = _make(control, workers, [wake_read, wake_write], work, before)
+            is_wanted = _start_worker(control, workers, [wake_read, wake_write], work, before)
         for status in [by_fd[fd] for fd in ready if fd in by_fd]:
-            _obey(status, workers[status])
+            _forward_signals(status, workers[status])
         orphans.reap(workers)
 
 
-def attend(status: socket.socket, pid: int, parent: int) -> int:
+def supervise(status: socket.socket, pid: int, parent: int) -> int:
     """Supervise a child until it ends; return its status."""
     workers, orphans = {status: pid}, _Orphans()
     ended: list[int] = []
@@ -196,7 +196,7 @@ def attend(status: socket.socket, pid: int, parent: int) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # mpiexec may kill this process at any moment: children of the worker end all the same.
     guarding = guard(os.getpid()) if os.getpgrp() == os.getpid() else None
-    wake_read, _ = _wake_by_signals()
+    wake_read, _ = wake_by_signals()
     _send(status, f"{pid}p")
     while not (ended := ended + orphans.reap(workers)) or orphans.are_ending:
         ready = _ready([wake_read, *(each.fileno() for each in workers)])
@@ -204,7 +204,7 @@ def attend(status: socket.socket, pid: int, parent: int) -> int:
         if os.getppid() != parent:
             _signal(workers.values(), signal.SIGKILL)
         if status.fileno() in ready:
-            _obey(status, pid)
+            _forward_signals(status, pid)
     if guarding is not None and ended[0] == 0:  # processes that a successful worker left may stay
         with contextlib.suppress(OSError):  # it may be gone, or reaped
             os.write(guarding[1], b"-")
@@ -212,7 +212,7 @@ def attend(status: socket.socket, pid: int, parent: int) -> int:
     return ended[0]
 
 
-def _wake_by_signals() -> tuple[int, int]:
+def wake_by_signals() -> tuple[int, int]:
     """Create a pipe that is readable once a signal has arrived, such as a child's end."""
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_read, False)
@@ -227,7 +227,7 @@ def _drain(wake_read: int) -> None:
         os.read(wake_read, 4096)
 
 
-def _make(
+def _start_worker(
     control: socket.socket,
     workers: dict[socket.socket, int],
     inherited: list[int],
@@ -302,7 +302,7 @@ def _exec(fds: list[int]) -> int:
     return worker.pid
 
 
-def _obey(status: socket.socket, pid: int) -> None:
+def _forward_signals(status: socket.socket, pid: int) -> None:
     try:
         orders = status.recv(64)
     except OSError:
@@ -313,33 +313,27 @@ def _obey(status: socket.socket, pid: int) -> None:
 
 
 def _reap(workers: dict[socket.socket, int]) -> list[int]:
+    """Report changes of workers' states; return the wait statuses of those that have ended."""
     ended = []
     for status, pid in list(workers.items()):
-        wait_status = _send_news(status, pid)
-        if wait_status is not None:
-            ended.append(wait_status)
+        done, code = os.waitpid(pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+        if not done:
+            continue
+        if os.WIFSTOPPED(code):
+            _send(status, f"{os.WSTOPSIG(code)}s")
+        elif os.WIFCONTINUED(code):
+            _send(status, f"{int(signal.SIGCONT)}c")
+        else:
+            _send(status, f"{code}e")
             status.close()
             del workers[status]
+            ended.append(code)
     return ended
 
 
-def _send(status: socket.socket, news: str) -> None:
+def _send(status: socket.socket, report: str) -> None:
     with contextlib.suppress(OSError):  # a parent that doesn't read is not waited for
-        status.send(news.encode(), socket.MSG_DONTWAIT)
-
-
-def _send_news(status: socket.socket, pid: int) -> int | None:
-    """Send a child's change of state; return its wait status once it has ended."""
-    done, code = os.waitpid(pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
-    if not done:
-        return None
-    news = f"{code}e"
-    if os.WIFSTOPPED(code):
-        news = f"{os.WSTOPSIG(code)}s"
-    elif os.WIFCONTINUED(code):
-        news = f"{int(signal.SIGCONT)}c"
-    _send(status, news)
-    return code if news.endswith("e") else None
+        status.send(report.encode(), socket.MSG_DONTWAIT)
 
 
 def make_ready_for_copies() -> None:

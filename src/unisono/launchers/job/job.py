@@ -20,18 +20,18 @@ __tracebackhide__ = hides
 
 T = TypeVar("T")
 _DEADLINE_GRACE_S = 0.5  # for the ranks' own, more precise errors at a deadline
-_POLL_S = 1.0  # between two looks at the time
+_POLL_S = 1.0  # between two checks of the limits
 
 
 class JobRanks(ABC):
-    """Ranks of a launcher: reads their news, and ends them."""
+    """Ranks of a launcher: records their outcomes in a job, and ends them."""
 
+    # Signals that are forwarded to ranks while this process waits and has no handler of its own.
     takes: Sequence[int] = ()
-    """Signals that are forwarded to ranks while this process waits and has no handler."""
 
     @abstractmethod
     def poll(self, job: Job[Any], until: float) -> None:
-        """Wait for news until then at most, and record it in `job`."""
+        """Wait for changes until then at most, and record them in `job`."""
 
     @abstractmethod
     def end(self, job: Job[Any]) -> None:
@@ -56,11 +56,10 @@ class JobRanks(ABC):
 
     def doubt(self, rank: int) -> int:
         """Return 1 if another rank may have caused the end of one without a report, else 0."""
-        del rank
         return 0
 
     def why_late(self) -> str:
-        """Return what is known of late ranks, for the error at a deadline."""
+        """Return details about late ranks, for the error at a deadline."""
         return ""
 
     def are_starting(self) -> bool:
@@ -69,7 +68,6 @@ class JobRanks(ABC):
 
     def may_start_again(self, job: Job[Any]) -> bool:
         """Return whether a failure isn't the job's, as the launcher may start all ranks again."""
-        del job
         return False
 
 
@@ -96,8 +94,8 @@ class Job(Generic[T]):
         self._error: LaunchError | None = None
         self._is_ended = False
 
-    def seat(self, own: Iterable[int], world_size: int) -> None:
-        """Start with these ranks, and discard the outcomes of earlier ones."""
+    def reset(self, own: Iterable[int], world_size: int) -> None:
+        """Expect results of these ranks, and discard those of earlier ones."""
         self.world_size = world_size
         self._own = tuple(own)
         self.results.clear()
@@ -136,8 +134,7 @@ class Job(Generic[T]):
         self._error = self._error or error
 
     def join(self, timeout: float | None = None) -> list[T]:
-        """Wait for all ranks."""
-        # Within ``deadline``, for the time that is left there.
+        """Wait for all ranks, within ``deadline`` for the time that is left there."""
         self.finish(timeout)
         return [self._value(rank) for rank in sorted(self.results)]
 
@@ -148,8 +145,8 @@ class Job(Generic[T]):
             with handled(self._takes, self._obey):
                 self._finish(limit)
         except Exception:  # a signal that ended the ranks has priority
-            if self.orders.came:
-                self.ranks.after_signal(self.orders.came[0])
+            if self.orders.received:
+                self.ranks.after_signal(self.orders.received[0])
             raise
 
     def _finish(self, limit: float | None) -> None:
@@ -174,12 +171,8 @@ class Job(Generic[T]):
         while self._error is None and not self.failures and self.late:
             if time.monotonic() >= limit:
                 return False
-            self._poll(limit)
+            self.poll(limit)
         return True
-
-    def watch(self, until: float | None) -> None:
-        """Record news of ranks that stay, until then at most."""
-        self._poll(until)
 
     def require_ranks(self) -> None:
         """Raise the error of a rank that didn't stay, once known; then all have been ended."""
@@ -190,7 +183,7 @@ class Job(Generic[T]):
         """Wait until every rank has its task, or one has failed."""
         try:
             while self.ranks.are_starting() and not self.failures:
-                self._poll(self._require_time(0.0))
+                self.poll(self._require_time(0.0))
                 if self._error is not None:
                     raise _copy(self._error)
         except BaseException:  # as in `finish`
@@ -198,24 +191,23 @@ class Job(Generic[T]):
             raise
 
     def terminate(self) -> None:
-        """End all ranks that still run, within seconds."""
-        # Local; does nothing once they have been ended.
+        """End all ranks that still run, within seconds; a second call does nothing."""
         if self._is_ended:
             return
         late = self.late
         if late and self._error is None:
-            self._error = self._first_failure() if self.failures else self._was_told_to_end(late)
+            self._error = self._first_failure() if self.failures else self._ended_error(late)
         self.ranks.end(self)
         self._is_ended = True  # not before: after Ctrl-C it is called again
 
     def _wait(self, limit: float | None) -> bool:
         """Wait until the job has failed or succeeded; return whether it has by the limit."""
         while not self._is_over():
-            if self.orders.until is not None:  # ranks that save have this limit
+            if self.orders.until is not None:  # ranks that save have that time in any case
                 limit = None
             if limit is not None and time.monotonic() >= limit:
                 return False
-            self._poll(limit, self._require_time(_DEADLINE_GRACE_S))
+            self.poll(limit, self._require_time(_DEADLINE_GRACE_S))
         return True
 
     def _obey(self, number: int, _: Any) -> None:
@@ -225,17 +217,20 @@ class Job(Generic[T]):
             self.ranks.signal(of_ranks)
 
     def _is_over(self) -> bool:
-        """Return whether the job has failed or succeeded; choose the first failure once."""
+        """Return whether the job has failed or succeeded; choose its error once."""
         late = self.late
-        if self._error is None and late and self.orders.until is not None:
-            is_over = time.monotonic() >= self.orders.until  # failures leave the others their time
-            if is_over or self.failures.by_rank.keys() >= set(late):
-                self._error = self._was_told_to_end(late)
-        elif self._error is None and late and self._counts_failures():
-            has_heard_all = all(self.failures.by_rank.get(rank) for rank in late)
-            if has_heard_all or time.monotonic() >= self.failures.decide_at:
+        if not late or self._error is not None:
+            return True
+        now = time.monotonic()
+        if self.orders.until is not None:  # ranks that save: a failure leaves the others their time
+            have_all_failed = self.failures.by_rank.keys() >= set(late)
+            if have_all_failed or now >= self.orders.until:
+                self._error = self._ended_error(late)
+        elif self._counts_failures():
+            have_all_reported = all(self.failures.by_rank.get(rank) for rank in late)
+            if have_all_reported or now >= self.failures.decide_at:
                 self._error = self._first_failure()
-        return self._error is not None or not late
+        return self._error is not None
 
     def _first_failure(self) -> LaunchError:
         """Return the first failure; called before this process ends a rank."""
@@ -244,13 +239,14 @@ class Job(Generic[T]):
     def _counts_failures(self) -> bool:
         return bool(self.failures) and not self.ranks.may_start_again(self)
 
-    def _was_told_to_end(self, late: list[int]) -> WorkerFailedError:
-        why = f" by {signal_name(self.orders.came[0])}" if self.orders.came else ""
+    def _ended_error(self, late: list[int]) -> WorkerFailedError:
+        why = f" by {signal_name(self.orders.received[0])}" if self.orders.received else ""
         return WorkerFailedError(
             f"the job was ended{why} before ranks {late} of {self.world_size} were done", late[0]
         )
 
-    def _poll(self, *limits: float | None) -> None:
+    def poll(self, *limits: float | None) -> None:
+        """Wait for changes of ranks until the first limit at most, and record them."""
         ends = [limit for limit in (*limits, self.orders.until) if limit is not None]
         if self._counts_failures() and self.orders.until is None:
             ends.append(self.failures.decide_at)

@@ -19,8 +19,7 @@ from unisono.deadlines import host_s
 from unisono.errors import WorkerFailedError
 from unisono.tracebacks import fold, is_full, is_ours
 
-PEERS_S = 5.0
-"""Seconds that others have to deliver their results before this rank ends them."""
+PEERS_S = 5.0  # for others to deliver their results before this rank ends them
 _log = logging.getLogger(__name__)
 
 

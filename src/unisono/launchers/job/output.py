@@ -17,7 +17,7 @@ from unisono.errors import LaunchError
 
 _LONGEST_LINE = 64 * 1024
 _END = re.compile(rb"(?<=\n)|(?<=\r)(?=[^\n])")
-_POLL_S = 0.02  # between two looks once all pipes have ended
+_POLL_S = 0.02  # between two checks once all pipes have ended
 
 
 def begin_lines_with_rank(rank: int) -> None:
@@ -25,7 +25,7 @@ def begin_lines_with_rank(rank: int) -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None:  # as in a program that was started without one
-            setattr(sys, name, with_rank(stream, rank))
+            setattr(sys, name, RankStream(stream, rank))
 
 
 class ByThread:
@@ -33,8 +33,7 @@ class ByThread:
 
     def __init__(self, stream: TextIO) -> None:
         self.stream: TextIO = stream
-        self.streams: dict[int, Any] = {}
-        """Streams of threads, by their ids."""
+        self.streams: dict[int, Any] = {}  # by thread id
 
     def own(self) -> Any:
         """Return the stream of the calling thread."""
@@ -56,26 +55,17 @@ class ByThread:
         return getattr(self.stream, name)
 
 
-def with_rank(stream: TextIO, rank: int) -> Any:
-    """Return a stream that writes whole lines to another one, after ``[rank N]``."""
-    return _Prefixed(stream, f"[rank {rank}] ")
+class RankStream:
+    """A text stream whose lines begin with ``[rank N]`` and are written whole, except long ones."""
 
-
-def tells_rank(stream: object) -> bool:
-    """Return whether a stream begins its lines with the rank."""
-    return isinstance(stream, _Prefixed)
-
-
-class _Prefixed:
-    """A text stream whose lines begin with a prefix and are written whole, except long ones."""
-
-    def __init__(self, stream: TextIO, prefix: str) -> None:
+    def __init__(self, stream: TextIO, rank: int) -> None:
         self._stream = stream
-        self._prefix = prefix
+        self._prefix = f"[rank {rank}] "
         self._rest = ""
         self._is_at_start = True
 
     def write(self, text: str) -> int:
+        """Write the whole lines, and keep the rest."""
         whole, newline, self._rest = (self._rest + text).rpartition("\n")
         if newline:
             self._put(whole + newline)
@@ -84,9 +74,11 @@ class _Prefixed:
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
+        """Write several lines."""
         self.write("".join(lines))
 
     def flush(self) -> None:
+        """Write the unfinished line, too."""
         rest, self._rest = self._rest, ""
         self._put(rest)
 
@@ -107,8 +99,7 @@ class Pipes:
 
     def __init__(self) -> None:
         self.selector: selectors.BaseSelector = selectors.DefaultSelector()
-        self.logs: dict[int, IO[bytes]] = {}
-        """Files for copies of stdout (1) and stderr (2)."""
+        self.logs: dict[int, IO[bytes]] = {}  # files for copies of stdout (1) and stderr (2)
         self._rests: dict[int, bytes] = {}
 
     def start(

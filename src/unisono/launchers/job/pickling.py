@@ -79,23 +79,21 @@ class _Pickler(Pickler):  # type: ignore[misc]
         self._seen = {_MAIN, *cloudpickle.list_registry_pickle_by_value()}
         self._by_value = set(self._seen)
         known = ((sys.modules.get(name), key) for name, key in _ONE_IN_A_PROCESS)
-        self._places = {id(getattr(at, key)): (at, key) for at, key in known if hasattr(at, key)}
+        self._locations = {id(getattr(at, key)): (at, key) for at, key in known if hasattr(at, key)}
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, (type, FunctionType)):
-            self._look_at(obj.__module__)
-            if obj.__module__ in self._by_value and _is_at_top(obj):
-                self._used.setdefault(obj.__module__, {})[obj.__name__] = obj
-            if obj.__module__ in self._by_value and isinstance(obj, FunctionType):
-                self._keep_source(obj.__code__.co_filename)
-        elif (place := self._places.get(id(obj))) is not None:
-            return getattr, place
-        elif isinstance(obj, functools._lru_cache_wrapper):
-            self._look_at(obj.__module__)
+        if (location := self._locations.get(id(obj))) is not None:
+            return getattr, location
+        if isinstance(obj, (type, FunctionType, functools._lru_cache_wrapper)):
+            self._register_module(obj.__module__)
             is_by_value = obj.__module__ in self._by_value
             if is_by_value and _is_at_top(obj):
                 self._used.setdefault(obj.__module__, {})[obj.__name__] = obj
-            if is_by_value or _is_nowhere(obj):  # else it's pickled as a global, which isn't there
+            if is_by_value and isinstance(obj, FunctionType):
+                self._keep_source(obj.__code__.co_filename)
+            is_sent = is_by_value or _is_nowhere(obj)
+            # cloudpickle would send a cached function as a global, which isn't there.
+            if isinstance(obj, functools._lru_cache_wrapper) and is_sent:
                 return _cached, (obj.__wrapped__, obj.cache_parameters())
         return super().reducer_override(obj)
 
@@ -104,7 +102,7 @@ class _Pickler(Pickler):  # type: ignore[misc]
         if file not in self._sources and len(cached) > 2 and cached[1] is None:  # no file's
             self._sources[file] = "".join(cached[2])
 
-    def _look_at(self, name: Any) -> None:
+    def _register_module(self, name: Any) -> None:
         if not isinstance(name, str) or name in self._seen:
             return
         self._seen.add(name)

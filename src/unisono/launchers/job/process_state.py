@@ -1,4 +1,4 @@
-"""State of this process that its workers inherit."""
+"""State of processes: what a worker inherits from this one, and the titles of ranks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from unisono.errors import LaunchError
+from unisono.plugins import load
 
 if sys.platform != "win32":
     import resource
@@ -32,7 +33,7 @@ def check_streams() -> None:
     except OSError as error:
         raise LaunchError(
             "stdin, stdout or stderr (descriptor 0, 1 or 2) of this process is closed: open "
-            "os.devnull in its place"
+            "os.devnull instead"
         ) from error
 
 
@@ -54,3 +55,20 @@ def inherited() -> tuple[object, ...]:
     limits = (resource.getrlimit(getattr(resource, name)) for name in names)
     user = (os.geteuid(), os.getegid(), *os.getgroups())
     return (frozenset(affinity), os.getpriority(os.PRIO_PROCESS, 0), *limits, *user)
+
+
+TITLE = "unisono rank "  # the beginning of the titles of all ranks in ps and top
+
+
+def name_process(rank: int, world_size: int, program: str) -> None:
+    """Set this process's title to ``unisono rank 1 of 4: train.py`` if setproctitle is there."""
+    title = f"{TITLE}{rank} of {world_size}: {Path(program).name or 'python'}"
+    with contextlib.suppress(ImportError):
+        load("setproctitle:setproctitle")(title)
+    name_thread(rank, world_size)  # a main thread's title is what top shows
+
+
+def name_thread(rank: int, world_size: int) -> None:
+    """Set the title of this thread."""
+    with contextlib.suppress(ImportError):
+        load("setproctitle:setthreadtitle")(f"rank {rank} of {world_size}")

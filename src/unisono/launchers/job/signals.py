@@ -24,8 +24,7 @@ _OF_ONE = {  # of a process to itself, and those of a terminal or a parent for s
     *(signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGXFSZ),
 }
 OTHERS = tuple(sorted(signal.valid_signals() - _OF_ONE - {*TO_END}))
-END_S = 1.0
-"""Seconds until programs are killed that get no time to save."""
+END_S = 1.0  # until programs are killed that get no time to save
 _SIGACTION_BYTES = 256  # at least
 _TWICE_S = 1.0  # within it a second one is a repeat: Slurm and systemd signal all of a job at once
 
@@ -43,7 +42,7 @@ class Orders:
     """The signals to end that a process with ranks received, and those that its ranks get."""
 
     grace_s: float
-    came: list[int] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)
     began_at: float | None = None
     until: float | None = None
 
@@ -52,7 +51,7 @@ class Orders:
         now = time.monotonic()
         if number not in TO_END:
             return number
-        self.came.append(number)
+        self.received.append(number)
         is_to_save = number in TO_SAVE and not is_orphan
         if self.began_at is None:
             self.began_at, self.until = now, now + (self.grace_s if is_to_save else END_S)

@@ -23,7 +23,7 @@ from unisono.launchers.job.failure import Failure
 from unisono.launchers.job.forkserver import die_with
 from unisono.launchers.job.lifetime import PEERS_S, Lifetime, flush, seed_generators, skip_ours
 from unisono.launchers.job.pickling import load_from_parent
-from unisono.launchers.job.title import name_process
+from unisono.launchers.job.process_state import name_process
 from unisono.launchers.variables import rank_variables
 from unisono.pickling import dumps
 from unisono.topology import RankInfo
@@ -40,25 +40,30 @@ class Task:
     path: list[str]
     argv: list[str]
     directory: str
-    umask: int | None = None
+    umask: int | None
 
-    @classmethod
-    def of(
-        cls,
-        entry: bytes,
-        info: RankInfo,
-        environ: Mapping[str, str],
-        path: list[str],
-        directory: str,
-        umask: int | None = None,
-    ) -> Task:
-        """Build the task of a process that is a rank."""
-        variables = {**environ, **rank_variables(info)}
-        return cls(entry, info, variables, path, list(sys.argv), directory, umask)
 
-    def message(self) -> memoryview:
-        """Build the message that sends it to a worker."""
-        return messages.task(pickle.dumps(self))
+def task_message(
+    entry: bytes,
+    info: RankInfo,
+    environ: Mapping[str, str],
+    path: list[str],
+    directory: str,
+    umask: int | None = None,
+) -> memoryview:
+    """Build the message that sends a worker its task."""
+    variables = {**environ, **rank_variables(info)}
+    task = Task(entry, info, variables, path, list(sys.argv), directory, umask)
+    return messages.task(pickle.dumps(task))
+
+
+def receive_task(channel: socket.socket) -> Task | None:
+    """Wait for this worker's task; None if the job has ended before it was sent."""
+    message = messages.receive(channel)
+    if message is None or message[0] != messages.TASK:
+        return None
+    task: Task = pickle.loads(message[1])
+    return task
 
 
 def work(channel_fd: int, parent: int) -> NoReturn:
@@ -66,10 +71,9 @@ def work(channel_fd: int, parent: int) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     die_with(parent)
     channel = socket.socket(fileno=channel_fd)
-    message = messages.receive(channel)
-    if message is None:
+    task = receive_task(channel)
+    if task is None:
         os._exit(1)
-    task: Task = pickle.loads(message[1])
     ended, all_done = threading.Event(), threading.Event()
     tasks: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     watched = (channel, tasks, ended, all_done)

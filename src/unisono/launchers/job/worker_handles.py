@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,13 +31,12 @@ _log = logging.getLogger(__name__)
 _FLUSH_S = 0.3  # after END, before SIGTERM
 _TERM_S = 1.2  # after SIGTERM, before SIGKILL
 _KILL_S = 5.0  # after SIGKILL, before the fork server is ended, too
-_NEWS = re.compile(rb"([0-9]+)([psecx])")
+_STATUS = re.compile(rb"([0-9]+)([psecx])")  # the fork server's reports on a status socket
 _EXIT_S = 5.0  # for `LastCalls` of ranks, after all results have come
 _TICK_S = 1.0  # between two checks of limits, which no descriptor reports
-_SAY_S = 2.0  # from the end of a channel to the news of its process
+_STATUS_S = 2.0  # from the end of a channel to the report of its process's end
 _MAKE_S = 300.0  # until the ranks are there, which includes importing torch for the first ones
 _STOP_GRACE_S = 1.0  # for the more precise errors of ranks that wait for a stopped one
-_TakeIn = Callable[[], None]
 
 
 @dataclass(slots=True)
@@ -62,10 +61,10 @@ class Worker:
     def __post_init__(self) -> None:
         self.inbox = messages.Inbox(self.channel)
 
-    def signal(self, number: int) -> None:
-        """Send it a signal through its parent process."""
+    def signal(self, *numbers: int) -> None:
+        """Send it signals through its parent process."""
         with contextlib.suppress(OSError):
-            self.status.send(bytes([number]), socket.MSG_DONTWAIT)
+            self.status.send(bytes(numbers), socket.MSG_DONTWAIT)
 
     def send_task(self) -> None:
         """Send what is left of its task, as far as there is room."""
@@ -89,53 +88,51 @@ class Workers(JobRanks):
         self.workers: list[Worker] = []
         self.world_size: int = world_size
         self.fork_server: subprocess.Popen[bytes] | None = None
-        self.answers: list[tuple[int, bytes, bytes]] = []
-        """Messages of ranks that stay: rank, kind and body."""
+        self.answers: list[tuple[int, bytes, bytes]] = []  # of a pool's ranks: rank, kind and body
         self._held = held
         self._stop_limit_s = stop_limit_s + _STOP_GRACE_S
-        self._begin = self._looked_at = self._roused_at = time.monotonic()
+        self._checked_at = self._woken_at = time.monotonic()
 
     def are_starting(self) -> bool:
         """Return whether a worker hasn't its task yet."""
         return any(worker.task for worker in self.workers)
 
     def poll(self, job: Job[Any], until: float) -> None:
-        """Wait a little for news of any worker, and record it."""
+        """Wait briefly for any worker, and record changes."""
         left = min(_TICK_S, until - time.monotonic())
         with selectors.DefaultSelector() as selector:
             self._register(job, selector)
             ready = [key.data for key, _ in selector.select(max(0.0, left))]
-        for take_in in ready:
-            take_in()
-        self._look_after(job)
+        for read in ready:
+            read()
+        self._check_limits(job)
 
     def signal(self, number: int) -> None:
         """Signal all workers that still run, stopped ones too."""
-        self._signal(number)
-        self._signal(signal.SIGCONT)  # a stopped process gets another signal once it continues
+        # A stopped process gets another signal, except SIGKILL, only once it continues.
+        self._signal(number, signal.SIGCONT)
 
     def see_out(self, job: Job[Any]) -> None:
         """Wait for the workers' last calls: see `LastCalls`."""
-        self._run(job, _EXIT_S)
+        self._wait_for_ends(job, _EXIT_S)
 
     def end(self, job: Job[Any]) -> None:
         """End all workers that still run, within seconds."""
-        self._roused_at = 0.0  # workers may get it from their fork server alone
-        for worker in self.workers:
-            if not worker.has_ended:
-                with contextlib.suppress(OSError):
-                    worker.channel.setblocking(False)
-                    messages.send(worker.channel, messages.END)
-        if job.orders.came:  # their grace is over
+        self._woken_at = 0.0  # a stopped fork server couldn't pass the signals on
+        for worker in self._running:
+            with contextlib.suppress(OSError):
+                worker.channel.setblocking(False)
+                messages.send(worker.channel, messages.END)
+        if job.orders.received:  # their grace is over
             self._signal(signal.SIGKILL)
-        self._run(job, _FLUSH_S)
+        self._wait_for_ends(job, _FLUSH_S)
         for worker in self.workers:  # one that hasn't started ends when its sockets are closed
             worker.has_ended = worker.has_ended or worker.pid is None
         self.signal(signal.SIGTERM)
-        self._run(job, _TERM_S)
+        self._wait_for_ends(job, _TERM_S)
         self._signal(signal.SIGKILL)
-        self._run(job, _KILL_S)
-        self._give_up(job)
+        self._wait_for_ends(job, _KILL_S)
+        self._abandon(job)
         for worker in self.workers:
             worker.close()
         self._held.close()
@@ -143,7 +140,7 @@ class Workers(JobRanks):
     def lost(self, job: Job[Any], rank: int) -> LaunchError:
         """Return the error of a worker that ended without a report."""
         worker = next(worker for worker in self.workers if worker.rank == rank)
-        limit = time.monotonic() + _SAY_S
+        limit = time.monotonic() + _STATUS_S
         while not worker.has_ended and time.monotonic() < limit:
             self.poll(job, limit)
         who = f"rank {rank} of {self.world_size}"
@@ -161,20 +158,22 @@ class Workers(JobRanks):
 
     def why_late(self) -> str:
         """Return which workers are stopped, for an error."""
-        stopped = [worker for worker in self.workers if worker.stopped_by is not None]
         return "".join(
-            f"; rank {w.rank} was stopped by {signal_name(w.stopped_by or 0)}" for w in stopped
+            f"; rank {worker.rank} was stopped by {signal_name(worker.stopped_by)}"
+            for worker in self.workers
+            if worker.stopped_by is not None
         )
 
-    def _give_up(self, job: Job[Any]) -> None:
+    @property
+    def _running(self) -> list[Worker]:
+        return [worker for worker in self.workers if not worker.has_ended]
+
+    def _abandon(self, job: Job[Any]) -> None:
         """Warn about workers that signals don't end, or that their fork server can't reap."""
-        left = [worker for worker in self.workers if not worker.has_ended]
-        if not left:
-            return
-        if self.fork_server is not None:
+        if self.fork_server is not None and self._running:
             self.fork_server.kill()  # the kernel ends its children with it
-        self._run(job, _SAY_S)
-        left = [worker for worker in left if not worker.has_ended]
+        self._wait_for_ends(job, _STATUS_S)
+        left = self._running
         for worker in left:
             worker.has_ended = True
         if left:
@@ -183,63 +182,55 @@ class Workers(JobRanks):
                 [worker.rank for worker in left], self.world_size, [w.pid for w in left],
             )  # fmt: skip
 
-    def _run(self, job: Job[Any], limit_s: float) -> None:
+    def _wait_for_ends(self, job: Job[Any], limit_s: float) -> None:
         limit = time.monotonic() + limit_s
-        while any(not worker.has_ended for worker in self.workers) and time.monotonic() < limit:
+        while self._running and time.monotonic() < limit:
             self.poll(job, limit)
 
-    def _signal(self, number: int) -> None:
-        for worker in self.workers:
-            if not worker.has_ended:
-                worker.signal(number)
+    def _signal(self, *numbers: int) -> None:
+        for worker in self._running:
+            worker.signal(*numbers)
 
     def _register(self, job: Job[Any], selector: selectors.BaseSelector) -> None:
-        """Register sockets that may have news, with the functions that read them."""
+        """Register each worker's sockets with the functions that read them."""
         for worker in self.workers:
             if not worker.has_ended:
-                look: _TakeIn = partial(self._look_at, job, worker)
-                selector.register(worker.status, selectors.EVENT_READ, look)
+                read_status = partial(self._read_status, job, worker)
+                selector.register(worker.status, selectors.EVENT_READ, read_status)
             if not worker.is_silent:
                 events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.task else 0)
-                selector.register(worker.channel, events, partial(self._talk, job, worker))
+                selector.register(worker.channel, events, partial(self._exchange, job, worker))
 
-    def _look_after(self, job: Job[Any]) -> None:
-        """Wake a stopped fork server, and check the limits of time."""
+    def _check_limits(self, job: Job[Any]) -> None:
+        """Wake a stopped fork server, and stop the job once a worker's time is over."""
         now = time.monotonic()
-        # If this process was stopped too, the time counts for nobody.
-        passed = min(now - self._looked_at, 2 * _TICK_S)
-        self._looked_at = now
+        # Capped: time in which this process was stopped itself isn't the workers'.
+        passed = min(now - self._checked_at, 2 * _TICK_S)
+        self._checked_at = now
         for worker in self.workers:
             if worker.stopped_by is not None:
                 worker.stopped_s += passed
                 if worker.stopped_s > self._stop_limit_s and worker.rank not in job.results:
-                    job.stop(self._stopped(worker))
-        unmade = [
-            w.rank
-            for w in self.workers
-            if w.pid is None and not w.has_ended and now > w.asked_at + _MAKE_S
-        ]
+                    job.stop(self._stopped(worker, worker.stopped_by))
+        unmade = [w.rank for w in self._running if w.pid is None and now > w.asked_at + _MAKE_S]
         if unmade:
-            job.stop(
-                LaunchError(
-                    f"ranks {unmade} of {self.world_size} weren't there after {_MAKE_S:g} s"
-                )
-            )
-        if self.fork_server is not None and now > self._roused_at + _TICK_S:
-            self._roused_at = now
+            who = f"ranks {unmade} of {self.world_size}"
+            job.stop(LaunchError(f"{who} weren't there after {_MAKE_S:g} s"))
+        if self.fork_server is not None and now > self._woken_at + _TICK_S:
+            self._woken_at = now
             with contextlib.suppress(OSError):
                 self.fork_server.send_signal(signal.SIGCONT)  # it serves no purpose while stopped
 
-    def _talk(self, job: Job[Any], worker: Worker) -> None:
+    def _exchange(self, job: Job[Any], worker: Worker) -> None:
         worker.send_task()
-        self._hear(job, worker)
+        self._receive(job, worker)
 
-    def _hear(self, job: Job[Any], worker: Worker) -> bool:
+    def _receive(self, job: Job[Any], worker: Worker) -> bool:
         """Record one message, and return whether a whole one had arrived."""
         try:
             message = worker.inbox.take()
         except EOFError:
-            self._silence(job, worker)
+            self._record_silence(job, worker)
             return False
         if message is None:
             return False
@@ -251,26 +242,26 @@ class Workers(JobRanks):
             self.answers.append((worker.rank, *message))
         return True
 
-    def _silence(self, job: Job[Any], worker: Worker) -> None:
+    def _record_silence(self, job: Job[Any], worker: Worker) -> None:
         """Record that nothing more arrives on a worker's channel."""
         worker.is_silent = True
         if worker.rank not in job.results:
             job.fail(worker.rank, None)
 
-    def _look_at(self, job: Job[Any], worker: Worker) -> None:
+    def _read_status(self, job: Job[Any], worker: Worker) -> None:
         """Record the state of a worker's process: started, stopped, continued or ended."""
-        come = b""
+        received = b""
         with contextlib.suppress(OSError):
-            come = worker.status.recv(4096, socket.MSG_DONTWAIT)
-        worker.unread += come
-        news = [(int(number), kind) for number, kind in _NEWS.findall(worker.unread)]
-        worker.unread = _NEWS.sub(b"", worker.unread)
-        for number, kind in news:
-            self._take_news(job, worker, number, kind)
-        if not come and not worker.has_ended:
-            self._bury(job, worker, None)
+            received = worker.status.recv(4096, socket.MSG_DONTWAIT)
+        worker.unread += received
+        reports = _STATUS.findall(worker.unread)
+        worker.unread = _STATUS.sub(b"", worker.unread)
+        for number, kind in reports:
+            self._record_status(job, worker, int(number), kind)
+        if not received and not worker.has_ended:  # the process that made it is gone
+            self._record_end(job, worker, None)
 
-    def _take_news(self, job: Job[Any], worker: Worker, number: int, kind: bytes) -> None:
+    def _record_status(self, job: Job[Any], worker: Worker, number: int, kind: bytes) -> None:
         if kind == b"p":
             worker.pid = number
         elif kind == b"s":
@@ -283,20 +274,21 @@ class Workers(JobRanks):
             worker.stopped_by = None
         elif kind == b"x":
             worker.refusal = number
-            self._bury(job, worker, None)
+            self._record_end(job, worker, None)
         else:
-            self._bury(job, worker, number)
+            self._record_end(job, worker, number)
 
-    def _bury(self, job: Job[Any], worker: Worker, wait_status: int | None) -> None:
-        # All that it sent has arrived; a child of it may hold the channel open forever.
-        while not worker.is_silent and self._hear(job, worker):
+    def _record_end(self, job: Job[Any], worker: Worker, wait_status: int | None) -> None:
+        # All that it sent has arrived, but the channel's end may never: a child of it may hold
+        # the channel open.
+        while not worker.is_silent and self._receive(job, worker):
             pass
         worker.wait_status = wait_status
         worker.has_ended = True
-        self._silence(job, worker)
+        self._record_silence(job, worker)
 
-    def _stopped(self, worker: Worker) -> WorkerFailedError:
-        name = signal_name(worker.stopped_by or 0)
+    def _stopped(self, worker: Worker, number: int) -> WorkerFailedError:
+        name = signal_name(number)
         return WorkerFailedError(
             f"rank {worker.rank} of {self.world_size} was stopped by {name}, and hasn't gone on "
             f"for {worker.stopped_s:.3g} s",

@@ -25,7 +25,8 @@ from unisono.control.addresses import keep_alive, local_address, peer
 from unisono.control.handshake import call
 from unisono.errors import UnisonoError
 from unisono.launchers.job import channel as messages
-from unisono.launchers.job.forkserver import attend, die_with, interpreter
+from unisono.launchers.job.failure import exit_code_of
+from unisono.launchers.job.forkserver import die_with, interpreter, supervise
 from unisono.launchers.job.process_state import search_path
 from unisono.launchers.variables import LINK, share_of_cores
 from unisono.plugins import read_environment
@@ -45,13 +46,10 @@ def boot(work: str = _WORK) -> tuple[str, ...]:
 class Link:
     """The address for a rank's connections, which its launcher passes as a variable."""
 
-    where: str | int
-    """The address of a Unix-domain socket of this host, or a port."""
+    where: str | int  # the address of a Unix-domain socket of this host, or a port
     token: str = ""
-    host: str = ""
-    """The launcher's own variable that holds the port's host."""
-    names: Sequence[str] = ()
-    """Its variables of rank and world size, also local ones, if unisono knows none."""
+    host: str = ""  # the launcher's own variable with the host of the port
+    names: Sequence[str] = ()  # its variables of rank and world size, also local, if it has its own
 
     def variables(self) -> dict[str, str]:
         """Return it as a rank's variables."""
@@ -86,8 +84,7 @@ class Link:
 
 
 def join() -> tuple[int, int]:
-    """Connect to the process that launched the job, and fork a worker, which returns."""
-    # It returns only in the child; this process ends as the child does.
+    """Connect to the process that launched the job, and fork a worker; return there alone."""
     parent = os.getppid()
     die_with(parent)
     link = Link.taken()
@@ -105,7 +102,7 @@ def join() -> tuple[int, int]:
         status.close()
         return channel.detach(), own
     channel.close()
-    end_like(os.waitstatus_to_exitcode(attend(status, pid, parent)))
+    end_like(os.waitstatus_to_exitcode(supervise(status, pid, parent)))  # the launcher's child
 
 
 def _who_am_i(names: Sequence[str]) -> RankInfo | str | None:
@@ -125,4 +122,4 @@ def end_like(code: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
-    os._exit(code if code >= 0 else 128 - code)
+    os._exit(exit_code_of(code))

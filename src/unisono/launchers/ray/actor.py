@@ -79,8 +79,8 @@ class RankActor:
                 self._process.send_signal(number)
 
 
-def seats(nodes: Sequence[str], addr: str, port: int) -> list[RankInfo]:
-    """Return the ranks' infos, from the nodes on which Ray has placed them."""
+def rank_infos(nodes: Sequence[str], addr: str, port: int) -> list[RankInfo]:
+    """Return the ranks' infos by the nodes of their actors."""
     order = list(dict.fromkeys(nodes))
     return [
         RankInfo(

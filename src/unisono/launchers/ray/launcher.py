@@ -22,11 +22,11 @@ from unisono.launchers.job.failure import exit_code_of
 from unisono.launchers.job.job import Job, JobRanks
 from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.launchers.job.process_state import search_path
-from unisono.launchers.job.signals import END_S, OTHERS, TO_END, SignalledError, signals
-from unisono.launchers.ray.actor import RankActor, seats
+from unisono.launchers.job.signals import END_S, SignalledError, signals
+from unisono.launchers.ray.actor import RankActor, rank_infos
 from unisono.launchers.script.rank.report import Report
 from unisono.launchers.script.script import Script, env_for
-from unisono.launchers.script.supervisor import Programs, ScriptOutcome, after_signal, verdict
+from unisono.launchers.script.supervisor import Programs, ScriptOutcome, outcome
 from unisono.launchers.variables import OF_RUN
 from unisono.topology import LaunchPlan, RankInfo
 
@@ -128,7 +128,6 @@ class _Actors:
     infos: list[RankInfo]
 
     def kill(self) -> None:
-        """End all actors and their programs."""
         while self.actors:
             ray.kill(self.actors.pop())
 
@@ -147,18 +146,18 @@ def _ranks(counts: Sequence[int], hosts: Sequence[str], timeout_s: float) -> Ite
             ranks = _Actors([], [])
             try:
                 for index, n in enumerate(counts):
-                    place = PlacementGroupSchedulingStrategy(group, index)
+                    strategy = PlacementGroupSchedulingStrategy(group, index)
                     options = {"num_cpus": each["CPU"], "num_gpus": each.get("GPU", 0)}
                     for _ in range(n):
-                        one = cls.options(scheduling_strategy=place, **options)
+                        one = cls.options(scheduling_strategy=strategy, **options)
                         ranks.actors.append(one.remote(len(ranks.actors)))
-                ranks.infos = _seat(ranks.actors[0], group, counts)
+                ranks.infos = _infos_of(ranks.actors[0], group, counts)
                 yield ranks
             finally:
                 ranks.kill()
 
 
-def _seat(first: Any, group: PlacementGroup, counts: Sequence[int]) -> list[RankInfo]:
+def _infos_of(first: Any, group: PlacementGroup, counts: Sequence[int]) -> list[RankInfo]:
     table = ray.util.placement_group_table(group)["bundles_to_node_id"]
     nodes = [table[index] for index, n in enumerate(counts) for _ in range(n)]
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
@@ -168,7 +167,7 @@ def _seat(first: Any, group: PlacementGroup, counts: Sequence[int]) -> list[Rank
     except ray.exceptions.GetTimeoutError as error:
         require_time(range(len(nodes)), len(nodes))
         raise LaunchError(f"Ray's actor of rank 0 hasn't begun in {_START_S:g} s") from error
-    return seats(nodes, addr, port)
+    return rank_infos(nodes, addr, port)
 
 
 def launch(
@@ -204,15 +203,12 @@ class _ActorCalls(JobRanks):
             self._waiting[actor.call.remote(pickled, who, *variables, path)] = info.rank
 
     def poll(self, job: Job[Any], until: float) -> None:
-        """Wait briefly for the end of a call, and record its result."""
         left = min(_POLL_S, max(0.0, until - time.monotonic()))
         done, _ = ray.wait(list(self._waiting), timeout=left)
         for ref in done:
             self._take(job, ref, self._waiting.pop(ref))
 
     def end(self, job: Job[Any]) -> None:
-        """Drop the calls."""
-        del job
         self._waiting.clear()
 
     def _take(self, job: Job[Any], ref: Any, rank: int) -> None:
@@ -236,17 +232,15 @@ def run(script: Script) -> ScriptOutcome:
                 for info in ranks.infos:
                     variables = {**own, **env_for(info)}
                     ranks.actors[info.rank].start.remote(script, variables, os.getcwd())
-                outcome = _Programs(ranks, script.token, seen).outcome(script.grace_s)
+                found = _Programs(ranks, script.token, seen).run(script.grace_s)
         except BaseException:  # Ray may convert the exception that a signal raises into any other
             if not seen:
                 raise
-    return ScriptOutcome(exit_code_of(-seen[0]), interrupted=seen[0]) if seen else outcome
+    return ScriptOutcome(exit_code_of(-seen[0]), interrupted=seen[0]) if seen else found
 
 
 class _Programs(Programs):
     """One program in every rank."""
-
-    takes: Sequence[int] = (*TO_END, *OTHERS)
 
     def __init__(self, ranks: _Actors, token: str, seen: Sequence[int]) -> None:
         super().__init__(token)
@@ -256,18 +250,12 @@ class _Programs(Programs):
         self._codes: dict[int, int] = {}
         self._is_ending = False
 
-    def outcome(self, grace_s: float) -> ScriptOutcome:
+    def run(self, grace_s: float) -> ScriptOutcome:
         """Print their output until all have ended; end all if one fails."""
         job: Job[None] = Job(self, len(self._actors), grace_s=grace_s + END_S)
         with contextlib.suppress(LaunchError):
             job.finish()
-        if job.orders.came:
-            return after_signal(job, self.reports)
-        outcome = verdict(self.reports)
-        if outcome.failed is not None:
-            return outcome
-        codes = (code for code in self._codes.values() if code)
-        return replace(outcome, code=next(codes, outcome.code))
+        return outcome(job, self.reports, self._codes.values())
 
     def signal(self, number: int) -> None:
         """Send a signal to all programs; SIGINT for SIGKILL, as wrappers then kill them."""
@@ -275,16 +263,11 @@ class _Programs(Programs):
         for actor in self._actors:
             actor.stop.remote(number)
 
-    def after_signal(self, number: int) -> None:
-        """Ignore it: the outcome reports it."""
-
     def note(self, job: Job[Any], report: Report) -> None:
-        """Record a report, unless the job is being ended."""
-        if not self._is_ending:
+        if not self._is_ending:  # then all fail
             super().note(job, report)
 
     def poll(self, job: Job[Any], until: float) -> None:
-        """Print their output, and record the programs that have ended."""
         if self._seen:  # Ray may have swallowed the exception
             raise SignalledError(self._seen[0])
         if not self._polls:
@@ -300,13 +283,12 @@ class _Programs(Programs):
         self._is_ending = True
         if self._seen:
             return
-        self.signal(signal.SIGINT if job.orders.came else signal.SIGTERM)
+        self.signal(signal.SIGINT if job.orders.received else signal.SIGTERM)
         limit = time.monotonic() + _END_S
         while self._polls and time.monotonic() < limit:
             self.poll(job, limit)
 
     def _take(self, job: Job[Any], ref: Any, rank: int) -> None:
-        """Process one rank's lines and exit code."""
         try:
             lines, code = ray.get(ref)
         except ray.exceptions.RayError as error:

@@ -1,4 +1,4 @@
-"""Ranks that another library's launcher makes, on this host or on others: they connect here."""
+"""Ranks that another library's launcher starts, on this host or on others: they connect here."""
 
 from __future__ import annotations
 
@@ -31,47 +31,35 @@ from unisono.launchers.job.job import Job
 from unisono.launchers.job.output import Pipes, show
 from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.launchers.job.process_state import search_path
-from unisono.launchers.job.worker import Task
+from unisono.launchers.job.worker import task_message
 from unisono.launchers.job.worker_handles import Worker, Workers
 from unisono.launchers.job.wrapper import Link, boot
 from unisono.launchers.script.script import Script, dying_with
 from unisono.topology import RankInfo
 
 _log = logging.getLogger(__name__)
-_POLL_S = 0.1  # between two looks at the launcher
-_COME_S = 300.0  # from the first rank's connection to the last one's
+_POLL_S = 0.1  # between two checks of the launcher
+_ARRIVE_S = 300.0  # from the first rank's connection to the last one's
 _TERM_S = 3.0  # for the launcher's end after that of its ranks, and after SIGTERM
-_STRANGERS = 256  # connections at a time that aren't ranks'
+_STRANGERS = 256  # connections at a time that ranks haven't made
 
 
 @dataclass(frozen=True, slots=True)
 class LauncherSpec:
-    """How one launcher makes ranks."""
+    """How one launcher makes ranks, and how long it may take."""
 
-    name: str
-    """Its command, for errors."""
+    name: str  # its command, for errors
     world_size: int
-    """Ranks of the job."""
-    n_own: int | None = None
-    """How many connect here, where each node launches its own; None for all."""
-    may_start_again: bool = False
-    """Whether it starts all ranks again, with other numbers perhaps: after a failure, say."""
-    host: str = ""
-    """Its variable that says where ranks of other hosts reach this one; empty where none are."""
-    port: int = 0
-    """Where they do; 0 for any that is free."""
-    names: Sequence[str] = ()
-    """Its variables of who a rank is, as `Link` has them."""
-    start_s: float = 300.0
-    """Seconds that it has until the first rank is there, which includes importing torch."""
-    limit_s: float | None = None
-    """Seconds that the whole job has."""
-    exit_s: float = 10.0
-    """Seconds that it has to end by itself after all results have come."""
-    stop_limit_s: float = DEFAULT_TIMEOUT_S
-    """Seconds that a rank may be stopped."""
-    end_signal: int = signal.SIGTERM
-    """Ends it, and its ranks with it."""
+    n_own: int | None = None  # ranks that connect here, if each node launches its own; None for all
+    may_start_again: bool = False  # all ranks, perhaps with other numbers: after a failure, say
+    host: str = ""  # its variable with this host's address for others; empty if all ranks are here
+    port: int = 0  # of this host, for ranks of others; 0 for any that is free
+    names: Sequence[str] = ()  # its variables that identify a rank, as in `Link`
+    start_s: float = 300.0  # until the first rank connects, which includes importing torch
+    limit_s: float | None = None  # for the whole job
+    exit_s: float = 10.0  # until it exits by itself after all results
+    stop_limit_s: float = DEFAULT_TIMEOUT_S  # for which a rank may be stopped
+    end_signal: int = signal.SIGTERM  # ends it and its ranks
 
     @property
     def n_ranks(self) -> int:
@@ -81,24 +69,23 @@ class LauncherSpec:
 
 @dataclass(frozen=True, slots=True)
 class ConnectedRank:
-    """A rank that has connected twice."""
+    """A rank with both of its connections."""
 
-    who: RankInfo | str | None
-    """Who it is; else why it doesn't know."""
+    who: RankInfo | str | None  # a text says why the process doesn't know its rank
     environ: dict[str, str]
     channel: socket.socket
     status: socket.socket
 
     @property
     def attempt(self) -> tuple[object, ...]:
-        """What differs after torch's agent has started all ranks again."""
+        """Facts that differ after torch's agent has started all ranks again."""
         who = self.who if isinstance(self.who, RankInfo) else RankInfo(0, 1)
         count = self.environ.get("TORCHELASTIC_RESTART_COUNT")
         return count, who.world_size, who.master_addr, who.master_port
 
 
 class _RankListener:
-    """Where ranks connect: each its channel, and its status socket."""
+    """The socket to which each rank connects twice: for its channel, and for its status."""
 
     def __init__(self, spec: LauncherSpec, held: ExitStack) -> None:
         try:
@@ -106,7 +93,7 @@ class _RankListener:
                 self.sock = held.enter_context(listen("", spec.port))
                 port, token = self.sock.getsockname()[1], secrets.token_hex(16)
                 self.link: Link = Link(port, token, spec.host, spec.names)
-            else:  # the kernel says whose process connects
+            else:  # without a token: the kernel reports which user's process connects
                 self.sock, where = listen_locally(held)
                 self.link = Link(where, names=spec.names)
         except OSError as error:
@@ -117,7 +104,7 @@ class _RankListener:
         held.callback(self.close)
 
     def register(self, selector: BaseSelector) -> None:
-        """Register what becomes readable as ranks come."""
+        """Register the sockets that become readable as ranks connect."""
         if self.sock.fileno() >= 0:
             selector.register(self.sock, EVENT_READ, self._accept)
         wake = self._pending.wake
@@ -148,25 +135,23 @@ class _RankListener:
                 yield ConnectedRank(who, environ, half[b"c"], half[b"s"])
 
     def close(self) -> None:
-        """Close the socket and all connections; harmless the second time."""
+        """Close the socket and all connections; a second call does nothing."""
         self.sock.close()
         self._pending.close()
-        for sock in [sock for half in self._halves.values() for sock in half.values()]:
-            sock.close()
+        for half in self._halves.values():
+            for sock in half.values():
+                sock.close()
 
 
 class RemoteWorkers(Workers):
     """Ranks of one launcher, which is a process of this host."""
 
-    # Where the launcher may start all ranks again, the first rank of a new attempt takes the place
-    # of all that were there before it.
+    # If the launcher may start all ranks again, the first rank of a new attempt replaces all ranks
+    # of the attempt before.
 
-    stdout: int | None = None
-    """Where the launcher's stdout goes: None for this process's."""
-    n_last: int = 12
-    """Last lines of the launcher that an error has."""
-    drain_s: float = 1.0
-    """Seconds for the last lines of the launcher's processes."""
+    stdout: int | None = None  # target of the launcher's stdout; None for this process's
+    n_last: int = 12  # lines of the launcher's output in an error
+    drain_s: float = 1.0  # for the last lines of the launcher's processes
 
     def __init__(
         self, spec: LauncherSpec, entry: bytes, environ: Mapping[str, str], held: ExitStack
@@ -179,20 +164,16 @@ class RemoteWorkers(Workers):
         self.last: deque[str] = deque(maxlen=self.n_last)
         self._spec, self._entry, self._environ = spec, entry, environ
         self._listener = _RankListener(spec, held)
-        self._came_at = self._begin
-        self._ended_at, self._is_told = 0.0, False
+        self.link: Link = self._listener.link
+        self._begin = self._arrived_at = time.monotonic()
+        self._ended_at, self._is_reported = 0.0, False
         self._attempt: tuple[object, ...] = ()
-
-    @property
-    def link(self) -> Link:
-        """What a rank needs to connect."""
-        return self._listener.link
 
     def start(self, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
         """Start the launcher."""
         environ = {**self._environ, **variables, **self.link.variables()}
         self.process = self.pipes.start(arguments, environ, stdout=self.stdout)
-        self._begin = self._came_at = time.monotonic()
+        self._begin = self._arrived_at = time.monotonic()
 
     def print(self, target: int, line: bytes) -> None:
         """Print a line, and keep the last ones for errors."""
@@ -200,7 +181,7 @@ class RemoteWorkers(Workers):
         show(target, line)
 
     def pass_on(self, timeout_s: float = 0.0) -> None:
-        """Print the launcher's lines, from now on in this thread; wait a little for them."""
+        """Print the launcher's lines, from now on in this thread, and wait so long for more."""
         if self._reader is not None:
             self._has_read.set()
             self._reader.join()
@@ -244,28 +225,32 @@ class RemoteWorkers(Workers):
         assert self.process is not None
         code = self.process.returncode if self.has_ended(_TERM_S) else None
         how = "doesn't end" if code is None else f"ended with exit code {exit_code_of(code)}"
-        seated = {worker.rank for worker in self.workers}
-        missing = [rank for rank in job.late if rank not in seated]
-        where = f"though ranks {missing} hadn't come" if missing else f"before {job.late} were done"
+        connected = {worker.rank for worker in self.workers}
+        missing = [rank for rank in job.late if rank not in connected]
+        where = (
+            f"though ranks {missing} hadn't connected"
+            if missing
+            else f"before {job.late} were done"
+        )
         return LaunchError(
-            f"{self._spec.name} {how}, {where}; its last words:\n{self.last_lines()}"
+            f"{self._spec.name} {how}, {where}; its last output:\n{self.last_lines()}"
         )
 
     def may_start_again(self, job: Job[Any]) -> bool:
         """Return whether the launcher may start all ranks again, which it does until it ends."""
-        return self._spec.may_start_again and not job.orders.came and not self.has_ended()
+        return self._spec.may_start_again and not job.orders.received and not self.has_ended()
 
     def poll(self, job: Job[Any], until: float) -> None:
-        """Wait a little for news of any worker or of the launcher."""
+        """Wait briefly for any worker or the launcher, and record changes."""
         super().poll(job, min(until, time.monotonic() + _POLL_S))
         if not self.has_ended() or job.failures or not job.late:
             return
         now = time.monotonic()
         self._ended_at = self._ended_at or now
-        # What seated ranks sent may be on its way: their ends come after it.
-        is_empty = all(worker.is_silent for worker in self.workers)
-        if not self._is_told and (is_empty or now > self._ended_at + _TERM_S):
-            self._is_told = True
+        # Results of connected ranks may still arrive, until their channels have ended.
+        are_silent = all(worker.is_silent for worker in self.workers)
+        if not self._is_reported and (are_silent or now > self._ended_at + _TERM_S):
+            self._is_reported = True  # once, as the error waits for the last lines
             job.stop(self.early_end(job))
 
     def see_out(self, job: Job[Any]) -> None:
@@ -277,8 +262,8 @@ class RemoteWorkers(Workers):
         super().see_out(job)
         until = time.monotonic() + (limit_of(self._spec.exit_s) or 0.0)
         while time.monotonic() < until and not self.has_ended(_POLL_S):
-            # It would start again what has crashed after its result.
-            if job.orders.came or any(worker.wait_status for worker in self.workers):
+            # A launcher that restarts ranks would do so after a crash at exit, too.
+            if job.orders.received or any(worker.wait_status for worker in self.workers):
                 break
 
     def end(self, job: Job[Any]) -> None:
@@ -288,7 +273,7 @@ class RemoteWorkers(Workers):
         self.end_launcher(bool(self.workers) and not self._spec.may_start_again)
 
     def end_launcher(self, is_by_itself: bool = False) -> None:
-        """End the launcher's process and those of its group, and read what they still print."""
+        """End the launcher's process group, and print its remaining lines."""
         if self.process is None:
             return
         first_s = _TERM_S if is_by_itself else 0.0
@@ -301,7 +286,7 @@ class RemoteWorkers(Workers):
         self.pipes.close()
 
     def lost(self, job: Job[Any], rank: int) -> LaunchError:
-        """Return the error of a rank that ended without a report, or of one that never came."""
+        """Return the error of a rank that ended without a report, or never connected."""
         error = super().lost(job, rank)
         status = next(worker.wait_status for worker in self.workers if worker.rank == rank)
         is_whole = len(self.workers) >= self._spec.n_ranks
@@ -313,29 +298,29 @@ class RemoteWorkers(Workers):
         for pipe in self.pipes.open if self._reader is None else ():
             selector.register(pipe, EVENT_READ, self.pass_on)
 
-    def _look_after(self, job: Job[Any]) -> None:
+    def _check_limits(self, job: Job[Any]) -> None:
         for arrival in self._listener.arrivals():
-            self._let_in(job, arrival)
-        super()._look_after(job)
+            self._admit_rank(job, arrival)
+        super()._check_limits(job)
         now, spec = time.monotonic(), self._spec
         if spec.limit_s is not None and job.late and now > self._begin + spec.limit_s:
             job.stop(LaunchError(f"ranks {job.late} were not done after {spec.limit_s:g} s"))
-        if job.orders.came and not self.workers:
+        if job.orders.received and not self.workers:
             job.stop(LaunchError("the job was ended before its ranks were there"))
-        limit_s = _COME_S if self.workers else spec.start_s
-        if len(self.workers) < spec.n_ranks and now > self._came_at + limit_s:
+        limit_s = _ARRIVE_S if self.workers else spec.start_s
+        if len(self.workers) < spec.n_ranks and now > self._arrived_at + limit_s:
             missing = sorted(set(job.late) - {worker.rank for worker in self.workers})
             job.stop(LaunchError(f"ranks {missing} did not arrive in {limit_s:g} s"))
 
-    def _let_in(self, job: Job[Any], arrival: ConnectedRank) -> None:
+    def _admit_rank(self, job: Job[Any], arrival: ConnectedRank) -> None:
         problem = self.problem_with(arrival.who)
-        if problem or job.orders.came:
-            arrival.channel.close()
-            arrival.status.close()
         if problem:
             job.stop(LaunchError(problem))
-        elif not job.orders.came:
-            self.seat(job, arrival)
+        if problem or job.orders.received:  # after a signal to end, no rank begins
+            arrival.channel.close()
+            arrival.status.close()
+        else:
+            self.add_rank(job, arrival)
 
     def problem_with(self, who: RankInfo | str | None) -> str:
         """Return why a process isn't a rank of this job; empty if it is."""
@@ -352,19 +337,19 @@ class RemoteWorkers(Workers):
             f"variables call {who or 'no rank'}: check the launcher"
         )
 
-    def seat(self, job: Job[Any], arrival: ConnectedRank) -> None:
+    def add_rank(self, job: Job[Any], arrival: ConnectedRank) -> None:
         """Add a rank to the workers, with its task."""
         who = arrival.who
         assert isinstance(who, RankInfo)
-        self._make_room(job, who, arrival.attempt)
+        self._begin_attempt(job, who, arrival.attempt)
         variables = {**self._environ, **arrival.environ}
-        task = Task.of(self._entry, who, variables, search_path(), os.getcwd())
-        self.workers.append(Worker(who.rank, arrival.channel, arrival.status, task.message()))
+        task = task_message(self._entry, who, variables, search_path(), os.getcwd())
+        self.workers.append(Worker(who.rank, arrival.channel, arrival.status, task))
         if len(self.workers) == self._spec.n_ranks and not self._spec.may_start_again:
             self._listener.sock.close()
 
-    def _make_room(self, job: Job[Any], who: RankInfo, attempt: tuple[object, ...]) -> None:
-        """Begin with the first rank, or begin again: those of an earlier attempt don't count."""
+    def _begin_attempt(self, job: Job[Any], who: RankInfo, attempt: tuple[object, ...]) -> None:
+        """Begin an attempt with its first rank, and drop the ranks of an earlier one."""
         is_here = who.rank in [worker.rank for worker in self.workers]
         if self.workers and (is_here or attempt != self._attempt):
             _log.warning("all ranks start again, since %s", self._why_again(job))
@@ -372,9 +357,9 @@ class RemoteWorkers(Workers):
                 self.workers.pop().close()
         if not self.workers:
             self.world_size: int = who.world_size
-            self._attempt, self._came_at = attempt, time.monotonic()
+            self._attempt, self._arrived_at = attempt, time.monotonic()
             first = 0 if self._spec.n_own is None else who.rank - (who.local_rank or 0)
-            job.seat(range(first, first + self._spec.n_ranks), who.world_size)
+            job.reset(range(first, first + self._spec.n_ranks), who.world_size)
 
     def _why_again(self, job: Job[Any]) -> str:
         if not job.failures:
@@ -385,10 +370,10 @@ class RemoteWorkers(Workers):
             return str(fault.error(rank, self.world_size))
         return f"rank {rank} of {self.world_size} has ended"
 
-    def _hear(self, job: Job[Any], worker: Worker) -> bool:
-        is_whole = super()._hear(job, worker)
+    def _receive(self, job: Job[Any], worker: Worker) -> bool:
+        is_whole = super()._receive(job, worker)
         if is_whole and worker.rank in job.failures.by_rank and self._spec.may_start_again:
-            with contextlib.suppress(OSError):  # the launcher starts again once it has ended
+            with contextlib.suppress(OSError):  # the launcher restarts all once this one has exited
                 messages.send(worker.channel, messages.END)
         return is_whole
 
@@ -420,5 +405,5 @@ def run_function(
         except BaseException:
             job.terminate()
             raise
-        failing.pop_all()  # the job closes what is held
+        failing.pop_all()  # without join, `RemoteWorkers.end` closes `held`
     return job

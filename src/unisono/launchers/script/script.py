@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from unisono.errors import ArgumentError
-from unisono.launchers.variables import OF_TORCH, node_variables, rank_variables, without
+from unisono.launchers.variables import node_variables, rank_variables, texts
 from unisono.topology import GRACE_S, PRIVATE_STORE, LaunchPlan, RankInfo
 
 RANK = str(Path(__file__).with_name("rank"))
@@ -62,8 +62,7 @@ class Script:
 
     def address(self) -> dict[str, str]:
         """Return the variables of the rendezvous address, as far as the user gave it."""
-        facts = {"MASTER_ADDR": self.master_addr, "MASTER_PORT": self.master_port}
-        return {name: str(value) for name, value in facts.items() if value is not None}
+        return texts({"MASTER_ADDR": self.master_addr, "MASTER_PORT": self.master_port})
 
     def plan(self) -> LaunchPlan:
         """Return the plan for a launcher of functions."""
@@ -94,11 +93,6 @@ class Script:
             given["grace_s"] = self.grace_s
         return [sys.executable, RANK, json.dumps(given), *self.program]
 
-    def require_one_node(self, launcher: str, instead: str) -> None:
-        """Raise if the job needs a launcher of several nodes."""
-        if self.nnodes > 1 or self.max_nnodes > 1 or len(self.hosts) > 1:
-            raise ArgumentError(f"launcher {launcher!r} starts ranks on this host alone: {instead}")
-
     def refuse(self, launcher: str, instead: str, *names: str) -> None:
         """Raise if this launcher has no use for an option."""
         for name in names:
@@ -113,12 +107,6 @@ def dying_with(parent: int, number: int, arguments: list[str]) -> list[str]:
     return [sys.executable, RANK, json.dumps(options), *arguments]
 
 
-def without_job(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return variables without those of a job that this process may itself belong to."""
-    # Ranks of a new job must not take them for their own.
-    return without(environ, OF_TORCH)
-
-
 def env_for(info: RankInfo, restarts: int = 0, max_restarts: int = 0) -> dict[str, str]:
     """Return torch's variables for one rank, as torch's own agent sets them."""
     job = {
@@ -128,5 +116,4 @@ def env_for(info: RankInfo, restarts: int = 0, max_restarts: int = 0) -> dict[st
         "TORCHELASTIC_RUN_ID": info.job_id,
         PRIVATE_STORE: info.private_store,
     }
-    of_job = {name: str(value) for name, value in job.items() if value is not None}
-    return {**rank_variables(info), **node_variables(info), **of_job}
+    return {**rank_variables(info), **node_variables(info), **texts(job)}

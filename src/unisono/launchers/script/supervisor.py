@@ -1,4 +1,8 @@
-"""Supervision of a script's ranks: their output, the first failure, the end of the job."""
+"""Supervision of a script's ranks: their output, the first failure, the end of the job.
+
+The ranks are processes of this host, those of a launcher's program, or replicas of a launcher that
+only knows functions, as a plug-in's.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +18,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from unisono.errors import CollectiveTimeoutError, LaunchError
+from unisono.errors import (
+    ArgumentError,
+    CollectiveTimeoutError,
+    LaunchError,
+    PeerFailedError,
+    WorkerFailedError,
+)
 from unisono.launchers.job.failure import exit_code_of
 from unisono.launchers.job.job import Job, JobRanks
 from unisono.launchers.job.output import Pipes, show
-from unisono.launchers.job.signals import END_S, OTHERS, TO_END, TO_SAVE
-from unisono.launchers.job.title import OF_RANKS
+from unisono.launchers.job.process_state import TITLE
+from unisono.launchers.job.signals import END_S, OTHERS, TO_END, TO_SAVE, signals
 from unisono.launchers.script.rank.report import Reader, Report
-from unisono.launchers.script.script import RANK, Script, dying_with
+from unisono.launchers.script.script import RANK, Script, dying_with, env_for
+from unisono.launchers.variables import OF_RUN, OF_TORCH, without
 from unisono.plugins import load
 from unisono.topology import RankInfo
 
@@ -32,7 +43,7 @@ _DRAIN_S = 2.0
 _OTHERS_S = 1.0  # until others have reported, too, where a launcher restarts all
 _MOST_ALSO = 8  # lines about further ranks
 _OF_A_RANK = re.compile(rb"(?:^|\W|\dm)\[(?:\d+|\?)\] ")  # where a line's prefix ends
-_LAUNCHER = -1  # stands for a launcher that starts the ranks itself
+_LAUNCHER = -1  # in place of ranks, for a launcher that starts them itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +73,18 @@ def run_launcher(
 class Programs(JobRanks):
     """Programs that report their failures among the lines that they print."""
 
+    takes: Sequence[int] = (*TO_END, *OTHERS)
+
     def __init__(self, token: str) -> None:
         self.reports: list[Report] = []
         self._reader = Reader(token)
 
     def doubt(self, rank: int) -> int:
         """Return the doubt about a rank that failed without a report."""
-        del rank
         return 1
+
+    def after_signal(self, number: int) -> None:
+        """Ignore it: the outcome reports it."""
 
     def note(self, job: Job[Any], report: Report) -> None:
         """Record a report."""
@@ -87,14 +102,11 @@ class Programs(JobRanks):
 
     def print(self, job: Job[Any], target: int, line: bytes) -> None:
         """Print a line."""
-        del job
         show(target, line)
 
 
 class Supervisor(Programs):
     """Processes of one job: a launcher, or all ranks of this host."""
-
-    takes: Sequence[int] = (*TO_END, *OTHERS)
 
     def __init__(
         self,
@@ -114,7 +126,7 @@ class Supervisor(Programs):
         self._ranks = [info.rank for info in infos] or [_LAUNCHER]
         self._pipes = Pipes()
         self._unsent: list[int] = []
-        self._told: set[Any] = set()
+        self._signalled: set[Any] = set()
         self._codes: list[int | None] = []
         self._attempt = 0  # those before have been reported
         self._restart_at = math.inf
@@ -135,11 +147,11 @@ class Supervisor(Programs):
                 job.finish()
         finally:
             self.kill()
-        outcome = self._outcome(job)
-        if outcome.failed is None and outcome.interrupted is None:
+        found = self._outcome(job)
+        if found.failed is None and found.interrupted is None:
             for line in self._of_launcher:
                 show(2, line)
-        return outcome
+        return found
 
     def kill(self) -> None:
         """End all processes at once."""
@@ -150,11 +162,8 @@ class Supervisor(Programs):
         self._pipes.close()
 
     def signal(self, number: int) -> None:
-        """Send a signal to all ranks, at the next look."""
-        self._unsent.append(number)
-
-    def after_signal(self, number: int) -> None:
-        """Ignore it: the outcome reports it."""
+        """Send a signal to all ranks, at the next `poll`."""
+        self._unsent.append(number)  # not in the signal's handler: `_reach` lists or runs processes
 
     def note(self, job: Job[Any], report: Report) -> None:
         """Record a report; it ends the job unless the launcher restarts that."""
@@ -167,7 +176,7 @@ class Supervisor(Programs):
 
     def print(self, job: Job[Any], target: int, line: bytes) -> None:
         """Print a line; keep a launcher's own after a report or a signal, in case of need."""
-        is_ending = target == 2 and (self.reports or job.orders.came)
+        is_ending = target == 2 and (self.reports or job.orders.received)
         if is_ending and not self._infos and not _OF_A_RANK.search(line):
             self._of_launcher.append(line)
         else:
@@ -175,11 +184,13 @@ class Supervisor(Programs):
 
     def poll(self, job: Job[Any], until: float) -> None:
         """Print their output, and record the processes that have ended."""
-        self._obey()
-        if self._restarts and job.orders.came and not _below(self.processes[0].pid) <= self._told:
+        self._forward_signals()
+        may_restart = self._restarts and job.orders.received
+        # A launcher may take the end of ranks that have saved for a failure, and start all again.
+        if may_restart and not _below(self.processes[0].pid) <= self._signalled:
             job.stop(LaunchError("ranks that ended of a signal were started again"))
         self.pass_on(job, self._pipes.read(min(_POLL_S, until - time.monotonic())))
-        if time.monotonic() > self._restart_at and not job.orders.came:
+        if time.monotonic() > self._restart_at and not job.orders.received:
             self._restart()
         codes = [process.poll() for process in self.processes]
         for rank, code in zip(self._ranks, codes, strict=True):
@@ -192,13 +203,13 @@ class Supervisor(Programs):
 
     def end(self, job: Job[Any]) -> None:
         """Stop the remaining processes gracefully, within seconds, and drain their output."""
-        came = bool(job.orders.came)
-        if not self._infos and not came:  # a launcher ends its job by itself
+        is_signalled = bool(job.orders.received)
+        if not self._infos and not is_signalled:  # a launcher ends its job by itself
             self._read_until(job, job.failures.began_at + _OWN_END_S)
         begin = time.monotonic()
-        self._codes = [process.poll() for process in self.processes]
-        self._obey()
-        first = 0 if came else signal.SIGTERM if self._infos else self._end_signal
+        self._codes = [process.poll() for process in self.processes]  # of those that end themselves
+        self._forward_signals()
+        first = 0 if is_signalled else signal.SIGTERM if self._infos else self._end_signal
         for number, wait_s in ((first, END_S), (self._end_signal, _KILL_S)):
             self._signal(number)
             self._read_until(job, time.monotonic() + wait_s)
@@ -221,7 +232,7 @@ class Supervisor(Programs):
                 return
             self.pass_on(job, self._pipes.read(_POLL_S / 4))
 
-    def _obey(self) -> None:
+    def _forward_signals(self) -> None:
         """Send this process's signals to the ranks, as their launcher wouldn't pass them on."""
         while self._unsent:
             number = self._unsent.pop(0)
@@ -231,11 +242,11 @@ class Supervisor(Programs):
                 self._signal(number)
 
     def _reach_below(self, launcher: int, number: int) -> bool:
-        self._told = _below(launcher)
-        for process in self._told:
+        self._signalled = _below(launcher)
+        for process in self._signalled:
             with contextlib.suppress(Exception):  # psutil's: it has ended
                 process.send_signal(number)
-        return bool(self._told)
+        return bool(self._signalled)
 
     def _signal(self, number: int) -> None:
         for process in self.processes:
@@ -263,44 +274,45 @@ class Supervisor(Programs):
         ]
 
     def _outcome(self, job: Job[Any]) -> ScriptOutcome:
-        if job.orders.came:
-            return after_signal(job, self.reports)
+        if job.orders.received:
+            return outcome(job, self.reports)
         codes = [process.returncode for process in self.processes]
-        if not job.failures and not any(codes):
+        if not job.failures and not any(codes):  # also after reports of attempts that were repeated
             if self._restart_at < math.inf:
                 self._restart()
             return ScriptOutcome(0)
-        outcome = verdict([*self.reports, *self._lost()])
-        if outcome.failed is not None:
-            return outcome
-        code = next((code for code in [*self._codes, *codes] if code), outcome.code)
-        return replace(outcome, code=exit_code_of(code))
+        return outcome(job, [*self.reports, *self._lost()], [*self._codes, *codes])
 
 
 def _below(launcher: int) -> set[Any]:
     """Find the wrappers of ranks below a launcher of this host."""
     found: set[Any] = set()
-    with contextlib.suppress(Exception):  # psutil's: it has ended
-        _find(load("psutil:Process")(launcher), found)
+    with contextlib.suppress(Exception):  # psutil's: a process has ended
+        waiting = [load("psutil:Process")(launcher)]
+        while waiting:
+            for child in waiting.pop().children():
+                words = child.cmdline() or [""]
+                if RANK in words or words[0].startswith(TITLE):
+                    found.add(child)
+                else:
+                    waiting.append(child)
     return found
 
 
-def _find(process: Any, found: set[Any]) -> None:
-    for child in process.children():
-        words = child.cmdline() or [""]
-        if RANK in words or words[0].startswith(OF_RANKS):
-            found.add(child)
-        else:
-            _find(child, found)
-
-
-def after_signal(job: Job[Any], reports: Sequence[Report]) -> ScriptOutcome:
-    """Return the outcome of a job that a signal has ended."""
-    number = job.orders.came[0]
-    have_left = not job.late and not job.failures
-    code = 0 if number in TO_SAVE and have_left else exit_code_of(-number)
-    known = [each for each in reports if not each.is_secondary]
-    return replace(verdict(known), code=code, interrupted=number)
+def outcome(
+    job: Job[Any], reports: Sequence[Report], codes: Iterable[int | None] = ()
+) -> ScriptOutcome:
+    """Return the outcome of a job that a signal or a failure has ended."""
+    if job.orders.received:
+        number = job.orders.received[0]
+        have_saved = number in TO_SAVE and not job.late and not job.failures
+        code = 0 if have_saved else exit_code_of(-number)
+        known = [each for each in reports if not each.is_secondary]
+        return replace(verdict(known), code=code, interrupted=number)
+    found = verdict(reports)
+    if found.failed is not None:
+        return found
+    return replace(found, code=exit_code_of(next(filter(None, codes), found.code)))
 
 
 def verdict(reports: Sequence[Report]) -> ScriptOutcome:
@@ -315,17 +327,82 @@ def verdict(reports: Sequence[Report]) -> ScriptOutcome:
     return ScriptOutcome(first.exit_code or 1, first, others=others)
 
 
-def failure(outcome: ScriptOutcome) -> list[str]:
+def failure(found: ScriptOutcome) -> list[str]:
     """Return the lines of a job's failure: the first one, and independent others."""
-    if outcome.failed is None:
+    if found.failed is None:
         return []
-    also = [f"also: {each.headline}" for each in outcome.others[:_MOST_ALSO]]
-    left = len(outcome.others) - len(also)
+    also = [f"also: {each.headline}" for each in found.others[:_MOST_ALSO]]
+    left = len(found.others) - len(also)
     more = [f"also: {left} more" if left else ""]
-    return [f"error: {outcome.failed.text()}", *also, *filter(None, more)]
+    return [f"error: {found.failed.text()}", *also, *filter(None, more)]
 
 
-def restart(outcome: ScriptOutcome, number: int, most: int) -> None:
+def restart(found: ScriptOutcome, number: int, most: int) -> None:
     """Print why all ranks restart."""
-    for line in (*failure(outcome), f"restart {number} of {most}"):
+    for line in (*failure(found), f"restart {number} of {most}"):
         show(2, f"{line}\n".encode())
+
+
+class ScriptEndedError(SystemExit):
+    """Raised in a rank whose script has failed; the exit code is the script's."""
+
+    def __init__(self, code: int, report: Report | None = None) -> None:
+        super().__init__(code)
+        self.report = report
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.code, self.report)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """The script as a function of one replica."""
+
+    script: Script
+    environ: Mapping[str, str]
+
+    def __call__(self, info: RankInfo) -> None:
+        pipes, reader, report = Pipes(), Reader(self.script.token), None
+        environ = {**without(os.environ, OF_TORCH), **self.environ, **env_for(info)}
+        process = pipes.start(self.script.rank_argv(os.getpid()), environ, stdout=None)
+        while pipes.open:
+            for target, line in pipes.read(1.0):
+                found = reader.read(line)
+                report = found if isinstance(found, Report) else report
+                if not found:
+                    show(target, line)
+        code = process.wait()
+        if code != 0:
+            is_secondary = report is not None and report.is_secondary
+            cause = PeerFailedError("another rank failed") if is_secondary else None
+            raise ScriptEndedError(exit_code_of(code), report) from cause
+
+
+def run_as_function(script: Script, launch: Callable[..., Any]) -> ScriptOutcome:
+    """Run a script in replicas of a launcher that only knows functions."""
+    for name in ("hosts", "max_restarts", "timeout_s", "options"):
+        if getattr(script, name):
+            raise ArgumentError(f"this launcher does not support --{name.replace('_', '-')}")
+    own = {name: os.environ[name] for name in OF_RUN if name in os.environ}
+    with signals(is_once=True) as seen:
+        try:
+            launch(_Rank(script, own), script.plan())
+        except BaseException as error:  # a launcher may convert the exception that a signal raises
+            if not seen:
+                return _outcome_of(error, script.world_size)
+    if seen:
+        return ScriptOutcome(exit_code_of(-seen[0]), interrupted=seen[0], is_ended=False)
+    return ScriptOutcome(0)
+
+
+def _outcome_of(error: BaseException, world_size: int) -> ScriptOutcome:
+    """Return the outcome of a failed script from its report; raise other errors."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ScriptEndedError) and cause.report is not None:
+            return verdict([cause.report])
+        cause = cause.__cause__ or cause.__context__
+    if not isinstance(error, WorkerFailedError) or not error.exit_code:
+        raise error
+    report = Report(error.rank, world_size, "unknown", -1, error.exit_code)
+    return verdict([replace(report, words=error.traceback or str(error))])

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, TextIO
 
-from unisono.launchers.job.output import ByThread, with_rank
+from unisono.launchers.job.output import ByThread, RankStream
 
 Printed = dict[tuple[int, str], io.StringIO]
 _NAME = "unisono-rank-"  # prefix of their threads' names
@@ -46,7 +46,7 @@ class _ByRank(ByThread):
         if rank in self.streams:
             return self.streams[rank]
         if self._kept is None:
-            own = with_rank(self.stream, rank)
+            own: Any = RankStream(self.stream, rank)
         else:
             own = self._kept.setdefault((rank, self._name), io.StringIO())
         return self.streams.setdefault(rank, own)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,6 +21,7 @@ import unisono
 from tests.support.faults import FAULTS, kill, throw
 from tests.support.processes import Pipe, python, say
 from unisono.errors import (
+    ArgumentError,
     CollectiveMismatchError,
     PayloadError,
     PeerFailedError,
@@ -66,6 +68,16 @@ def test_the_error_of_a_replica_says_first_who_and_what_and_where(backend: str) 
     assert "closed by peer" not in str(error)
     assert "unisono/launchers/" not in error.traceback
     assert (error.exit_code, error.signal) == (None, None)
+
+
+@pytest.mark.parametrize(("fn", "options"), [(int, {"launcher": "mine"}), (threading.Lock(), {})])
+def test_an_error_of_the_call_itself_shows_no_frame_below_it(
+    fn: Any, options: dict[str, Any]
+) -> None:
+    with pytest.raises((ArgumentError, PayloadError)) as caught:
+        unisono.spawn("gloo", len, args=(fn,), **options)
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    assert [frame.name for frame in frames[1:]] == ["spawn", "start"]
 
 
 class Picky(Exception):

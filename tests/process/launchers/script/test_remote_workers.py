@@ -14,7 +14,8 @@ import pytest
 
 from unisono.errors import LaunchError, WorkerFailedError
 from unisono.launchers.script.remote_workers import LauncherSpec, run_function
-from unisono.launchers.script.script import Script, without_job
+from unisono.launchers.script.script import Script
+from unisono.launchers.variables import OF_TORCH, without
 from unisono.topology import RankInfo
 
 OF_ONE = {
@@ -28,7 +29,7 @@ OF_ONE = {
 
 
 def one_rank(script: Script, _: ExitStack) -> tuple[list[str], dict[str, str]]:
-    return script.rank_argv(), {**without_job(os.environ), **OF_ONE}
+    return script.rank_argv(), {**without(os.environ, OF_TORCH), **OF_ONE}
 
 
 @pytest.mark.parametrize(("raised", "code"), [(ValueError("no data"), 1), (SystemExit(7), 7)])
@@ -127,7 +128,7 @@ def test_a_rank_that_never_came_is_named_and_not_the_one_that_was_ended_for_it(
         fifo.write_text("")
         threading.Event().wait()
 
-    said = r"mine ended with exit code 3, though ranks \[1\] hadn't come"
+    said = r"mine ended with exit code 3, though ranks \[1\] hadn't connected"
     with pytest.raises(LaunchError, match=said):
         run_function(wait, Script(()), LauncherSpec("mine", 2), two_ranks("one", fifo), {})
 

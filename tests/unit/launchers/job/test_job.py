@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 
 import unisono
 from unisono.errors import CollectiveTimeoutError, LaunchError, WorkerFailedError
+from unisono.launchers.job import channel
 from unisono.launchers.job.failure import Failure
 from unisono.launchers.job.job import Job, JobRanks
+from unisono.launchers.job.worker import receive_task
 
 RESULT = cloudpickle.dumps(7)
 FAILED = Failure("ValueError: no data", "", None, False, None)
@@ -79,6 +82,13 @@ def test_one_that_may_be_joined_again_goes_on_and_ends_its_ranks_once() -> None:
     assert ranks.n_ends == 0
     assert job.join() == job.join() == [7]
     assert ranks.n_ends == 1
+
+
+def test_a_worker_of_a_job_that_ends_first_has_no_task() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        channel.send(ours, channel.END)
+        assert receive_task(theirs) is None
 
 
 def test_an_end_that_was_cut_short_is_made_again() -> None:

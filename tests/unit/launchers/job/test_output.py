@@ -14,7 +14,7 @@ import pytest
 from unisono.control import signatures
 from unisono.control.signatures import call_head
 from unisono.launchers.job.output import Pipes, begin_lines_with_rank
-from unisono.launchers.job.title import name_process
+from unisono.launchers.job.process_state import name_process
 
 
 def test_lines_end_at_newlines_alone(monkeypatch: pytest.MonkeyPatch) -> None:

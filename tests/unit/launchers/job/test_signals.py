@@ -79,7 +79,7 @@ def test_handlers_of_the_program_stay_those_of_libraries_too() -> None:
 def test_what_ranks_get(numbers: list[int], of_ranks: list[int], time_s: float | None) -> None:
     orders = Orders(GRACE_S)
     assert [orders.take(number) for number in numbers] == of_ranks
-    assert orders.came == [number for number in numbers if number in TO_END]
+    assert orders.received == [number for number in numbers if number in TO_END]
     if time_s is None or orders.began_at is None or orders.until is None:
         assert (orders.began_at, orders.until, time_s) == (None, None, None)
     elif time_s == 0.0:

@@ -13,7 +13,7 @@ import pytest
 from unisono.cli.run import _say
 from unisono.errors import ArgumentError
 from unisono.launchers.job.job import Job
-from unisono.launchers.script import script_as_function, supervisor
+from unisono.launchers.script import supervisor
 from unisono.launchers.script.rank.report import Report, encode
 from unisono.launchers.script.script import Script
 from unisono.launchers.script.supervisor import ScriptOutcome, Supervisor, run_launcher, verdict
@@ -63,7 +63,7 @@ def test_a_signal_is_said_without_what_nobody_checked(capsys: pytest.CaptureFixt
             signal.raise_signal(signal.SIGTERM)  # ends nothing: the first one does
             raise ArgumentError("made of the signal")
 
-    outcome = script_as_function.run(SCRIPT, launch)
+    outcome = supervisor.run_as_function(SCRIPT, launch)
     assert _say(outcome, SCRIPT) == 130
     assert capsys.readouterr().err == "interrupted by SIGINT\n"
     _say(ScriptOutcome(130, report(1, 1, FAILED), signal.SIGINT), SCRIPT)

@@ -20,10 +20,10 @@ from typing import Any
 
 from unisono.errors import UnisonoError
 from unisono.launchers.job.failure import signal_name
-from unisono.launchers.job.forkserver import die_with, guard
+from unisono.launchers.job.forkserver import die_with, guard, wake_by_signals
 from unisono.launchers.job.output import Pipes
+from unisono.launchers.job.process_state import name_process
 from unisono.launchers.job.signals import OTHERS, TO_END, TO_SAVE, Orders, handled
-from unisono.launchers.job.title import name_process
 from unisono.launchers.script.rank.report import Report, encode
 from unisono.launchers.variables import node_variables, rank_variables, share_of_cores
 from unisono.plugins import read_environment
@@ -32,10 +32,10 @@ from unisono.tracebacks import last_exception
 
 _DRAIN_S = 0.5  # after the program's end, for the output of its children
 _POLL_S = 0.5
-_BASE = 128  # of the exit code that a shell gives for a signal
+_SIGNALLED = 128  # a shell adds the signal's number for its exit code
 _LAST_LINES = 100
 _HEAD = b"Traceback (most recent call last):"
-_OF_PYTHON = 1  # exit code of a program with an uncaught exception
+_UNCAUGHT = 1  # exit code of a Python program with an uncaught exception
 _MOST_AFTER = 10  # lines of a long message, and warnings of libraries at the program's exit
 _COLOURS = (36, 33, 35, 32, 34, 31, 96, 93, 95, 92, 94, 91)
 
@@ -51,10 +51,6 @@ class RankOptions:
     local_ranks: Sequence[int] = ()
     grace_s: float = GRACE_S
 
-    def hides(self, info: RankInfo | None) -> bool:
-        """Return whether a rank's lines aren't printed."""
-        return bool(self.local_ranks and info and info.local_rank not in (None, *self.local_ranks))
-
     def prefix(self, info: RankInfo | None) -> bytes:
         """Return the prefix of each line."""
         if self.terminal:
@@ -69,14 +65,12 @@ def variables(
     info: RankInfo | None, environ: Mapping[str, str], is_prefixed: bool = False
 ) -> dict[str, str]:
     """Return the variables of the program: torch's own, under any launcher."""
-    new = {"PYTHONUNBUFFERED": "1"}
-    if info is not None:
-        new |= {**rank_variables(info), **node_variables(info), **share_of_cores(info)}
-    merged = {**new, **environ}
-    merged.pop(PREFIXED, None)
-    if info is not None:
-        merged[PREFIXED] = str(info.rank) if is_prefixed else ""
-    return merged
+    merged = {"PYTHONUNBUFFERED": "1", **environ}
+    merged.pop(PREFIXED, None)  # of a job around this one
+    if info is None:
+        return merged
+    own = {**rank_variables(info), **node_variables(info), **share_of_cores(info)}
+    return {**own, **merged, PREFIXED: str(info.rank) if is_prefixed else ""}
 
 
 def run(program: Sequence[str], options: RankOptions) -> int:
@@ -88,7 +82,7 @@ def run(program: Sequence[str], options: RankOptions) -> int:
     if info is not None:
         name_process(info.rank, info.world_size, _script_of(program))
     running = _Running(info, options)
-    with handled((*TO_END, *OTHERS), lambda number, _: running.came.append(number)):
+    with handled((*TO_END, *OTHERS), lambda number, _: running.signals.append(number)):
         try:
             running.open_logs(options.log_dir)
             running.start(program)
@@ -98,7 +92,7 @@ def run(program: Sequence[str], options: RankOptions) -> int:
 
 
 def _script_of(program: Sequence[str]) -> str:
-    """Return the word of a command line that names its program for people."""
+    """Return the script of a Python's command line, else its program."""
     arguments = [word for word in program[1:] if not word.startswith("-")]
     return arguments[0] if arguments and program[0] == sys.executable else program[0]
 
@@ -123,14 +117,15 @@ class _Running:
     def __init__(self, info: RankInfo | None, options: RankOptions) -> None:
         self._info, self._token, self._terminal = info, options.token, options.terminal
         self._prefix = options.prefix(info)
-        self._is_hidden = options.hides(info)
+        shown = options.local_ranks
+        self._is_hidden = bool(shown and info and info.local_rank not in (None, *shown))
         self._last: deque[bytes] = deque(maxlen=_LAST_LINES)
         self._raised_at = math.inf  # when the last traceback began before a signal to end
         self._is_interrupted = False
         mark = rb"^\[rank%d\]: " % (info.rank if info else -1)
         self._mark = re.compile(mark if self._prefix else rb"(?!)")  # torch's own
         self._pipes = Pipes()
-        self.came: list[int] = []
+        self.signals: list[int] = []
         """Signals that haven't been processed yet."""
         self._orders = Orders(options.grace_s)
         self._parent = os.getppid()
@@ -155,11 +150,7 @@ class _Running:
             os.setpgid(0, 0)
             die_with(parent, signal.SIGKILL)
 
-        self._wake, wake = os.pipe()
-        os.set_blocking(self._wake, False)
-        os.set_blocking(wake, False)
-        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._wake, _ = wake_by_signals()
         out, err = self._terminal or (subprocess.PIPE, subprocess.PIPE)
         self._process = subprocess.Popen(
             program,
@@ -180,15 +171,15 @@ class _Running:
         while len(self._pipes.open) > 1 or self._process.poll() is None:
             if self._process.poll() is not None:
                 ended_at = ended_at or time.monotonic()
-            self._obey()
-            self._print(self._pipes.read(self._patience(ended_at is not None)))
-            self._look()
-            if ended_at and (self.came or time.monotonic() > ended_at + _DRAIN_S):
+            self._forward_signals()
+            self._print(self._pipes.read(self._wait_s(ended_at is not None)))
+            self._warn_if_stopped()
+            if ended_at and (self.signals or time.monotonic() > ended_at + _DRAIN_S):
                 break
         self._print(self._pipes.rests())
-        return self._bury()
+        return self._finish()
 
-    def _look(self) -> None:
+    def _warn_if_stopped(self) -> None:
         """Warn if a signal has stopped the program; `poll` detects its end."""
         if self._process.returncode is not None or not hasattr(os, "waitid"):
             return
@@ -203,7 +194,7 @@ class _Running:
         who = f"rank {self._info.rank} of {self._info.world_size}" if self._info else "it"
         _write(2, self._prefix + f"warning: {who} {text}\n".encode())
 
-    def _patience(self, has_ended: bool) -> float:
+    def _wait_s(self, has_ended: bool) -> float:
         if has_ended:
             return _DRAIN_S / 10
         if self._orders.until is None:
@@ -231,12 +222,12 @@ class _Running:
         # On Ctrl-C every rank raises KeyboardInterrupt, which is of no use to users.
         self._is_interrupted |= signal.SIGINT in self._sent
 
-    def _obey(self) -> None:
+    def _forward_signals(self) -> None:
         """Send signals on to the program, and kill it and its children when its time is over."""
-        if self._process.poll() is not None:  # it ended by itself: its children end in `_bury`
+        if self._process.poll() is not None:  # by itself: `_finish` ends its children
             return
-        while self.came:
-            number = self._orders.take(self.came.pop(0), os.getppid() != self._parent)
+        while self.signals:
+            number = self._orders.take(self.signals.pop(0), os.getppid() != self._parent)
             if number in TO_SAVE:
                 guard(self._process.pid)
             self._signal(number)
@@ -244,10 +235,10 @@ class _Running:
                 self._signal(signal.SIGCONT)  # a stopped program receives it once it continues
         is_over = self._orders.until is not None and time.monotonic() > self._orders.until
         if is_over and signal.SIGKILL not in self._sent:
-            if self._orders.came[0] in TO_SAVE and self._orders.grace_s:
+            if self._orders.received[0] in TO_SAVE and self._orders.grace_s:
                 self._warn(
                     f"hasn't ended {self._orders.grace_s:g} s after "
-                    f"{signal_name(self._orders.came[0])} and is killed: --grace gives it more"
+                    f"{signal_name(self._orders.received[0])} and is killed: --grace gives it more"
                 )
             self._signal(signal.SIGKILL)
 
@@ -258,11 +249,12 @@ class _Running:
         with contextlib.suppress(OSError):
             send(self._process.pid, number)
 
-    def _bury(self) -> int:
+    def _finish(self) -> int:
         code = self._process.wait()
-        was_sent = -code in self._sent or code - _BASE in self._sent
+        was_sent = -code in self._sent or code - _SIGNALLED in self._sent
         self._signal(signal.SIGKILL)  # children that it left behind
         stopped_at = self._orders.began_at
+        # A program that fails because of the signal is no failure, one that had failed before is.
         had_raised = stopped_at is not None and self._raised_at < stopped_at and not was_sent
         if code != 0 and (stopped_at is None or had_raised):
             _send(self._report(code), self._token)
@@ -271,7 +263,7 @@ class _Running:
     def _report(self, code: int) -> Report:
         info = self._info
         text = b"".join(self._last).decode(errors="replace")
-        raised = last_exception(text, _MOST_AFTER if code == _OF_PYTHON else 0)
+        raised = last_exception(text, _MOST_AFTER if code == _UNCAUGHT else 0)
         raised = ("", "") if code < 0 or self._terminal else raised  # a signal isn't raised
         lines = [] if self._terminal else text.splitlines(keepends=True)
         shown = 0 if raised[0] else 1  # the others were printed

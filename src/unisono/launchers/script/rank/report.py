@@ -34,12 +34,9 @@ class Report:
     pid: int
     code: int
     attempt: int = 0
-    raised: str = ""
-    """The uncaught exception, in one line."""
-    place: str = ""
-    """Where it was raised, in the user's code."""
-    words: str = ""
-    """Its last output to stderr: a line, or many if they weren't printed."""
+    raised: str = ""  # the uncaught exception, in one line
+    place: str = ""  # the line of the user's code that raised it
+    words: str = ""  # the last output to stderr: a line, or many if they weren't printed
     local_rank: int | None = None
     node_rank: int | None = None
     has_terminal: bool = False
@@ -73,7 +70,6 @@ class Report:
 
     def error(self, rank: int, world_size: int) -> WorkerFailedError:
         """Return the error of the job."""
-        del rank, world_size
         return WorkerFailedError(self.text(), self.rank, self.code, self.signal_name)
 
     @property

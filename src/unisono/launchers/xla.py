@@ -1,0 +1,228 @@
+"""Replicas that torch_xla's own launcher makes, in a fresh process that this one starts.
+
+The runtime reads its variables once, when it starts, and torch_xla sets some itself when it is
+imported; so neither happens here. The fresh process forks the one, or on a TPU the several, in
+which the replicas run, as threads where there are more of them than processes.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import io
+import multiprocessing.util
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+
+from unisono.deadlines import limit_of
+from unisono.errors import ArgumentError, CollectiveTimeoutError, LaunchError, WorkerFailedError
+from unisono.launchers.job import channel as messages
+from unisono.launchers.job.failure import signal_name
+from unisono.launchers.job.forkserver import die_with
+from unisono.launchers.job.job import Job
+from unisono.launchers.job.lifetime import Lifetime, flush, seed_generators
+from unisono.launchers.job.pickling import load_from_parent
+from unisono.launchers.job.worker import describe, receive_task
+from unisono.launchers.job.wrapper import Link, boot
+from unisono.launchers.script.remote_workers import (
+    ConnectedRank,
+    LauncherSpec,
+    RemoteWorkers,
+    run_function,
+)
+from unisono.launchers.script.script import Script
+from unisono.launchers.variables import OF_XLA, without
+from unisono.pickling import Pickler
+from unisono.topology import LaunchPlan, RankInfo
+
+_SERVE = "from unisono.launchers.xla import serve; serve({})"
+_FORK_DIED = 86  # exit code of the fresh process where one that it forked has died
+_LAST = -100
+
+
+def launch(
+    entry: Callable[[RankInfo], Any],
+    plan: LaunchPlan,
+    *,
+    environ: Mapping[str, str],
+    join: bool = True,
+) -> Any:
+    """Run `entry` in the replicas that XLA's runtime makes."""
+    if plan.start_method not in (None, "fork"):
+        raise ArgumentError(
+            f"start_method={plan.start_method!r}: XLA's replicas are forked from a fresh process, "
+            "so leave it out"
+        )
+
+    def prepare(*_: Any) -> tuple[Sequence[str], Mapping[str, str]]:
+        command = boot(_SERVE.format(plan.nproc_per_node == 1))
+        return command, {**without(os.environ, OF_XLA), **environ}
+
+    size = 1 if plan.nproc_per_node == 1 else plan.nproc_per_node * plan.nnodes
+    spec = LauncherSpec(
+        "XLA's runtime",
+        size,
+        plan.nproc_per_node,
+        end_signal=signal.SIGKILL,  # it ignores SIGTERM, so that those that it forks end first
+    )
+    ranks = partial(_Replicas, plan)
+    return run_function(entry, Script.of(plan), spec, prepare, environ, ranks, join=join)
+
+
+class _Replicas(RemoteWorkers):
+    """Replicas of one fresh process; each has connections of its own."""
+
+    takes: Sequence[int] = ()
+    n_last = 200
+
+    def __init__(self, plan: LaunchPlan, *args: Any) -> None:
+        super().__init__(*args)
+        self._plan = plan
+
+    def see_out(self, job: Job[Any]) -> None:
+        """Wait for the process's end: what it still does may be a checkpoint."""
+        assert self.process is not None
+        if not self.has_ended(limit_of(None)):
+            raise CollectiveTimeoutError(
+                "the block's deadline is over: XLA's replicas have returned, but their process "
+                "still had threads or exit handlers"
+            )
+        if self.process.returncode != 0:
+            job.stop(self.early_end(job))
+
+    def end(self, job: Job[Any]) -> None:
+        """End the fresh process and those that it forked, and their connections with them."""
+        self.end_launcher()
+        super().end(job)
+
+    def doubt(self, rank: int) -> int:
+        return 1  # a replica's process may have been ended by any of its replicas
+
+    def lost(self, job: Job[Any], rank: int) -> LaunchError:
+        self.end_launcher()
+        return self.early_end(job)
+
+    def early_end(self, job: Job[Any]) -> WorkerFailedError:
+        """Return the error of the process, with its threads' stacks if it printed them."""
+        assert self.process is not None
+        code = self.process.returncode
+        name = signal_name(-code) if code < 0 else None
+        how = f" by {name}" if name else f" with exit code {code}" if code != _FORK_DIED else ""
+        return WorkerFailedError(
+            f"the process of XLA's replicas ended{how} before they were done; its last output:\n"
+            f"{self.last_lines()}",
+            exit_code=code if code >= 0 and code != _FORK_DIED else None,
+            signal=name,
+        )
+
+    def problem_with(self, who: RankInfo | str | None) -> str:
+        asked = self._plan.nproc_per_node
+        if isinstance(who, RankInfo) and who.local_world_size != asked:
+            n_local = who.local_world_size
+            return (
+                f"nproc_per_node={asked}, but XLA's runtime has {n_local} devices on this node: "
+                f"ask for {n_local}, or for 1"
+            )
+        return super().problem_with(who)
+
+    def add_rank(self, job: Job[Any], arrival: ConnectedRank) -> None:
+        """Add a replica to the workers, with its node."""
+        assert isinstance(arrival.who, RankInfo)
+        who = replace(arrival.who, node_rank=self._plan.node_rank, nnodes=self._plan.nnodes)
+        super().add_rank(job, replace(arrival, who=who))
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    """State of the fresh process, and of those that it forks."""
+
+    link: Link
+    is_alone: bool
+    pid: int
+
+
+_child: _Child | None = None  # the runtime's launcher pickles the function that it runs
+
+
+def serve(is_alone: bool) -> NoReturn:
+    """Run one job in this fresh process, and end it."""
+    global _child
+    _child = _Child(Link.taken(), is_alone, os.getpid())
+    if not is_alone:  # its forks end first, and are reaped here
+        signal.signal(signal.SIGTERM, lambda *_: None)
+    os.register_at_fork(after_in_child=_after_fork)
+    faulthandler.enable()  # XLA aborts the process where a graph doesn't get all replicas
+    try:
+        torch_xla = importlib.import_module("torch_xla")
+        torch_xla.launch(_replica, start_method="fork", debug_single_process=is_alone)
+    except BrokenProcessPool:
+        os._exit(_FORK_DIED)
+    Lifetime.begin()
+    Lifetime.join_threads()
+    Lifetime.run_exit_handlers()
+    flush()
+    os._exit(0)
+
+
+def _after_fork() -> None:
+    assert _child is not None
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if os.getppid() == _child.pid:
+        die_with(_child.pid)
+        seed_generators()
+
+
+def _replica(_rank: int) -> None:
+    """Run the entry as one replica: in a thread of its own where a process has several."""
+    child = _child
+    assert child is not None
+    if os.getpid() != child.pid:  # multiprocessing ends those that it forks without exit handlers
+        multiprocessing.util.Finalize(None, Lifetime.run_exit_handlers, exitpriority=_LAST)
+    who = _who_am_i(child)
+    channel, status = child.link.connect(b"c", who), child.link.connect(b"s", who)
+    status.sendall(f"{os.getpid()}p".encode())
+    task = receive_task(channel)
+    if task is None:
+        os._exit(1)
+    messages.OWN.set(messages.OwnChannel(channel))
+    try:
+        entry = load_from_parent(task.entry)
+        # Autograd's own threads would run hooks outside of the replica.
+        with torch.autograd.set_multithreading_enabled(False):
+            result = entry(task.info)
+        buffer = io.BytesIO()
+        _ResultPickler(buffer).dump(result)
+    except BaseException as error:  # SystemExit and KeyboardInterrupt are failures too
+        flush()
+        messages.send(channel, messages.ERROR, pickle.dumps(describe(error)))
+        threading.Event().wait()  # until the parent, which waits for others' errors, ends this
+    flush()
+    messages.send(channel, messages.RESULT, buffer.getvalue())
+
+
+def _who_am_i(child: _Child) -> RankInfo:
+    if child.is_alone:
+        return RankInfo(0, 1, 0, 1, 0, 1, source="spawn")
+    runtime = importlib.import_module("torch_xla.runtime")
+    of_job = (runtime.global_ordinal(), runtime.world_size())
+    of_node = (runtime.local_ordinal(), runtime.local_device_count())
+    return RankInfo(*of_job, *of_node, source="spawn")
+
+
+class _ResultPickler(Pickler):  # type: ignore[misc]
+    """Pickles tensors of XLA devices as CPU tensors: the parent may have no such device."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is torch.Tensor and obj.device.type == "xla":
+            moved = obj.detach().cpu().requires_grad_(obj.requires_grad)
+            return moved.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
+        return super().reducer_override(obj)

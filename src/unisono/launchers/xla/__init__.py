@@ -1,1 +1,0 @@
-"""``torch_xla``'s own launcher."""
