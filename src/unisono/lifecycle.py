@@ -492,7 +492,9 @@ def start(
     except UnisonoError as error:
         # The block's deadline may have passed in a replica first.
         is_over = limit is not None and time.monotonic() >= limit.until
-        if isinstance(error, WorkerFailedError) and (is_over and isinstance(error.__cause__, CollectiveTimeoutError)):
+        if isinstance(error, WorkerFailedError) and (
+            is_over and isinstance(error.__cause__, CollectiveTimeoutError)
+        ):
             raise CollectiveTimeoutError(f"the block's deadline is over: {error}") from error
         raise raised_here(error) from error.__cause__
     except KeyboardInterrupt as error:

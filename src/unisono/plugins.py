@@ -86,7 +86,12 @@ MODELS = (
 LAUNCHERS = (
     Row(("processes",), "unisono.launchers.local:launch", script="run"),
     Row(("torchrun",), "unisono.launchers.torchrun:launch", script="run"),
-    Row(("mpi",), "unisono.launchers.mpi:launch", check="unisono.launchers.mpi:why_unavailable", script="run"),
+    Row(
+        ("mpi",),
+        "unisono.launchers.mpi:launch",
+        check="unisono.launchers.mpi:why_unavailable",
+        script="run",
+    ),
     Row(
         ("slurm",),
         "unisono.launchers.slurm:launch",
