@@ -360,13 +360,11 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     # Messages
 
     def send(self, tensors: Any, dst: int, tag: int) -> Any:
-        """Send to one rank. Called on two ranks."""
         group = pair(self._model.topology.rank, self._members[dst])
         start = functools.partial(self._gloo.send, tensors, dst, tag)
         return self._by_gloo("send", _single(tensors), start, group)
 
     def recv(self, tensors: Any, src: int, tag: int) -> Any:
-        """Receive from one rank. Called on two ranks."""
         group = pair(self._members[src], self._model.topology.rank)
         start = functools.partial(self._gloo.recv, tensors, src, tag)
         return self._by_gloo("recv", _single(tensors), start, group)
@@ -374,12 +372,10 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     # Shutdown
 
     def shutdown(self) -> None:
-        """Close the connections and release the memory."""
         self._end("left")
         super().shutdown()
 
     def abort(self) -> None:
-        """Close the connections without waiting."""
         self._end("")
         super().abort()
 
@@ -399,11 +395,9 @@ class _Recorded(_Work):  # type: ignore[misc]
         self._work, self._token = work, token
 
     def wait(self, *timeout: Any, **named: Any) -> Any:
-        """Wait until the operation is done."""
         return self._token.wait(functools.partial(self._work.wait, *timeout, **named))
 
     def synchronize(self) -> None:
-        """Wait until the operation is done."""
         self._token.wait(self._work.synchronize)
 
     def get_future(self) -> Any:
