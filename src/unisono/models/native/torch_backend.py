@@ -164,11 +164,15 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     @contextmanager
     def _operation(
         self, name: str, tensor: Tensor | None = None, plane: str = "memory"
-    ) -> Iterator[Token]:
+    ) -> Iterator[Token | None]:
         """Run an operation exclusively, without autograd and tensor subclasses, and record it."""
         self._check_process(name)
+        is_recorded = _is_ours(sys._getframe(2))  # by the facade, such as while a group connects
         with self._turn.of(name), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self._turn.call = name
+            if is_recorded:
+                yield None
+                return
             token = self._calls.begin(name, self._recorded, tensor)
             plane_is(plane)
             try:
@@ -418,11 +422,11 @@ for _name in set(dir(_Work)) - set(dir(object)) - set(vars(_Recorded)) - {"boxed
         setattr(_Recorded, _name, _delegate(_name))
 
 
-def _start_recorded(token: Token, start: Callable[[], Any]) -> Any:
+def _start_recorded(token: Token | None, start: Callable[[], Any]) -> Any:
     """Start a call that gloo carries; return the handle whose end is that of the call."""
-    goes_on = token.goes_on("data")
-    work = start()
-    return _Recorded(work, token) if goes_on else work
+    if token is None or not token.goes_on("data"):
+        return start()
+    return _Recorded(start(), token)
 
 
 def _is_ours(frame: FrameType | None) -> bool:
