@@ -82,17 +82,7 @@ def exchange_bodies(
     if 2 * sum(sizes) > width * len(sizes):
         rows = model.all_gather(_tensor(model, blob.ljust(width, b"\0")), group).cpu()
         return [to_bytes(row[:size]) for row, size in zip(rows, sizes, strict=True)]
-    return _one_by_one(model, blob, sizes, group, bucket)
-
-
-def _one_by_one(
-    model: ComputationModel,
-    blob: bytes,
-    sizes: list[int],
-    group: Group | None,
-    bucket: Callable[[int], int],
-) -> list[bytes]:
-    """Send each rank's blob separately where padding all to the longest would cost more."""
+    # One by one, where padding all of them to the longest would cost more.
     blobs = []
     for rank, size in zip(model.topology.members(group), sizes, strict=True):
         if size == 0:

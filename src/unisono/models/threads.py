@@ -45,7 +45,7 @@ class _World(ThreadExchange):
         self.size = size
         self.timeout_s: float = timeout_s or DEFAULT_TIMEOUT_S
         self.failure: tuple[int, str] | None = None
-        self.is_lost: bool = False
+        self.is_lost: bool = False  # whether a replica has ended with an error: others soon will
         self.is_late: bool = False  # whether a deadline is the failure
         self.threads: dict[int, int] = {}
         self._messages: dict[tuple[object, int, int], list[Tensor]] = {}

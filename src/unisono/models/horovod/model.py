@@ -138,7 +138,10 @@ class HorovodModel(ComputationModel, TrainingHooks):
 
     def _end(self) -> None:
         try:
-            self._barrier()  # the first to shut down breaks pending operations of the others
+            # The first to shut down breaks pending operations of the others, so all meet before,
+            # in a reduction: hvd.barrier can't time out.
+            start = _reduction(torch.zeros(1, dtype=torch.int32), ReduceOp.SUM)
+            self._run("barrier", None, 1, start, ".barrier")
         except CollectiveError as error:
             _log.debug("shutting Horovod down without the others: %s", error)
         hvd.shutdown()
@@ -188,10 +191,6 @@ class HorovodModel(ComputationModel, TrainingHooks):
             lambda name, members: hvd.allgather_async(row, name, members),
         )
         return rows
-
-    def _barrier(self) -> None:
-        start = _reduction(torch.zeros(1, dtype=torch.int32), ReduceOp.SUM)
-        self._run("barrier", None, 1, start, ".barrier")  # hvd.barrier can't time out
 
     def exchange(self, blob: bytes, group: Group | None = None) -> list[bytes]:
         return self.control.exchange(blob, group)

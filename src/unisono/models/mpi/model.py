@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -304,14 +303,12 @@ class MpiModel(ComputationModel):
         if self._topology.rank not in ranks:
             return Group(ranks)
         name = f"new_group({list(ranks)})"
-        create = partial(self._create, ranks)
-        comm = self._calls.run_when_all_arrived(name, self._pairs, ranks, create)
+        pairs = self._pairs
+        create = lambda: self._keep(pairs.Create_group(pairs.group.Incl(ranks), _TAG))  # noqa: E731
+        comm = self._calls.run_when_all_arrived(name, pairs, ranks, create)
         if timeout_s is not None:
             self._calls.timeouts_s[id(comm)] = timeout_s
         return Group(ranks, comm, _name(comm), timeout_s)
-
-    def _create(self, ranks: tuple[int, ...]) -> Any:
-        return self._keep(self._pairs.Create_group(self._pairs.group.Incl(ranks), _TAG))
 
     def adopt_group(self, handle: object) -> Group | None:
         if not isinstance(handle, self._mpi.Comm):

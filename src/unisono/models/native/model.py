@@ -234,9 +234,8 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
 
     @property
     def device(self) -> torch.device:
-        return self._device if self._device is not None else self._user_device()
-
-    def _user_device(self) -> torch.device:
+        if self._device is not None:
+            return self._device
         kind = accelerator()
         if kind is None or kind.type not in process_group.backends_by_device(self._backend):
             return torch.device("cpu")

@@ -162,11 +162,15 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     @contextmanager
     def _operation(
         self, name: str, tensor: Tensor | None = None, plane: str = "memory"
-    ) -> Iterator[Token]:
+    ) -> Iterator[Token | None]:
         """Run an operation exclusively, without autograd and tensor subclasses, and record it."""
         self._check_process(name)
+        is_recorded = _is_ours(sys._getframe(2))  # by the facade, such as while a group connects
         with self._turn.of(name), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self._turn.call = name
+            if is_recorded:
+                yield None
+                return
             token = self._begin(name, tensor)
             if token is not UNRECORDED:  # else the plane is that of unisono's call
                 plane_is(plane)
@@ -365,13 +369,11 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     # Messages
 
     def send(self, tensors: Any, dst: int, tag: int) -> Any:
-        """Send to one rank. Called on two ranks."""
         group = pair(self._model.topology.rank, self._members[dst])
         start = functools.partial(self._gloo.send, tensors, dst, tag)
         return self._by_gloo("send", _single(tensors), start, group)
 
     def recv(self, tensors: Any, src: int, tag: int) -> Any:
-        """Receive from one rank. Called on two ranks."""
         group = pair(self._members[src], self._model.topology.rank)
         start = functools.partial(self._gloo.recv, tensors, src, tag)
         return self._by_gloo("recv", _single(tensors), start, group)
@@ -379,12 +381,10 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     # Shutdown
 
     def shutdown(self) -> None:
-        """Close the connections and release the memory."""
         self._end("left")
         super().shutdown()
 
     def abort(self) -> None:
-        """Close the connections without waiting."""
         self._end("")
         super().abort()
 
@@ -404,11 +404,9 @@ class _Recorded(_Work):  # type: ignore[misc]
         self._work, self._token = work, token
 
     def wait(self, *timeout: Any, **named: Any) -> Any:
-        """Wait until the operation is done."""
         return self._token.wait(functools.partial(self._work.wait, *timeout, **named))
 
     def synchronize(self) -> None:
-        """Wait until the operation is done."""
         self._token.wait(self._work.synchronize)
 
     def get_future(self) -> Any:
@@ -429,11 +427,11 @@ for _name in set(dir(_Work)) - set(dir(object)) - set(vars(_Recorded)) - {"boxed
         setattr(_Recorded, _name, _delegate(_name))
 
 
-def _start_recorded(token: Token, start: Callable[[], Any]) -> Any:
+def _start_recorded(token: Token | None, start: Callable[[], Any]) -> Any:
     """Start a call that gloo carries; return the handle whose end is that of the call."""
-    goes_on = token.goes_on("data")
-    work = start()
-    return _Recorded(work, token) if goes_on else work
+    if token is None or not token.goes_on("data"):
+        return start()
+    return _Recorded(start(), token)
 
 
 def _is_ours(frame: FrameType | None) -> bool:

@@ -53,12 +53,7 @@ _REDUCTIONS = {
 }
 _EVERYWHERE = frozenset({torch.uint8, torch.int32, torch.float32})
 _ON_CPU = _EVERYWHERE | {
-    torch.float16,
-    torch.bool,
-    torch.int8,
-    torch.int16,
-    torch.int64,
-    torch.float64,
+    *(torch.bool, torch.int8, torch.int16, torch.int64, torch.float16, torch.float64)
 }
 
 

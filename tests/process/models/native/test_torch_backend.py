@@ -563,6 +563,15 @@ def recorded_in_memory(rank: int, size: int, folder: Path) -> None:
     assert calls == [(name, "data") for name in names]
 
 
+def recorded_once(rank: int, size: int, folder: Path) -> None:
+    """What the facade does to connect a group isn't a call of the user's."""
+    group = unisono.new_group([0, size - 1])
+    with seen() as records:
+        unisono.all_reduce(1, group=group)
+    assert [name for name, _ in records] == ["all_reduce"] * (rank in group.ranks)
+    unisono.finalize()
+
+
 def recorded_by_gloo(rank: int, size: int, folder: Path) -> None:
     assert_recorded("data", rank, size)
     tensor, side = torch.ones(1), "send" if rank == 0 else "recv"
@@ -593,7 +602,7 @@ OTHERS: list[Check] = [every_call, objects, messages, groups, other_forms]
 CALLS: list[Check] = [dtypes, odd_tensors, other_classes, tensors_without_memory, what_gloo_refuses]
 OF_UNISONO: list[Check] = [views_of_unisono, differing_calls, what_is_not_there]
 PARTS: dict[str, tuple[int, Callable[[int], None] | None, list[Check]]] = {
-    "calls": (3, None, [*CALLS, *OTHERS]),
+    "calls": (3, None, [*CALLS, *OTHERS, recorded_once]),
     "modules": (2, None, [ddp, ddp_join, fsdp1, fsdp2, zero, dtensor, compiled]),
     "others": (2, None, [recorded_in_memory, checkpoints, *OF_UNISONO]),
     "on two hosts": (3, on_two_hosts, [is_gloo_s, *OTHERS, ddp, dtensor]),
