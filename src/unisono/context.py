@@ -386,7 +386,7 @@ def forget() -> None:
     with _lock:
         _previous = _process or _previous
         if _previous is not None and not _previous.model.is_alive():
-            # Torch's group listens while it is referenced.
+            # Not only at the next call: torch's group listens as long as this refers to it.
             _previous.release()
             _previous = None
         _process = _ours = None

@@ -311,7 +311,7 @@ class Parallel:
 def _work(fn: Callable[..., Any], count: int) -> str:
     name = getattr(fn, "__qualname__", None)
     called = f"{fn.__module__}.{name}" if name else repr(fn)
-    return f"{called} in {count} rank{'s' * (count > 1)}"
+    return f"{called} in {count} rank{'s' if count > 1 else ''}"
 
 
 def _count(node: NodeInfo, world_size: int | None) -> int | None:
