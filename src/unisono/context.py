@@ -317,15 +317,10 @@ def _live_context() -> ContextState | None:
     return _thread.context or _process
 
 
-def read_environment() -> RankInfo | None:
-    """Read this process's rank from its variables; their reader is loaded at the first call."""
-    return plugins.read_environment(os.environ)
-
-
 def detect_environment() -> RankInfo | None:
-    """Read this process's rank, None also for a partial set of variables."""
+    """Read this process's rank from its variables; None also for a partial set of them."""
     try:
-        return read_environment()
+        return plugins.read_environment(os.environ)
     except EnvironmentDetectionError:
         return None
 

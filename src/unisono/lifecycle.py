@@ -38,7 +38,7 @@ from unisono.model.contract import ComputationModel
 from unisono.model.launching import launch_hooks_of
 from unisono.node import read_node
 from unisono.options import InitializeOptions, SpawnOptions
-from unisono.plugins import OF_MODELS, by_name, load, seats_nodes
+from unisono.plugins import OF_MODELS, by_name, load, read_environment, seats_nodes
 from unisono.recording import CallLog, job_of
 from unisono.registry import find_launcher, find_model
 from unisono.topology import PREFIXED, LaunchPlan, RankInfo
@@ -211,7 +211,7 @@ def _pop_rank(options: dict[str, Any]) -> RankInfo:
             master_addr=os.environ.get("MASTER_ADDR"),
             master_port=None if port is None else check_port("MASTER_PORT", port),
         )
-    detected = context.read_environment()
+    detected = read_environment(os.environ)
     if detected is not None:
         return detected
     if options.pop("init_method", None) not in (None, "env://"):
