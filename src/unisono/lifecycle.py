@@ -175,6 +175,7 @@ def initialize(backend: str | None = None, **options: Unpack[InitializeOptions])
     check_names(f"initialize({name!r})", options, {*cls.options, "rank", "world_size"})
     given: dict[str, Any] = {**options}
     info = _pop_rank(given)
+    # Models that create their replicas themselves don't meet through the launcher's variables.
     takes_info = not (cls.replicas_are_threads or "launch" in cls.capabilities)
     if info.source == "none" and takes_info:
         _warn_on_a_node(cls.launcher)
@@ -182,7 +183,7 @@ def initialize(backend: str | None = None, **options: Unpack[InitializeOptions])
         given["timeout"] = seconds("timeout", given["timeout"])
     given = {key: value for key, value in given.items() if value is not None}
 
-    def make() -> ComputationModel:
+    def make() -> ComputationModel:  # called once it is certain that no context is live
         if takes_info and not given.keys() & {"init_method", "store"}:
             _refuse_child(info)
         return cls.initialize(name.lower(), info, **given)
@@ -193,7 +194,7 @@ def initialize(backend: str | None = None, **options: Unpack[InitializeOptions])
 
 
 def _pop_rank(options: dict[str, Any]) -> RankInfo:
-    """Return rank and world size from the options, else from the environment."""
+    """Remove rank and world size from the options; return them, else those of the environment."""
     rank, world_size = options.pop("rank", None), options.pop("world_size", None)
     if (rank is None) != (world_size is None):
         raise ArgumentError(f"rank={rank!r} and world_size={world_size!r} are given together")
@@ -432,7 +433,7 @@ def spawn(
         WorkerFailedError: a replica failed; it contains the first failure's own traceback, and all
             other replicas have been ended.
         CollectiveTimeoutError: the deadline of a block around the call has passed; names the late
-            ranks, which have been told to end.
+            ranks, which are being ended.
 
     Warns:
         UserWarning: this process is already rank 0 of several, each of which would start replicas
