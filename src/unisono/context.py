@@ -308,11 +308,15 @@ def _of_parent() -> ContextState | None:
 
 def _live_context() -> ContextState | None:
     """Return the thread's or the process's context if it is alive; release one that has ended."""
-    global _process
+    global _process, _ours
     if _thread.context is not None and not _thread.context.model.is_alive():
+        if _thread.ours is _thread.context:
+            _thread.ours = None
         _thread.context = None
     if _process is not None and not _process.model.is_alive():
         _process.release()
+        if _ours is _process:
+            _ours = None  # torch's group listens as long as this refers to it
         _process = None
     return _thread.context or _process
 
