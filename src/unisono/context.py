@@ -308,24 +308,23 @@ def _of_parent() -> ContextState | None:
 
 def _live_context() -> ContextState | None:
     """Return the thread's or the process's context if it is alive; release one that has ended."""
-    global _process
+    global _process, _ours
     if _thread.context is not None and not _thread.context.model.is_alive():
+        if _thread.ours is _thread.context:
+            _thread.ours = None
         _thread.context = None
     if _process is not None and not _process.model.is_alive():
         _process.release()
+        if _ours is _process:
+            _ours = None  # torch's group listens as long as this refers to it
         _process = None
     return _thread.context or _process
 
 
-def read_environment() -> RankInfo | None:
-    """Read this process's rank from its variables; their reader is loaded at the first call."""
-    return plugins.read_environment(os.environ)
-
-
 def detect_environment() -> RankInfo | None:
-    """Read this process's rank, None also for a partial set of variables."""
+    """Read this process's rank from its variables; None also for a partial set of them."""
     try:
-        return read_environment()
+        return plugins.read_environment(os.environ)
     except EnvironmentDetectionError:
         return None
 
@@ -386,7 +385,7 @@ def forget() -> None:
     with _lock:
         _previous = _process or _previous
         if _previous is not None and not _previous.model.is_alive():
-            # Torch's group listens while it is referenced.
+            # Not only at the next call: torch's group listens as long as this refers to it.
             _previous.release()
             _previous = None
         _process = _ours = None

@@ -39,7 +39,7 @@ from unisono.model.contract import ComputationModel
 from unisono.model.launching import launch_hooks_of
 from unisono.node import read_node
 from unisono.options import InitializeOptions, SpawnOptions
-from unisono.plugins import OF_MODELS, by_name, load, seats_nodes
+from unisono.plugins import OF_MODELS, by_name, load, read_environment, seats_nodes
 from unisono.recording import CallLog, job_of
 from unisono.registry import find_launcher, find_model
 from unisono.topology import PREFIXED, LaunchPlan, RankInfo
@@ -176,6 +176,7 @@ def initialize(backend: str | None = None, **options: Unpack[InitializeOptions])
     check_names(f"initialize({name!r})", options, {*cls.options, "rank", "world_size"})
     given: dict[str, Any] = {**options}
     info = _pop_rank(given)
+    # Models that create their replicas themselves don't meet through the launcher's variables.
     takes_info = not (cls.replicas_are_threads or "launch" in cls.capabilities)
     if info.source == "none" and takes_info:
         _warn_on_a_node(cls.launcher)
@@ -183,7 +184,7 @@ def initialize(backend: str | None = None, **options: Unpack[InitializeOptions])
         given["timeout"] = seconds("timeout", given["timeout"])
     given = {key: value for key, value in given.items() if value is not None}
 
-    def make() -> ComputationModel:
+    def make() -> ComputationModel:  # called once it is certain that no context is live
         if takes_info and not given.keys() & {"init_method", "store"}:
             _refuse_child(info)
         return cls.initialize(name.lower(), info, **given)
@@ -194,7 +195,7 @@ def initialize(backend: str | None = None, **options: Unpack[InitializeOptions])
 
 
 def _pop_rank(options: dict[str, Any]) -> RankInfo:
-    """Return rank and world size from the options, else from the environment."""
+    """Remove rank and world size from the options; return them, else those of the environment."""
     rank, world_size = options.pop("rank", None), options.pop("world_size", None)
     if (rank is None) != (world_size is None):
         raise ArgumentError(f"rank={rank!r} and world_size={world_size!r} are given together")
@@ -212,7 +213,7 @@ def _pop_rank(options: dict[str, Any]) -> RankInfo:
             master_addr=os.environ.get("MASTER_ADDR"),
             master_port=None if port is None else check_port("MASTER_PORT", port),
         )
-    detected = context.read_environment()
+    detected = read_environment(os.environ)
     if detected is not None:
         return detected
     if options.pop("init_method", None) not in (None, "env://"):
@@ -433,7 +434,7 @@ def spawn(
         WorkerFailedError: a replica failed; it contains the first failure's own traceback, and all
             other replicas have been ended.
         CollectiveTimeoutError: the deadline of a block around the call has passed; names the late
-            ranks, which have been told to end.
+            ranks, which are being ended.
 
     Warns:
         UserWarning: this process is already rank 0 of several, each of which would start replicas

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Callable, Iterable
 from types import TracebackType
@@ -23,6 +24,7 @@ from unisono.errors import (
 from unisono.lifecycle import best_backend, check_job, finalize, initialize, spawn
 from unisono.node import count_ranks, find_node, read_node, refuse_rank
 from unisono.options import ParallelOptions
+from unisono.plugins import read_environment
 from unisono.registry import find_launcher, find_model
 from unisono.topology import NodeInfo, RankInfo
 from unisono.tracebacks import hides
@@ -166,7 +168,7 @@ class Parallel:
             warnings.warn(gap, UserWarning, stacklevel=level())
         if self._count is not None:
             return self  # each `run` spawns
-        if self._backend is None and (alone or context.read_environment() is None):
+        if self._backend is None and (alone or read_environment(os.environ) is None):
             return self  # alone, where no backend is asked for: serial
         initialize(self._backend, **self._options, **alone)
         self._has_context = True
@@ -216,7 +218,7 @@ class Parallel:
         if not is_known or "rank" in self._options or not self._can_spawn_on_nodes():
             return {}
         if self._nnodes != 1:  # a gap doesn't excuse a wrong RANK
-            is_rank = context.read_environment() is not None
+            is_rank = read_environment(os.environ) is not None
         elif (rank := context.detect_environment()) is None:
             is_rank = False
         else:  # srun and mpirun only number ranks; RANK alone may be this node's number
@@ -311,7 +313,7 @@ class Parallel:
 def _work(fn: Callable[..., Any], count: int) -> str:
     name = getattr(fn, "__qualname__", None)
     called = f"{fn.__module__}.{name}" if name else repr(fn)
-    return f"{called} in {count} rank{'s' * (count > 1)}"
+    return f"{called} in {count} rank{'s' if count > 1 else ''}"
 
 
 def _count(node: NodeInfo, world_size: int | None) -> int | None:

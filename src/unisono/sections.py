@@ -107,7 +107,7 @@ def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
     else:
         with _outcome_for_all(context, group, rank, "one_rank_first"):
             pass
-        yield
+        yield  # outside: an error of this rank's block isn't the first rank's
 
 
 @contextmanager
@@ -118,7 +118,7 @@ def _outcome_for_all(
     error: BaseException | None = None
     try:
         yield
-    except GeneratorExit:
+    except GeneratorExit:  # the block was abandoned: a garbage collection runs no collective
         raise
     except BaseException as raised:  # of any kind: the others must not wait forever
         error = raised

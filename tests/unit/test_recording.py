@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import _thread
+import gc
 import queue
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType
@@ -318,3 +320,12 @@ def test_a_context_of_another_library_releases_the_one_before(
     assert (idist.model_name(), shown()) == ("second", ["second"])
     is_there = False
     assert (idist.model_name(), shown()) == ("serial", [])
+
+
+def test_a_context_that_has_ended_by_itself_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    idist.initialize("serial")
+    kept, ended = weakref.ref(context.current()), id(context.current_model())
+    monkeypatch.setattr(SerialModel, "is_alive", lambda model: id(model) != ended)
+    assert context.current() is not kept()
+    gc.collect()
+    assert kept() is None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 import textwrap
 import warnings
@@ -298,9 +299,9 @@ def test_an_environment_of_a_plug_in_says_who_this_is(
             return RankInfo(0, 1, source=NAME) if "FLEET_SHIP" in environ else None
     """
     install("fleet", "[unisono.environments]\nfleet = fleet\n", fleet=code)
-    assert unisono.context.read_environment() is None
+    assert plugins.read_environment(os.environ) is None
     monkeypatch.setenv("FLEET_SHIP", "1")
-    found = unisono.context.read_environment()
+    found = plugins.read_environment(os.environ)
     assert found is not None
     assert found.source == "fleet"
 

@@ -152,22 +152,22 @@ def _choose(candidates: Iterable[Environment], env: Mapping[str, str]) -> Findin
                 raise finding.error
             incomplete = incomplete or (environment, finding.error)
         elif finding.info is not None:
-            if incomplete is not None and not _gives_way(*incomplete, finding.info, env):
-                break
+            if incomplete is not None and not _is_agreed(*incomplete, finding.info, env):
+                break  # they contradict each other: it is unknown which one is right
             return finding
     if incomplete is not None:
         raise incomplete[1]
     return None
 
 
-def _gives_way(
+def _is_agreed(
     environment: Environment,
     error: EnvironmentDetectionError,
     winner: RankInfo,
     env: Mapping[str, str],
 ) -> bool:
     """Return whether a half-set environment agrees once completed with the winner's facts."""
-    for value in (winner.rank, winner.world_size):
+    for value in (winner.rank, winner.world_size):  # its missing variable is one of both
         info = _ask(environment, {**env, error.variable: str(value)}).info
         if info is not None and _is_same(info, winner):
             return True

@@ -174,12 +174,12 @@ def is_gap(error: EnvironmentDetectionError, *, may_be_several: bool) -> bool:
 
 def alone(info: NodeInfo) -> str:
     """Return the warning for a process whose platform starts only the first host."""
+    hosts = ", ".join((*info.hosts[:8], "...") if len(info.hosts) > 8 else info.hosts)
     return (
-        f"this process continues alone: {info.source} gives the job {info.nnodes} hosts "
-        f"({', '.join(info.hosts[:8])}{', ...' * (len(info.hosts) > 8)}), and starts its script on "
-        'the first; start it on each of them with --nnodes auto, or nnodes="auto" to Parallel, to '
-        "use them all; --nnodes 1, or nnodes=1, selects a single host, as does rank=0, "
-        "world_size=1 in initialize()"
+        f"this process continues alone: {info.source} gives the job {info.nnodes} hosts ({hosts}), "
+        "and starts its script on the first; start it on each of them with --nnodes auto, or "
+        'nnodes="auto" to Parallel, to use them all; --nnodes 1, or nnodes=1, selects a single '
+        "host, as does rank=0, world_size=1 in initialize()"
     )
 
 

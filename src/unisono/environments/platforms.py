@@ -48,7 +48,7 @@ def _read_node(
     platform: Platform,
     reader: Reader,
     machine: Machine,
-    leader: Callable[[Reader, Machine], str] | None = None,
+    find_leader: Callable[[Reader, Machine], str] | None = None,
 ) -> NodeInfo:
     """Read a node by its number, else by its position among the hosts; else it numbers itself."""
     hosts = _read_hosts(platform, reader, machine)
@@ -64,7 +64,7 @@ def _read_node(
         rank,
         least,
         most,
-        None if most == 1 else _find_leader(platform, reader, machine, hosts, leader),
+        None if most == 1 else _find_leader(platform, reader, machine, hosts, find_leader),
         PORT if most == 1 else _read_port(platform, reader),
         _count_ranks(platform, reader, hosts),
         platform.NAME,
@@ -105,7 +105,8 @@ def _parse_file(text: str) -> list[str]:
     """Parse lines of a host and its slots, 1 by default; return each host once per slot."""
     hosts = []
     for line in filter(str.strip, text.splitlines()):
-        host, slots = [*line.split(), "1"][:2]
+        host, *others = line.split()
+        slots = others[0] if others else "1"
         if not re.fullmatch(r"[1-9][0-9]{0,4}", slots):
             raise ValueError(f"{shown(line)} should begin with a host and its slots")
         hosts += [host] * int(slots)
@@ -135,7 +136,7 @@ def _count_nodes(platform: Platform, reader: Reader, hosts: _Hosts | None) -> tu
 def _find_position(platform: Platform, reader: Reader, machine: Machine, hosts: _Hosts) -> int:
     if len(hosts.names) == 1:
         return 0  # under any name
-    # its own name if a variable beside the list has it; else the host's
+    # The platform's name of this node if a variable beside the list has it; else the host's.
     variables = [name for name in platform.marks if name not in platform.hosts]
     own = reader.text(*variables)
     if variables and own is None:
@@ -147,7 +148,8 @@ def _find_position(platform: Platform, reader: Reader, machine: Machine, hosts: 
             return places[0]
     who = f"{own[0]}={shown(name)}" if own else f"this host, {shown(name)},"
     message = f"{who} isn't one host of {hosts.variable}={shown(hosts.value)}, which lists "
-    raise reader.error(message + shown(" ".join(hosts.names)), *(own or hosts[:2]))
+    variable, value = own or (hosts.variable, hosts.value)
+    raise reader.error(message + shown(" ".join(hosts.names)), variable, value)
 
 
 def _short(host: str) -> str:
@@ -182,6 +184,7 @@ def _read_port(platform: Platform, reader: Reader) -> int:
         if name in platform.leader:
             match = _HOST_PORT.fullmatch(value)
             value = match["port"] if match else ""
+        # the reader's checks, for a part of the variable's text
         number = replace(reader, env={name: value}).number(name, least=1, most=65535)
         if number is not None:
             return number.value

@@ -72,6 +72,7 @@ def _make_info(
     if node_rank is not None:
         limit = nnodes or world_size
         reader.below(node_rank, limit.value, f"{limit} allows")
+    # Each other node has at least one rank; without others, this one has them all.
     here = 1 if local_world_size is None else local_world_size.value
     others = 0 if nnodes is None else nnodes.value - 1
     is_short = others == 0 and nnodes and local_world_size and here < world_size.value
