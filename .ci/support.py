@@ -17,19 +17,17 @@ ORDER = ("serial", "threads", "gloo", "mpi4py", "horovod", "xla-cpu", "kvstore")
 MARKS = {"passed": "yes", "derived": "derived", "unsupported": "–", "failed": "**FAILED**"}
 GROUPS = {
     "contract": "The contract of a model",
-    "devices": "Devices",
-    "facts": "Facts",
+    "facts": "Facts and devices",
     "forks": "Forks",
     "recording": "Records, traces and hooks",
     "reductions": "Reductions",
-    "gathers": "Gathers",
     "groups": "Groups",
     "refusals": "Refusals",
     "sections": "Sections",
     "sharing": "Memory of a host",
     "sums": "Exact sums",
     "training": "Training",
-    "transfers": "Broadcast, scatter, all_to_all, messages",
+    "transfers": "Gathers, broadcast, scatter, all_to_all, messages",
     "values": "Values",
 }
 HEAD = """\

@@ -22,6 +22,7 @@ from unisono.models.threads import ThreadsModel
 from unisono.testing import LAWS, Conformance, Kept, Outcome, check
 
 FIRST, SECOND, THIRD = list(LAWS)[:3]
+check_second = LAWS[SECOND].check
 FOREVER_S = 300
 
 
@@ -40,6 +41,11 @@ def ends_the_process() -> None:
 def aborts() -> None:
     signal.signal(signal.SIGABRT, signal.SIG_DFL)
     os.abort()
+
+
+def makes_one_call_more() -> None:
+    check_second()
+    idist.barrier()
 
 
 def broken_on_rank_1(
@@ -84,6 +90,13 @@ def test_a_rank_that_dies_in_a_law_is_a_failure_of_that_law(
     assert [o.status == "failed" for o in outcomes] == [False, True, False]
     assert "rank 1 of 2" in outcomes[1].reason
     assert how in outcomes[1].reason
+
+
+def test_a_rank_that_is_out_of_step_is_a_failure_of_that_law() -> None:
+    laws = [FIRST, SECOND, THIRD]
+    outcomes = check("gloo", 2, laws=laws, launch=breaking(makes_one_call_more))
+    assert [o.status == "failed" for o in outcomes] == [False, True, False]
+    assert "CollectiveMismatchError" in outcomes[1].reason
 
 
 class StaysAway(ThreadsModel):

@@ -51,7 +51,7 @@ class TestGloo(Conformance):
 
 
 # Files of laws that neither another number of ranks nor another way of the bytes can break.
-OF_ONE_WAY = {"devices", "facts", "forks", "recording", "training"}
+OF_ONE_WAY = {"facts", "forks", "recording", "training"}
 
 
 def all_hold(backend: str, nproc: int, without: set[str], **options: Any) -> None:

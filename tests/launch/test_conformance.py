@@ -194,7 +194,7 @@ def test_a_law_whose_ranks_never_come_is_not_counted_as_passed(
 
     launches(monkeypatch, starts_nothing)
     monkeypatch.setattr(launcher_laws, "_BLOCKS_S", (0.2, 0.2))
-    monkeypatch.setattr(launcher_laws, "_COME_S", 0.2)
+    monkeypatch.setattr(launcher_laws, "_START_S", 0.2)
     (outcome,) = check_launcher("mine", laws=[law], timeout_s=60.0)
     assert outcome.status == "unsupported", outcome
     assert "0 of 2 ranks" in outcome.reason

@@ -8,7 +8,7 @@ from tests.support.requirements import require
 from unisono import available_backends
 from unisono.testing import LAWS, check
 
-OF_A_THIRD = {"contract", "gathers", "groups", "reductions", "sums", "transfers"}
+OF_A_THIRD = {"contract", "groups", "reductions", "sums", "transfers"}
 """Files of laws about an order, a part or a fold of ranks, which two ranks can't tell apart."""
 REQUIRED = {"mpi4py": "mpi", "horovod": "horovod", "xla-cpu": "xla"}
 PLACES = [(backend, n) for backend in REQUIRED for n in (2, 3) if (backend, n) != ("mpi4py", 3)]

@@ -1,10 +1,12 @@
-"""The laws for environments, one function each, and their runner."""
+"""The laws for environments, one function each, and the runner of laws in this process."""
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,8 +18,7 @@ from unisono.environments.detection import ENVIRONMENTS, Environment
 from unisono.environments.reader import Recorder
 from unisono.errors import EnvironmentDetectionError
 from unisono.registry import find_environment
-from unisono.testing._trials import UntestableError, check_info, outcome_of
-from unisono.testing.runner import Outcome
+from unisono.testing.runner import Outcome, Status
 from unisono.topology import RankInfo
 
 __all__ = ("ENVIRONMENT_LAWS", "EnvironmentTrial", "check_environment")
@@ -35,6 +36,56 @@ _FOREIGN = {
     "EMPTY": "",
     "ODD": "a=b=c\n\u2028é",
 }
+
+
+class UntestableError(Exception):
+    """Raised where a law cannot be checked."""
+
+
+def text_of(error: BaseException) -> str:
+    """Return the text of a law's error, without the name of AssertionError."""
+    return str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+
+
+def outcome_of(name: str, nproc: int, check: Callable[[], None]) -> Outcome:
+    """Check one law in this process, and return its outcome."""
+    begin = time.perf_counter()
+    status: Status = "passed"
+    reason = ""
+    try:
+        check()
+    except UntestableError as error:
+        status, reason = "unsupported", str(error)
+    except Exception as error:
+        status, reason = "failed", text_of(error)
+    return Outcome(name, nproc, status, reason, time.perf_counter() - begin)
+
+
+def check_info(info: Any) -> None:
+    """Check that every field of a RankInfo is in its range."""
+    assert isinstance(info, RankInfo), f"got {type(info).__name__}, not RankInfo"
+    ranges = {
+        "world_size": (1, math.inf),
+        "rank": (0, info.world_size),
+        "local_world_size": (1, info.world_size + 1),
+        "local_rank": (0, info.local_world_size or info.world_size),
+        "nnodes": (1, info.world_size + 1),
+        "node_rank": (0, info.nnodes or info.world_size),
+        "master_port": (1, 65536),
+    }
+    for name, (low, end) in ranges.items():
+        value = getattr(info, name)
+        if value is None and name not in ("rank", "world_size"):
+            continue
+        assert type(value) is int, f"{name}={value!r} isn't an int"
+        assert low <= value < end, f"{name}={value} should be at least {low}, and below {end}"
+    for name in ("master_addr", "private_store", "job_id"):
+        value = getattr(info, name)
+        assert value is None or (isinstance(value, str) and value), f"{name}={value!r}"
+    assert isinstance(info.source, str) and info.source.strip(), f"source={info.source!r}"
+    assert isinstance(info.store_is_hosted, bool), f"store_is_hosted={info.store_is_hosted!r}"
+    for name in ("master_addr", "master_port") if info.store_is_hosted else ():
+        assert getattr(info, name) is not None, f"a store is hosted, but there is no {name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +134,7 @@ class EnvironmentTrial:
         self.environment.detect(reads)
         return [name for name in reads.read if name in env]
 
-    def known(self) -> Iterator[tuple[Mapping[str, str], RankInfo]]:
+    def examples_with_facts(self) -> Iterator[tuple[Mapping[str, str], RankInfo]]:
         """Iterate over the examples with their facts."""
         if not self.examples:
             raise UntestableError("it has no EXAMPLES: variables of a rank, as its launcher sets")
@@ -123,8 +174,8 @@ def its_name_is_known_and_its_own(trial: EnvironmentTrial) -> None:
     assert isinstance(name, str) and name.strip(), f"NAME={name!r}"
     is_same = name.lower() == trial.name.lower()  # lookup ignores case
     assert is_same, f"NAME={name!r}, but its entry point is {trial.name!r}"
-    others = [each for each in ENVIRONMENTS if each is not trial.environment]
-    assert name not in [each.NAME for each in others], f"{name!r} is built in"
+    others = [each.NAME for each in ENVIRONMENTS if each is not trial.environment]
+    assert name not in others, f"{name!r} is built in"
 
 
 @_law
@@ -151,7 +202,7 @@ def variables_of_others_are_no_job(trial: EnvironmentTrial) -> None:
 def a_whole_example_gives_every_fact_in_its_range(trial: EnvironmentTrial) -> None:
     """Rank, size and all other facts have their type and range, and are consistent."""
     name = trial.environment.NAME
-    for example, info in trial.known():
+    for example, info in trial.examples_with_facts():
         assert info.source == name, f"source={info.source!r}, not {name!r}"
         assert trial.facts({**_FOREIGN, **example}) == info, "variables of others change the facts"
 
@@ -159,14 +210,15 @@ def a_whole_example_gives_every_fact_in_its_range(trial: EnvironmentTrial) -> No
 @_law
 def a_partial_example_is_refused_by_name(trial: EnvironmentTrial) -> None:
     """Without one variable: the same facts, no job (for one of them), or an error naming it."""
-    for example, info in trial.known():
+    for example, info in trial.examples_with_facts():
         whole, marks = _identity(info), []
         for name in trial.variables(example):
             left_out = {each: value for each, value in example.items() if each != name}
             found = {trial.answer(env) for env in ({**example, name: ""}, left_out)}
             wrong = [each for each in found - {None, whole} if not isinstance(each, str)]
             assert not wrong, f"without {name} it says rank, size {wrong}, not {whole}"
-            marks += [name] if None in found else []
+            if None in found:
+                marks.append(name)
         assert len(marks) <= 1, (
             f"without any of {marks} there is no job, and nobody learns that one is missing: raise "
             "EnvironmentDetectionError where others are set"
@@ -176,7 +228,7 @@ def a_partial_example_is_refused_by_name(trial: EnvironmentTrial) -> None:
 @_law
 def a_malformed_variable_is_refused_by_name(trial: EnvironmentTrial) -> None:
     """A value that is not a number in range is an error, and never a rank."""
-    for example, info in trial.known():
+    for example, info in trial.examples_with_facts():
         for name in trial.variables(example):
             is_mark = trial.answer({**example, name: ""}) is None
             for value in _MALFORMED:
@@ -216,17 +268,12 @@ def it_is_loaded_without_torch(trial: EnvironmentTrial) -> None:
         module = getattr(trial.environment, "__name__", type(trial.environment).__module__)
     code = f"import sys, {module}; sys.exit({_IMPORTS_TORCH} * ('torch' in sys.modules))"
     path = os.pathsep.join(filter(None, sys.path))
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        timeout=_LOAD_S,
-    )
+    how: dict[str, Any] = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
+    env = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", code], env=env, timeout=_LOAD_S, **how)
     assert done.returncode != _IMPORTS_TORCH, f"module {module} imports torch"
-    alone = f"module {module} can't be imported alone: {done.stderr.strip()}"
-    assert done.returncode == 0, alone
+    failed = done.returncode != 0
+    assert not failed, f"module {module} can't be imported alone: {done.stderr.strip()}"
 
 
 def check_environment(

@@ -27,11 +27,12 @@ from unisono.collectives.gathers import all_gather
 from unisono.collectives.groups import barrier
 from unisono.deadlines import deadline
 from unisono.errors import ArgumentError, CollectiveTimeoutError, PayloadError, WorkerFailedError
+from unisono.launchers.job.lifetime import flush
 from unisono.launchers.script.script import Script
 from unisono.launchers.script.supervisor import ScriptOutcome
 from unisono.lifecycle import spawn
 from unisono.registry import find_launcher, find_script_runner
-from unisono.testing._trials import UntestableError, check_info, outcome_of, text_of
+from unisono.testing.environments import UntestableError, check_info, outcome_of, text_of
 from unisono.testing.runner import Outcome
 from unisono.topology import LaunchPlan, RankInfo
 
@@ -41,11 +42,11 @@ _T = TypeVar("_T")
 _E = TypeVar("_E", bound=BaseException)
 _MARK = "UNISONO_CHECK_MARK"
 _BLOCKS_S = (6.0, 40.0)  # deadlines of their law: the second if ranks had not started by the first
-_COME_S = 60.0  # for all ranks to start before the interrupt
-_GRACE_S = 20.0  # for all ranks to end after the interrupt
-_GONE_S = 5.0
-_LOOK_S = 0.05
-_LATE = signal.SIGVTALRM  # ends a law; the caller may use SIGALRM
+_START_S = 60.0  # for all ranks to start before the interrupt
+_GRACE_S = 20.0  # that a job may take beyond its deadline
+_END_S = 5.0  # for all ranks to end once their job has
+_POLL_S = 0.05
+_TOO_LONG = signal.SIGVTALRM  # ends a law; the caller may use SIGALRM
 _EXIT_CODE = 7
 _OUTPUT = "output"
 _SHOWN_LINES = 15
@@ -87,9 +88,8 @@ class LauncherTrial:
 
     def launch(self, environ: Mapping[str, str]) -> list[tuple[RankInfo, str | None, str | None]]:
         """Call the launcher directly, with variables for its ranks."""
-        launch: Callable[..., Any] = find_launcher(self.launcher)
-        results: list[Any] = launch(_who, LaunchPlan(self.nproc), environ=environ, **self.options)
-        return results
+        launch: Callable[..., list[Any]] = find_launcher(self.launcher)
+        return launch(_describe, LaunchPlan(self.nproc), environ=environ, **self.options)
 
     def fails(
         self, end: Callable[..., object], *args: Any, others: Callable[[], object] = barrier
@@ -101,7 +101,7 @@ class LauncherTrial:
         assert f"rank {self.last}" in str(error), f"its text names no rank: {error}"
         return error
 
-    def signed(self) -> list[Any]:
+    def signed_in(self) -> list[Any]:
         """List the processes of this host's ranks that have signed in, None for ended ones."""
         found = []
         for file in Path(self.folder).glob("rank-*"):
@@ -110,17 +110,18 @@ class LauncherTrial:
                 found.append(_living(int(pid), file.stat().st_mtime))
         return found
 
-    def all_end(self) -> int:
+    def wait_for_ends(self) -> int:
         """Wait for all ranks that have signed in to end; return their number."""
-        limit = time.monotonic() + _GONE_S
-        while (left := [*filter(None, self.signed())]) and time.monotonic() < limit:
-            time.sleep(_LOOK_S)
-        assert not left, f"processes {[p.pid for p in left]} of ranks are left {_GONE_S:g} s later"
-        return len(self.signed())
+        # psutil.wait_procs would take the exit codes of our children, which launchers wait for.
+        limit = time.monotonic() + _END_S
+        while (left := [*filter(None, self.signed_in())]) and time.monotonic() < limit:
+            time.sleep(_POLL_S)
+        assert not left, f"processes {[p.pid for p in left]} of ranks are left {_END_S:g} s later"
+        return len(self.signed_in())
 
-    def forget(self) -> None:
+    def clean_up(self) -> None:
         """Stop the ranks left on this host, and remove their files."""
-        for process in filter(None, self.signed()):
+        for process in filter(None, self.signed_in()):
             with contextlib.suppress(psutil.Error):
                 process.kill()
         for file in Path(self.folder).glob("rank-*"):
@@ -159,7 +160,7 @@ def _error_of(kind: type[_E], call: Callable[[], object], about: str = "") -> _E
 # Functions that run in ranks.
 
 
-def _sign(folder: str) -> None:
+def _sign_in(folder: str) -> None:
     """Write this rank's host and pid to the folder, if this host can reach it."""
     with contextlib.suppress(OSError):
         unfinished = Path(folder, f"unfinished-{facts.get_rank()}")
@@ -224,20 +225,13 @@ def _use(local_rank: int, kinds: Sequence[Any]) -> tuple[list[object], Sequence[
     return [*found, speaker.value(), color.name, point.x, record.x], kinds
 
 
-def _who(info: RankInfo) -> tuple[RankInfo, str | None, str | None]:
+def _describe(info: RankInfo) -> tuple[RankInfo, str | None, str | None]:
     return info, os.environ.get(_MARK), os.environ.get("HOME")
 
 
-def _end(
-    local_rank: int,
-    who: int,
-    folder: str,
-    end: Callable[..., object],
-    args: tuple[Any, ...],
-    others: Callable[[], object],
-) -> object:
-    _sign(folder)
-    barrier()
+def _end(local_rank: int, who: int, folder: str, end: Any, args: Any, others: Any) -> object:
+    _sign_in(folder)
+    barrier()  # all ranks of the host have signed in before one of them ends
     return end(*args) if facts.get_rank() == who else others()
 
 
@@ -245,14 +239,14 @@ def _raise() -> NoReturn:
     raise KeyError(f"of rank {facts.get_rank()}")
 
 
-def _sleep_deaf() -> None:
+def _sleep_ignoring_sigterm() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(600)
 
 
 def _sleep(local_rank: int, folder: str) -> None:
     barrier()
-    _sign(folder)
+    _sign_in(folder)
     time.sleep(600)
 
 
@@ -272,9 +266,8 @@ def results_come_in_the_order_of_ranks(trial: LauncherTrial) -> None:
     for rank, local_rank, known_rank, size, nproc, others, _ in results:
         assert others == ranks, f"all_gather of the ranks gives rank {rank} {others}"
         assert size == trial.nproc, f"rank {rank} knows a world of {size}"
-        assert local_rank == known_rank, (
-            f"rank {rank} is given {local_rank}, and knows {known_rank}"
-        )
+        told = f"rank {rank} is given {local_rank}, and knows {known_rank}"
+        assert local_rank == known_rank, told
         assert 0 <= local_rank < nproc, f"rank {rank} has local rank {local_rank} of {nproc}"
     processes = {each[6] for each in results}
     assert len(processes) == trial.nproc, "two ranks share a process"
@@ -307,10 +300,8 @@ def classes_of_every_kind_arrive(trial: LauncherTrial) -> None:
     known, _ = _use(0, kinds)
     for rank, (found, back) in enumerate(trial.spawn(_use, kinds)):
         assert found == known, f"rank {rank} found {found}, not {known}"
-        others = [
-            each for each, value in zip(back, kinds, strict=True) if type(each) is not type(value)
-        ]
-        assert not others, f"rank {rank}: {others} came back as other classes"
+        for each, kind in zip(back, kinds, strict=True):
+            assert type(each) is type(kind), f"rank {rank}: {each} came back as another class"
 
 
 @_law
@@ -321,9 +312,8 @@ def every_rank_is_told_who_it_is(trial: LauncherTrial) -> None:
     for info in infos:
         check_info(info)
         assert info.world_size == trial.nproc, info
-        assert None not in (info.local_rank, info.local_world_size), (
-            f"no local rank or size: {info}"
-        )
+        has_local = None not in (info.local_rank, info.local_world_size)
+        assert has_local, f"no local rank or size: {info}"
     assert len({(info.master_addr, info.master_port) for info in infos}) == 1, infos
 
 
@@ -375,8 +365,8 @@ def a_result_that_cant_travel_is_a_failure(trial: LauncherTrial) -> None:
 @_law
 def no_rank_is_left_behind(trial: LauncherTrial) -> None:
     """After a failure all ranks have ended, including sleeping ones that ignore SIGTERM."""
-    trial.fails(_raise, others=_sleep_deaf)
-    if not trial.all_end():
+    trial.fails(_raise, others=_sleep_ignoring_sigterm)
+    if not trial.wait_for_ends():
         raise UntestableError("no rank could write into a folder of this host")
 
 
@@ -410,10 +400,10 @@ def a_deadline_is_kept(trial: LauncherTrial) -> None:
             _error_of(CollectiveTimeoutError, partial(trial.spawn, _sleep, trial.folder))
         took = time.monotonic() - begin
         assert took < block_s + _GRACE_S, f"a deadline of {block_s:g} s took {took:.1f} s"
-        n_there = trial.all_end()
+        n_there = trial.wait_for_ends()
         if n_there == trial.nproc:
             return
-        trial.forget()
+        trial.clean_up()
     raise UntestableError(f"{n_there} of {trial.nproc} ranks were there by the deadline")
 
 
@@ -422,9 +412,17 @@ def an_interrupt_ends_all_ranks(trial: LauncherTrial) -> None:
     """Ctrl-C raises KeyboardInterrupt in the parent, and no rank is left."""
     if threading.current_thread() is not threading.main_thread():
         raise UntestableError("only the main thread is interrupted")
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     is_over = threading.Event()
-    interrupter = threading.Thread(target=_interrupt, args=(trial, is_over), daemon=True)
+
+    def interrupt() -> None:
+        limit = time.monotonic() + _START_S
+        while not is_over.wait(_POLL_S):
+            if len(trial.signed_in()) == trial.nproc or time.monotonic() > limit:
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupter = threading.Thread(target=interrupt, daemon=True)
     try:
         interrupter.start()
         _error_of(KeyboardInterrupt, partial(trial.spawn, _sleep, trial.folder))
@@ -432,19 +430,10 @@ def an_interrupt_ends_all_ranks(trial: LauncherTrial) -> None:
         is_over.set()
         interrupter.join()
         signal.signal(signal.SIGINT, before)
-    n_there = trial.all_end()
+    n_there = trial.wait_for_ends()
     if n_there < trial.nproc:
-        what = f"{n_there} of {trial.nproc} ranks of this host were there after {_COME_S:g} s"
-        raise UntestableError(what)
-
-
-def _interrupt(trial: LauncherTrial, is_over: threading.Event) -> None:
-    """Interrupt the main thread once all ranks have signed in, or after a time limit."""
-    limit = time.monotonic() + _COME_S
-    while not is_over.wait(_LOOK_S):
-        if len(trial.signed()) == trial.nproc or time.monotonic() > limit:
-            os.kill(os.getpid(), signal.SIGINT)
-            return
+        there = f"{n_there} of {trial.nproc} ranks of this host"
+        raise UntestableError(f"{there} were there after {_START_S:g} s")
 
 
 @_law
@@ -525,7 +514,7 @@ def check_launcher(
                 try:
                     done.append(outcome_of(name, nproc, check))
                 finally:
-                    trial.forget()
+                    trial.clean_up()
     return done
 
 
@@ -567,20 +556,16 @@ def _check(law: Law, trial: LauncherTrial, timeout_s: float) -> None:
 @contextlib.contextmanager
 def _output_in(file: Path) -> Iterator[None]:
     """Redirect the output of ranks and launchers to a file: laws provoke failures."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    before = [os.dup(1), os.dup(2)]
-    try:
-        with file.open("wb") as stream:
-            os.dup2(stream.fileno(), 1)
-            os.dup2(stream.fileno(), 2)
+    flush()
+    with contextlib.ExitStack() as stack:
+        stream = stack.enter_context(file.open("wb"))
+        for fd in (1, 2):
+            own = os.dup(fd)
+            stack.callback(os.close, own)
+            stack.callback(os.dup2, own, fd)
+            os.dup2(stream.fileno(), fd)
+        stack.callback(flush)
         yield
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for target, fd in enumerate(before, 1):
-            os.dup2(fd, target)
-            os.close(fd)
 
 
 @contextlib.contextmanager
@@ -589,19 +574,16 @@ def _limited(seconds: float) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handler = signal.signal(_LATE, _give_up)
-    timer = threading.Timer(seconds, signal.pthread_kill, (threading.get_ident(), _LATE))
+    handler = signal.signal(_TOO_LONG, _raise_too_long)
+    timer = threading.Timer(seconds, signal.pthread_kill, (threading.get_ident(), _TOO_LONG))
     timer.daemon = True
-    timer.start()
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(signal.signal, _TOO_LONG, handler)
+        stack.callback(timer.join)  # a signal already sent arrives while our handler is set
+        stack.callback(timer.cancel)
+        timer.start()
         yield
-    finally:
-        try:
-            timer.cancel()
-            timer.join()  # a signal already sent arrives while our handler is set
-        finally:
-            signal.signal(_LATE, handler)
 
 
-def _give_up(*_: object) -> NoReturn:
+def _raise_too_long(*_: object) -> NoReturn:
     raise _TookTooLongError

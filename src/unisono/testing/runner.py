@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import signal
+import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
+from unisono.collectives.gathers import all_gather
 from unisono.context import current_model
 from unisono.errors import LaunchError, WorkerFailedError
+from unisono.host import stack_signal
 from unisono.lifecycle import spawn
 from unisono.model.contract import ComputationModel
 from unisono.registry import find_model
-from unisono.testing._watchdog import Board, Watchdog
-from unisono.testing.cases import LAWS, Law
+from unisono.testing.cases import LAWS, Law, same
 
 __all__ = ("Kept", "LawBrokenError", "Outcome", "Status", "check", "keep_laws", "law_names")
 
@@ -25,6 +33,9 @@ _DERIVED = (
     *("exchange", "all_reduce", "broadcast", "reduce", "scatter", "reduce_scatter", "all_to_all"),
 )
 _GRACE = 1.5  # model's deadline in multiples of the law's, which fires first and shows all stacks
+_POLL_S = 0.1
+_ANSWER_S = 3.0  # time for a replica to write its stack
+_OURS = " in keep_laws\n"  # this frame and those around it are the kit's
 
 
 class LawBrokenError(AssertionError):
@@ -94,7 +105,7 @@ def keep_laws(local_rank: int, names: Sequence[str], folder: str = "") -> list[K
     Args:
         local_rank: not used.
         names: laws to check, the same on every rank.
-        folder: folder for the replicas' `Board`; empty for none.
+        folder: folder for the each replica's current law; empty for none.
 
     Returns:
         The result of each law.
@@ -103,7 +114,7 @@ def keep_laws(local_rank: int, names: Sequence[str], folder: str = "") -> list[K
         LawBrokenError: the first law that doesn't hold here.
     """
     model = current_model()
-    used, board = _note_derived(model), Board(folder, model.topology.rank)
+    used, board = _note_derived(model), _Board(folder, model.topology.rank)
     kept = []
     for name in names:
         start = time.perf_counter()
@@ -111,9 +122,13 @@ def keep_laws(local_rank: int, names: Sequence[str], folder: str = "") -> list[K
         board.enter(name)
         try:
             LAWS[name].check()
+            derived = tuple(sorted(used))
+            # A law that leaves the ranks out of step is broken itself, not the one after it.
+            topology = model.topology
+            same(all_gather(topology.rank), list(range(topology.world_size)), "the next call")
         except Exception as error:
             raise LawBrokenError(name, _text_of(error)) from error
-        kept.append(Kept(time.perf_counter() - start, tuple(sorted(used))))
+        kept.append(Kept(time.perf_counter() - start, derived))
     board.enter("")
     return kept
 
@@ -204,7 +219,7 @@ def check(
 def _run(start: Callable[..., Any], names: Sequence[str], timeout_s: float) -> _Batch:
     """Run laws in new replicas until one is broken."""
     batch = _Batch()
-    with Watchdog(timeout_s) as watch:
+    with _Watchdog(timeout_s) as watch:
         try:
             rows: list[list[Kept]] = start(args=(names, watch.folder))
             batch.kept = {name: _joined(row) for name, *row in zip(names, *rows, strict=True)}
@@ -221,7 +236,7 @@ def _joined(row: Sequence[Kept]) -> Kept:
     return Kept(max(kept.seconds for kept in row), tuple(derived))
 
 
-def _broken_law(error: LaunchError, names: Sequence[str], watch: Watchdog) -> tuple[str, str]:
+def _broken_law(error: LaunchError, names: Sequence[str], watch: _Watchdog) -> tuple[str, str]:
     cause = error.__cause__
     rank = error.rank if isinstance(error, WorkerFailedError) else -1
     if isinstance(cause, LawBrokenError):
@@ -247,3 +262,92 @@ def _outcome_of(law: Law, model: type[ComputationModel], nproc: int, batch: _Bat
         text = f"derived: {', '.join(kept.derived)}"
         return Outcome(law.name, nproc, "derived", text, kept.seconds)
     return Outcome(law.name, nproc, "passed", "", kept.seconds)
+
+
+# A hang watchdog: each replica records the law it has entered in its own file. The process that
+# started them reads these files. When a law exceeds its time limit, that process requests every
+# replica's stack, by a signal that is handled in C and so works while the interpreter lock is held;
+# then it kills the processes. Replicas on other hosts aren't covered.
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A replica's current law, its start, and the facts needed to read its stack."""
+
+    rank: int
+    law: str
+    since_s: float
+    pid: int
+    thread_id: int
+    facts: dict[str, int]
+
+    def text(self) -> str:
+        stack = stack_signal.ask(self.pid, self.facts, self.thread_id, _ANSWER_S) or ""
+        frames = [line for line in stack.partition(_OURS)[0].splitlines() if line[:2] == "  "]
+        shown = "\n".join(frames[:-1] if _OURS in stack else frames) or "  (it showed no stack)"
+        return f"rank {self.rank}, in {self.law or 'no law any more'}:\n{shown}"
+
+
+class _Board:
+    """The file in which a replica records its current law."""
+
+    def __init__(self, folder: str, rank: int) -> None:
+        # No folder where nobody watches, or where it is on the host of the parent alone.
+        self._path = Path(folder, f"{rank}.rank") if folder and Path(folder).is_dir() else None
+        self._rank = rank
+        self._facts = {} if self._path is None else stack_signal.install()
+
+    def enter(self, law: str) -> None:
+        """Record that this replica enters a law; an empty name after the last."""
+        if self._path is None:
+            return
+        who = os.getpid(), threading.get_native_id(), self._facts
+        unfinished = self._path.with_suffix(".partial")
+        with contextlib.suppress(OSError):  # the folder is removed with the job
+            unfinished.write_text(json.dumps([self._rank, law, time.monotonic(), *who]))
+            unfinished.replace(self._path)
+
+
+class _Watchdog:
+    """Watches the replicas of one job from the process that started them."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._folder = tempfile.TemporaryDirectory(prefix="unisono-laws-")
+        self.folder: str = self._folder.name
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="unisono-watch", daemon=True)
+        self.hung = ""  # the law that took too long
+        self.stacks = ""  # of all replicas at that time
+
+    def __enter__(self) -> _Watchdog:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+        self._folder.cleanup()
+
+    def law_of(self, rank: int) -> str:
+        """Return the law that a replica entered last; empty if none."""
+        return next((entry.law for entry in self._entries() if entry.rank == rank), "")
+
+    def _entries(self) -> list[_Entry]:
+        entries = []
+        for path in Path(self.folder).glob("*.rank"):
+            with contextlib.suppress(OSError):
+                entries.append(_Entry(*json.loads(path.read_text())))
+        return sorted(entries, key=lambda entry: entry.rank)
+
+    def _look(self) -> None:
+        while not self._is_over.wait(_POLL_S):
+            entries, now = self._entries(), time.monotonic()
+            late = [each for each in entries if each.law and now - each.since_s > self._limit_s]
+            if late:
+                self.stacks = "\n".join(entry.text() for entry in entries)
+                self.hung = min(late, key=lambda entry: entry.since_s).law
+                for pid in {entry.pid for entry in entries} - {os.getpid()}:
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.kill(pid, signal.SIGKILL)
+                return

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from unisono.testing.cases import (  # noqa: F401 - they register themselves
     contract,
-    devices,
     facts,
     forks,
-    gathers,
     groups,
     recording,
     reductions,
@@ -23,4 +21,9 @@ from unisono.testing.cases import (  # noqa: F401 - they register themselves
     transfers,
     values,
 )
-from unisono.testing.cases._law import LAWS as LAWS, Law as Law, same as same
+from unisono.testing.cases._law import (
+    LAWS as LAWS,
+    Law as Law,
+    difference as difference,
+    same as same,
+)

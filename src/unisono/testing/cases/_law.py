@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import reprlib
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, TypeVar
 
 import torch
@@ -34,34 +34,30 @@ class Law:
     needs: frozenset[str] = frozenset()
 
 
-def law(*needs: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Register a function as a law that needs some capabilities."""
+def law(*needs: str, ranks: int = 1) -> Callable[[Callable[[int, int], None]], object]:
+    """Register a function of rank and world size as a law on models that declare `needs`."""
+    # With fewer than `ranks` replicas it holds: there is nothing that it could check.
 
-    def register(check: Callable[[], None]) -> Callable[[], None]:
-        LAWS[check.__name__] = Law(check.__name__, check, frozenset(needs))
-        return check
+    def register(check: Callable[[int, int], None]) -> object:
+        @wraps(check)
+        def checked() -> None:
+            topology = current_model().topology
+            if topology.world_size >= ranks:
+                check(topology.rank, topology.world_size)
+
+        LAWS[check.__name__] = Law(check.__name__, checked, frozenset(needs))
+        return checked
 
     return register
 
 
-def worlds() -> tuple[int, int]:
-    """Return this replica's rank and the number of replicas."""
-    topology = current_model().topology
-    return topology.rank, topology.world_size
-
-
-def needs_ranks(count: int) -> bool:
-    """Return whether the job has at least `count` replicas."""
-    return current_model().topology.world_size >= count
-
-
 def same(value: Any, expected: Any, what: object = "") -> None:
     """Check that two values have the same type, dtype, shape and bits."""
-    difference = _difference(value, expected)
-    assert not difference, f"{what}: {difference}"
+    found = difference(value, expected)
+    assert not found, f"{what}: {found}"
 
 
-def _difference(value: Any, expected: Any, path: str = "") -> str:
+def difference(value: Any, expected: Any, path: str = "") -> str:
     """Return a line on the first difference of two values, or an empty string."""
     at = f"at {path}: " if path else ""
 
@@ -79,7 +75,7 @@ def _difference(value: Any, expected: Any, path: str = "") -> str:
         return wrong(f"{len(value)} items", len(expected))
     if isinstance(expected, (dict, list, tuple)):
         keys: Iterable[Any] = expected if isinstance(expected, dict) else range(len(expected))
-        found = (_difference(value[key], expected[key], f"{path}[{key!r}]") for key in keys)
+        found = (difference(value[key], expected[key], f"{path}[{key!r}]") for key in keys)
         return next(filter(None, found), "")
     return "" if _is_same(value, expected) else wrong(_short(value), _short(expected))
 
@@ -107,12 +103,8 @@ def _short(value: Any) -> str:
 
 
 def _is_same(value: Any, expected: Any) -> bool:
-    if isinstance(expected, complex):
-        return _is_same(value.real, expected.real) and _is_same(value.imag, expected.imag)
-    if isinstance(expected, float):
-        is_sign_alike = math.copysign(1, value) == math.copysign(1, expected)
-        is_nan = value != value and expected != expected
-        return bool(is_nan or (value == expected and is_sign_alike))
+    if isinstance(expected, (float, complex)):
+        return repr(value) == repr(expected)  # NaN is NaN, and -0.0 isn't 0.0
     return bool(value == expected)
 
 
@@ -133,12 +125,14 @@ def quietly(make: Callable[..., T], *args: Any) -> T:
 
 def raises(
     error: type[BaseException] | tuple[type[BaseException], ...],
-    call: Callable[[], Any],
-    parts: Sequence[str] = (),
+    parts: Sequence[str],
+    call: Callable[..., Any],
+    *args: Any,
+    **options: Any,
 ) -> None:
-    """Check that `call` raises `error` with all `parts` in its text."""
+    """Check that a call raises `error` with all `parts` in its text."""
     try:
-        value = call()
+        value = call(*args, **options)
     except error as raised:
         for part in parts:
             assert part in str(raised), f"{part!r} isn't in the message {str(raised)!r}"

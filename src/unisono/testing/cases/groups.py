@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import threading
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 import unisono as idist
-from unisono.context import ContextState, communicator, current, replica
+from unisono.context import communicator, current, replica
 from unisono.errors import ArgumentError, GroupMembershipError
-from unisono.testing.cases._law import law, needs_ranks, raises, same, tensor_of, worlds
-from unisono.topology import Group
+from unisono.testing.cases._law import law, raises, same, tensor_of
 
 
 @law("groups")
-def a_group_is_ordered_by_rank_and_knows_its_members() -> None:
-    _, size = worlds()
+def a_group_is_ordered_by_rank_and_knows_its_members(rank: int, size: int) -> None:
     group = idist.new_group(list(reversed(range(size))))
     same(group.ranks, tuple(range(size)))
     same(group.size, size)
@@ -25,10 +22,9 @@ def a_group_is_ordered_by_rank_and_knows_its_members() -> None:
 
 
 @law("groups")
-def collectives_of_a_group_concern_its_members_alone() -> None:
-    rank, size = worlds()
+def collectives_of_a_group_concern_its_members_alone(rank: int, size: int) -> None:
     members = list(range(0, size, 2))
-    group = idist.new_group(members)
+    group, last = idist.new_group(members), members[-1]
     is_member = rank in members
     value = tensor_of(rank, (4,), torch.float32)
     parts = [tensor_of(r, (4,), torch.float32) for r in members]
@@ -37,19 +33,15 @@ def collectives_of_a_group_concern_its_members_alone() -> None:
         same(idist.all_reduce(rank, group=spelling), sum(members) if is_member else rank)
         same(idist.all_gather(rank, group=spelling), members if is_member else rank)
         same(idist.all_gather(value, group=spelling), torch.cat(parts) if is_member else value)
-        same(
-            idist.broadcast(f"r{rank}", src=members[-1], group=spelling),
-            f"r{members[-1]}" if is_member else f"r{rank}",
-        )
+        sent = idist.broadcast(f"r{rank}", src=last, group=spelling)
+        same(sent, f"r{last if is_member else rank}")
         idist.barrier(group=spelling)
-    last = members[-1]
     expected = torch.cat(parts) if rank == last else None if is_member else value
     same(idist.gather(value, dst=last, group=group), expected)
     total = idist.reduce(rank, dst=last, group=group)
     same(total, sum(members) if rank == last else None if is_member else rank)
     texts = [f"to {r}" for r in members]
-    got = idist.scatter(texts, src=last, group=group)
-    same(got, f"to {rank}" if is_member else texts)
+    same(idist.scatter(texts, src=last, group=group), f"to {rank}" if is_member else texts)
     swapped = idist.all_to_all([f"{rank}-{r}" for r in members], group=group)
     same(swapped, [f"{r}-{rank}" if is_member else f"{rank}-{r}" for r in members])
     rows = torch.arange(float(2 * len(members)))
@@ -63,23 +55,16 @@ def collectives_of_a_group_concern_its_members_alone() -> None:
     same(handle.wait(), sum(members) if is_member else rank)
 
 
-@law("groups")
-def groups_that_overlap_do_not_mix() -> None:
-    rank, size = worlds()
-    if not needs_ranks(2):
-        return
+@law("groups", ranks=2)
+def groups_that_overlap_do_not_mix(rank: int, size: int) -> None:
     low, high = list(range(size - 1)), list(range(1, size))
     for _ in range(5):
-        a = idist.all_gather(rank, group=low)
-        b = idist.all_gather(rank, group=high)
-        same(a, low if rank in low else rank)
-        same(b, high if rank in high else rank)
-    same(idist.all_reduce(1), size)
+        for group in (low, high):
+            same(idist.all_gather(rank, group=group), group if rank in group else rank)
 
 
 @law("groups")
-def a_list_of_ranks_makes_one_group_however_often_it_is_used() -> None:
-    _, size = worlds()
+def a_list_of_ranks_makes_one_group_however_often_it_is_used(rank: int, size: int) -> None:
     members = list(range(size))
     idist.all_reduce(1, group=members)
     before = len(current().groups)
@@ -89,98 +74,81 @@ def a_list_of_ranks_makes_one_group_however_often_it_is_used() -> None:
     same(len(current().groups), before)
 
 
-@law("groups")
-def two_groups_of_the_same_ranks_are_two_communicators() -> None:
+@law("groups", ranks=2)
+def two_groups_of_the_same_ranks_are_two_communicators(rank: int, size: int) -> None:
     """Rank 0 calls both at once, each in a separate thread; the others one after the other.
 
     On a model that records graphs, which have one order, every rank calls one after the other.
     """
-    rank, size = worlds()
     context = communicator()
-    if not needs_ranks(2):
-        return
     one, other = idist.new_group(range(size)), idist.new_group(range(size))
-    for _ in range(10):
-        results: dict[str, Any] = {}
-        if rank == 0 and not context.control.is_lazy:
-            thread = threading.Thread(target=_sum_in_a_thread, args=(context, one, results))
-            thread.start()
-            results["other"] = idist.all_reduce(100, group=other)
-            thread.join()
-        else:
-            results["other"] = idist.all_reduce(100, group=other)
-            results["one"] = idist.all_reduce(1, group=one)
-        same((results["one"], results["other"]), (size, 100 * size), "sums of the two groups")
 
+    def sum_in_one() -> Any:
+        with replica(context):
+            return idist.all_reduce(1, group=one)
 
-def _sum_in_a_thread(context: ContextState, group: Group, results: dict[str, Any]) -> None:
-    with replica(context):
-        try:
-            results["one"] = idist.all_reduce(1, group=group)
-        except Exception as error:
-            results["one"] = error
+    with ThreadPoolExecutor(1) as thread:
+        for _ in range(10):
+            if rank == 0 and not context.control.is_lazy:
+                begun = thread.submit(sum_in_one)
+                second = idist.all_reduce(100, group=other)
+                first = begun.result()
+            else:
+                second = idist.all_reduce(100, group=other)
+                first = idist.all_reduce(1, group=one)
+            same((first, second), (size, 100 * size), "sums of the two groups")
 
 
 @law("groups")
-def bad_groups_are_refused_on_every_rank() -> None:
-    _, size = worlds()
-    lists: list[Any] = [[0, 0], [size], [-1], [True], ["0"], [0.0], [[0]]]
-    for wrong in lists:
-        raises(ArgumentError, partial(idist.new_group, wrong), ["ranks"])
-        raises(ArgumentError, partial(idist.all_reduce, 1, group=wrong), ["ranks"])
-    raises(ArgumentError, partial(idist.all_reduce, 1, group="all"), ["group"])
-    same(idist.all_reduce(1), size)
+def bad_groups_are_refused_on_every_rank(rank: int, size: int) -> None:
+    for wrong in ([0, 0], [size], [-1], [True], ["0"], [0.0], [[0]]):
+        raises(ArgumentError, ["ranks"], idist.new_group, wrong)
+        raises(ArgumentError, ["ranks"], idist.all_reduce, 1, group=wrong)
+    raises(ArgumentError, ["group"], idist.all_reduce, 1, group="all")
+
+
+def _gives_back(group: Any, number: int, text: str) -> None:
+    """Check that the collectives of a group without members return their input."""
+    same(idist.all_reduce(number, group=group), number)
+    same(idist.all_gather(text, group=group), text)
+    idist.barrier(group=group)
 
 
 @law("groups")
-def a_group_of_nobody_gives_every_rank_its_input() -> None:
-    rank, size = worlds()
-    groups: list[Any] = [idist.new_group([]), idist.new_group(range(size, size)), [], ()]
-    for nobody in groups:
-        same(idist.all_reduce(rank + 1, group=nobody), rank + 1)
-        same(idist.all_gather("mine", group=nobody), "mine")
-        idist.barrier(group=nobody)
+def a_group_of_nobody_gives_every_rank_its_input(rank: int, size: int) -> None:
+    nobody: Any
+    for nobody in (idist.new_group([]), idist.new_group(range(size, size)), [], ()):
+        _gives_back(nobody, rank + 1, "mine")
     same(idist.all_reduce(1), size)
     assert idist.local_group().size > 0
 
 
 @law("groups")
-def a_group_equals_the_list_of_its_ranks() -> None:
-    _, size = worlds()
+def a_group_equals_the_list_of_its_ranks(rank: int, size: int) -> None:
     group = idist.new_group(list(range(size)))
     assert group == list(range(size))
     assert group != [*range(size), size]
     assert group != idist.new_group(list(range(size))), "two groups are two communicators"
 
 
-@law("groups")
-def a_root_outside_of_the_group_is_refused_on_every_rank() -> None:
-    rank, size = worlds()
-    if not needs_ranks(2):
-        return
-    group = idist.new_group([0])
-    parts = ["isn't a member"]
-    raises(GroupMembershipError, partial(idist.broadcast, 1, src=size - 1, group=group), parts)
-    raises(GroupMembershipError, partial(idist.gather, 1, dst=size - 1, group=group), parts)
-    raises(GroupMembershipError, partial(idist.reduce, 1, dst=size - 1, group=group), parts)
-    raises(GroupMembershipError, partial(idist.scatter, [1], src=size - 1, group=group), parts)
-    same(idist.all_gather(rank), list(range(size)))
+@law("groups", ranks=2)
+def a_root_outside_of_the_group_is_refused_on_every_rank(rank: int, size: int) -> None:
+    group, root, parts = idist.new_group([0]), size - 1, ["isn't a member"]
+    raises(GroupMembershipError, parts, idist.broadcast, 1, src=root, group=group)
+    raises(GroupMembershipError, parts, idist.gather, 1, dst=root, group=group)
+    raises(GroupMembershipError, parts, idist.reduce, 1, dst=root, group=group)
+    raises(GroupMembershipError, parts, idist.scatter, [1], src=root, group=group)
 
 
 @law("groups")
-def a_group_of_nobody_leaves_every_value_as_it_is() -> None:
+def a_group_of_nobody_leaves_every_value_as_it_is(rank: int, size: int) -> None:
     """Such a group results from `range(1, world_size)` in a program with one rank."""
-    rank, _ = worlds()
-    nobody: tuple[Any, ...] = (idist.new_group([]), [])
-    for group in nobody:
-        same(idist.all_reduce(rank, group=group), rank)
-        same(idist.all_gather("x", group=group), "x")
-        idist.barrier(group=group)
+    _gives_back(idist.new_group([]), rank, "x")
+    _gives_back([], rank, "x")
 
 
 @law("groups")
-def the_local_group_has_the_ranks_of_this_node() -> None:
-    rank, _ = worlds()
+def the_local_group_has_the_ranks_of_this_node(rank: int, size: int) -> None:
     group = idist.local_group()
     assert rank in group
     same(group.size, idist.get_nproc_per_node())
@@ -189,6 +157,6 @@ def the_local_group_has_the_ranks_of_this_node() -> None:
 
 
 @law()
-def a_group_of_another_context_is_refused() -> None:
+def a_group_of_another_context_is_refused(rank: int, size: int) -> None:
     stranger = idist.Group((0,), context_id=-1)
-    raises(GroupMembershipError, partial(idist.all_reduce, 1, group=stranger), ["another context"])
+    raises(GroupMembershipError, ["another context"], idist.all_reduce, 1, group=stranger)

@@ -3,49 +3,44 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 
 import torch
 
 import unisono as idist
 from unisono.recording import CollectiveRecord
-from unisono.testing.cases._law import law, same, worlds
+from unisono.testing.cases._law import law, same
 from unisono.topology import EVERYBODY
 
 _LATE_S = 0.15  # more than the jitter of a busy machine
 _LATE_CALLS = 4
 
 
-class _Seen:
-    """Calls that hooks receive for this rank; other replicas have separate hooks."""
+@contextmanager
+def _seen() -> Iterator[tuple[list[CollectiveRecord], list[CollectiveRecord]]]:
+    """Collect the records before and after this rank's calls."""
+    rank = idist.get_rank()
 
-    def __init__(self) -> None:
-        self.begun: list[CollectiveRecord] = []
-        self.done: list[CollectiveRecord] = []
-        self._rank, _ = worlds()
-        self._remove = idist.add_hook(before=self._before, after=self._after)
+    def note(into: list[CollectiveRecord], record: CollectiveRecord) -> None:
+        if record.rank == rank:  # ranks that are threads share hooks
+            into.append(record)
 
-    def _before(self, record: CollectiveRecord) -> None:
-        if record.rank == self._rank:
-            self.begun.append(record)
-
-    def _after(self, record: CollectiveRecord) -> None:
-        if record.rank == self._rank:
-            self.done.append(record)
-
-    def __enter__(self) -> _Seen:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._remove()
+    begun: list[CollectiveRecord] = []
+    done: list[CollectiveRecord] = []
+    remove = idist.add_hook(before=partial(note, begun), after=partial(note, done))
+    try:
+        yield begun, done
+    finally:
+        remove()
 
 
 @law()
-def hooks_see_every_collective_with_name_bytes_group_and_number() -> None:
+def hooks_see_every_collective_with_name_bytes_group_and_number(rank: int, size: int) -> None:
     """Each call is one record before and one after; equal numbers are one call on all ranks."""
-    rank, size = worlds()
     tensor = torch.ones(3, dtype=torch.float64)
-    with _Seen() as seen:
+    with _seen() as (begun, done):
         idist.all_reduce(tensor)
         idist.broadcast("text")
         idist.all_gather(tensor.float())
@@ -54,50 +49,48 @@ def hooks_see_every_collective_with_name_bytes_group_and_number() -> None:
         *(("all_reduce", 24, "float64"), ("broadcast", 0, "")),
         *(("all_gather", 12, "float32"), ("barrier", 0, "")),
     ]
-    same([(each.name, each.size_bytes, each.dtype) for each in seen.done], expected)
-    same([each.name for each in seen.begun], [name for name, _, _ in expected])
-    for each in seen.done:
+    same([(each.name, each.size_bytes, each.dtype) for each in done], expected)
+    same([each.name for each in begun], [name for name, _, _ in expected])
+    for each in done:
         same((each.rank, each.world_size, each.group), (rank, size, EVERYBODY))
         same(list(each.ranks), list(range(size)))
         assert each.duration_ns >= 0, each
         assert each.plane in ("control", "memory", "data"), each
-    arrivals = [each.arrival_ns for each in seen.done]
+    arrivals = [each.arrival_ns for each in done]
     same(arrivals, sorted(arrivals), "arrivals")
-    numbers = [each.number for each in seen.done]
+    numbers = [each.number for each in done]
     same(numbers, list(range(numbers[0], numbers[0] + len(expected))), "numbers")
     same(idist.all_gather(numbers[0]), [numbers[0]] * size, "the number of one call")
     idist.barrier()
-    same(len(seen.done), len(expected), "after the hooks were taken back")
+    same(len(done), len(expected), "after the hooks were taken back")
 
 
 @law("groups")
-def hooks_see_the_group_of_a_call() -> None:
+def hooks_see_the_group_of_a_call(rank: int, size: int) -> None:
     """A group counts its own calls, and its record names its ranks."""
-    rank, size = worlds()
     group = idist.new_group([0, size - 1] if size > 1 else [0])
-    with _Seen() as seen:
+    with _seen() as (begun, done):
         idist.all_reduce(1, group=group)
         idist.all_reduce(2, group=group)
-    found = [(each.group, list(each.ranks), each.number) for each in seen.done]
+    found = [(each.group, list(each.ranks), each.number) for each in done]
     is_member = rank in group.ranks
     same(found, [(group.name, list(group.ranks), n) for n in (1, 2)] if is_member else [])
 
 
 @law()
-def a_call_that_fails_is_recorded_with_its_error() -> None:
+def a_call_that_fails_is_recorded_with_its_error(rank: int, size: int) -> None:
     """The record of a call that raises has its error, on every rank."""
-    with _Seen() as seen, suppress(idist.UnisonoError):
+    with _seen() as (begun, done), suppress(idist.UnisonoError):
         idist.all_reduce("text")  # type: ignore[call-overload]
-    for each in seen.done:
+    for each in done:
         assert "Error" in each.error, each
-    same(len(seen.begun), len(seen.done))
-    same(len(seen.done), 1)
+    same(len(begun), len(done))
+    same(len(done), 1)
 
 
 @law()
-def watching_names_the_rank_that_comes_late() -> None:
+def watching_names_the_rank_that_comes_late(rank: int, size: int) -> None:
     """Every rank receives the late rank and the time lost."""
-    rank, size = worlds()
     slow = size - 1
     with idist.watching() as watch:
         for _ in range(_LATE_CALLS):

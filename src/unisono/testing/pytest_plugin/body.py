@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from warnings import WarningMessage
 
@@ -26,7 +27,7 @@ from unisono import context, facts
 from unisono.errors import UnisonoError
 from unisono.launchers.job.pickling import load_from_parent
 from unisono.launchers.job.worker import describe
-from unisono.testing.pytest_plugin.place import IN_RANK, OF_A_PROCESS
+from unisono.testing.pytest_plugin.plugin import IN_RANK, OF_A_PROCESS
 
 # Plug-ins for the terminal, timing or the whole session, which run in the parent.
 _PARENTS = (
@@ -119,6 +120,7 @@ class RankSession:
         else:
             off += _OF_A_PROCESS
             options["assertmode"] = "plain"  # the parent's rewriting applies
+            # The parent has extended the search path that they share.
             options["override_ini"] = [*(options.get("override_ini") or ()), "pythonpath="]
         ini = ["-c", setting.ini] if setting.ini else []
         arguments = [f"-pno:{name}" for name in off]
@@ -139,8 +141,15 @@ class RankSession:
         """Run one test with its fixtures."""
         item = self._items.get(nodeid)
         if item is None:
-            raise UnisonoError(self._why_not_here(nodeid))
+            file = nodeid.partition("::")[0]
+            if file in self._errors:
+                raise UnisonoError(f"this rank can't collect {file}:\n{self._errors[file]}")
+            raise UnisonoError(
+                f"this rank collects no test {nodeid}: what a file's tests and their "
+                "parameters are must be the same in every process"
+            )
         self._report, self._failure, self._tmp_path = RankReport(), None, Path(tmp_path)
+        # Fixtures of modules and classes end when the parent leaves these, not between two tests.
         self._session._setupstate.teardown_exact(item)
         around: Any = item.parent  # keeps its fixtures
         item.ihook.pytest_runtest_protocol(item=item, nextitem=around)
@@ -165,22 +174,12 @@ class RankSession:
                 raise
         return None
 
-    def _why_not_here(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        why = self._errors.get(file, "")
-        if why:
-            return f"this rank can't collect {file}:\n{why}"
-        return (
-            f"this rank collects no test {nodeid}: what a file's tests and their "
-            "parameters are must be the same in every process"
-        )
-
-    def leave(self, stay: Sequence[str]) -> None:
-        """Close the fixtures of all modules and classes except those in `stay`."""
+    def end_fixtures(self, kept: Sequence[str]) -> None:
+        """Close the fixtures of all modules and classes except those in `kept`."""
         state = self._session._setupstate
-        chain = [node for node in state.stack if node.nodeid in stay]
-        around: Any = _Chain(chain) if stay else None
-        state.teardown_exact(around)
+        nodes = [node for node in state.stack if node.nodeid in kept]
+        next_test: Any = SimpleNamespace(listchain=lambda: nodes)  # teardown reads nothing else
+        state.teardown_exact(next_test if kept else None)
 
     def debug(self, stdin: str) -> None:
         """Start the debugger at the last failure; a process rank reads from `stdin`."""
@@ -248,16 +247,6 @@ class _NoTerminal:
 
     def __init__(self, config: Config) -> None:
         self._tw = create_terminal_writer(config, io.StringIO())
-
-
-@dataclass(frozen=True)
-class _Chain:
-    """The nodes of a session to keep, in place of the next test."""
-
-    nodes: Sequence[Any]
-
-    def listchain(self) -> list[Any]:
-        return list(self.nodes)
 
 
 def _refused(name: str) -> Any:

@@ -8,25 +8,49 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from unisono.testing.pytest_plugin.place import (
-    IN_RANK,
-    OF_A_PROCESS,
-    PLACE,
-    Place,
-    place_of,
-    timeout_of,
+IN_RANK = "unisono_rank"
+"""An option that only the configuration within a rank has."""
+OF_A_PROCESS = frozenset(
+    {
+        *("caplog", "capfd", "capfdbinary", "capsys", "capsysbinary", "capteesys"),
+        *("monkeypatch", "recwarn"),
+    }
 )
-
-_DEFAULT_ON_PROCESSES = ("gloo",)
-_DEFAULT_ON = ("threads", *_DEFAULT_ON_PROCESSES)
+"""Fixtures that change the whole process, which thread ranks share."""
+_PLACE = "_ranks"  # the parameter with a test's `Place`
 _MARK = (
     'ranks(*sizes, on=("threads", "gloo"), timeout=30): run the test\'s body in so many ranks, '
     "once for each size and backend; timeout is in seconds"
 )
+
+
+@dataclass(frozen=True)
+class Place:
+    """Number of ranks, backend and time limit of a test."""
+
+    size: int
+    backend: str
+    timeout_s: float
+
+    def __str__(self) -> str:
+        return f"{self.size}-{self.backend}"
+
+
+def place_of(item: object) -> Place | None:
+    """Return where a test runs; None for a test in the parent."""
+    callspec = getattr(item, "callspec", None)
+    return None if callspec is None else callspec.params.get(_PLACE)
+
+
+def timeout_of(config: pytest.Config, given: float | None) -> float:
+    """Return a test's time limit in seconds: `given`, else the option's, else the ini file's."""
+    limits = (given, config.getoption("ranks_timeout"), config.getini("ranks_timeout"))
+    return float(next(limit for limit in limits if limit is not None))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -66,21 +90,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marks = [mark for node, mark in reversed(found) if node is found[0][0]]
     places = {str(place): place for mark in marks for place in _places(mark, metafunc)}
     if places:
-        metafunc.fixturenames.append(PLACE)
-        metafunc.parametrize(PLACE, list(places.values()), ids=list(places))
+        metafunc.fixturenames.append(_PLACE)
+        metafunc.parametrize(_PLACE, list(places.values()), ids=list(places))
 
 
 def _places(mark: pytest.Mark, metafunc: pytest.Metafunc) -> Iterator[Place]:
-    config, test = metafunc.config, metafunc.definition.name
+    test, wrong = metafunc.definition.name, ""
     unknown = sorted(set(mark.kwargs) - {"on", "timeout"})
     if unknown:
-        text = f"{test}: mark ranks takes on and timeout, not {', '.join(unknown)}"
-        pytest.fail(text, pytrace=False)
-    if not mark.args or not all(type(size) is int and size > 0 for size in mark.args):
+        wrong = f"mark ranks takes on and timeout, not {', '.join(unknown)}"
+    elif not mark.args or not all(type(size) is int and size > 0 for size in mark.args):
         given = ", ".join(map(repr, mark.args))
-        text = f"{test}: mark ranks({given}) needs numbers of ranks, such as ranks(1, 2)"
-        pytest.fail(text, pytrace=False)
-    timeout_s = timeout_of(config, mark.kwargs.get("timeout", config.getoption("ranks_timeout")))
+        wrong = f"mark ranks({given}) needs numbers of ranks, such as ranks(1, 2)"
+    if wrong:
+        pytest.fail(f"{test}: {wrong}", pytrace=False)
+    timeout_s = timeout_of(metafunc.config, mark.kwargs.get("timeout"))
     for size in mark.args:
         for backend in _backends(mark, metafunc):
             yield Place(size, backend, timeout_s)
@@ -94,8 +118,8 @@ def _backends(mark: pytest.Mark, metafunc: pytest.Metafunc) -> list[str]:
         names = [name for part in parts for name in part.replace(",", " ").split()]
         if names:
             return names
-    needs_process = not OF_A_PROCESS.isdisjoint(metafunc.fixturenames)
-    return list(_DEFAULT_ON_PROCESSES if needs_process else _DEFAULT_ON)
+    is_for_processes = not OF_A_PROCESS.isdisjoint(metafunc.fixturenames)
+    return ["gloo"] if is_for_processes else ["threads", "gloo"]
 
 
 @pytest.fixture
@@ -136,9 +160,8 @@ class _Session:
     def pools(self, session: pytest.Session) -> Any:
         """Return the warm pools of this session; the first call imports torch."""
         if self._pools is None:
-            self._pools = importlib.import_module("unisono.testing.pytest_plugin.pools").Pools(
-                session
-            )
+            pools: Any = importlib.import_module("unisono.testing.pytest_plugin.pools")
+            self._pools = pools.Pools(session)
             session.config.pluginmanager.register(self._pools)
         return self._pools
 
@@ -168,9 +191,10 @@ class _Session:
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> object:
         """Run a marked test's body in its ranks."""
         place = place_of(pyfuncitem)
-        if place is not None:
-            self.pools(pyfuncitem.session).run_test(pyfuncitem, place)
-        return None if place is None else True
+        if place is None:
+            return None
+        self.pools(pyfuncitem.session).run_test(pyfuncitem, place)
+        return True  # pytest itself doesn't run the body
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtestloop(self) -> Iterator[Any]:

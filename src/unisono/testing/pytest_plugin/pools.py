@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import os
 import pickle
 import re
-from collections.abc import Callable, Generator
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 
@@ -21,18 +24,19 @@ from unisono.errors import (
     UnknownBackendError,
 )
 from unisono.launchers.job.failure import Failure
+from unisono.launchers.job.output import ByThread, RankStream
 from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.pool.call import PoolCall
 from unisono.pool.pool import WorkerPool, end_replicas, outcome
 from unisono.testing.pytest_plugin import reports
 from unisono.testing.pytest_plugin.body import RankSession, Setting, begin, in_session
-from unisono.testing.pytest_plugin.output import of_threads
-from unisono.testing.pytest_plugin.place import Place, place_of, timeout_of
+from unisono.testing.pytest_plugin.plugin import Place, place_of, timeout_of
 from unisono.tracebacks import hides
 
 __tracebackhide__ = hides
 
 _START_S = 120.0  # for ranks to start, and to collect the tests
+_THREAD = "unisono-rank-"  # prefix of the names of threads that are ranks
 _PLAIN = (type(None), bool, int, float, str)
 # Options of the session that aren't for its ranks, which run single tests.
 _OFF: dict[str, Any] = {
@@ -73,7 +77,7 @@ class Pool:
 
     def run(self, method: Callable[..., Any], *args: Any, timeout_s: float | None) -> PoolCall:
         """Call a method of every rank's session."""
-        if self._is_held:
+        if self._is_held:  # busy ranks that a debugger could look at until now
             self.drop()
         if not self.is_warm:
             begun = outcome(self._pool, begin, (self._setting(),), _START_S)
@@ -122,15 +126,14 @@ class Pools:
             manager.unregister(self._debugger)
 
     def _pool(self, backend: str, size: int) -> Pool:
-        key = (backend, size)
-        if key not in self._pools:
+        if (backend, size) not in self._pools:
             is_debugged = bool(self._session.config.getoption("usepdb", False))
-            self._pools[key] = Pool(backend, size, self._setting, is_debugged)
-        return self._pools[key]
+            self._pools[backend, size] = Pool(backend, size, self._setting, is_debugged)
+        return self._pools[backend, size]
 
     def _temporary(self) -> Path:
-        factory: Any = getattr(self._session.config, "_tmp_path_factory")  # noqa: B009 - private
-        return Path(factory.getbasetemp())
+        config: Any = self._session.config
+        return Path(config._tmp_path_factory.getbasetemp())
 
     def _setting(self) -> Setting:
         config = self._session.config
@@ -140,20 +143,13 @@ class Pools:
         options.pop("file_or_dir", None)
         temporary = self._temporary() / "ranks"
         temporary.mkdir(exist_ok=True)
-        return Setting(
-            {**options, **_OFF},
-            str(config.rootpath),
-            None if config.inipath is None else str(config.inipath),
-            tuple(files),
-            str(temporary),
-            os.getpid(),
-        )
+        ini = None if config.inipath is None else str(config.inipath)
+        places = (str(config.rootpath), ini, tuple(files), str(temporary))
+        return Setting({**options, **_OFF}, *places, os.getpid())
 
     def ranks(self, size: int, *, on: str = "threads", timeout: float | None = None) -> RankPool:
         """Return ranks for functions of a test that stays in the parent."""
-        config = self._session.config
-        given = config.getoption("ranks_timeout") if timeout is None else timeout
-        return RankPool(self._pool(on, size), timeout_of(config, given))
+        return RankPool(self._pool(on, size), timeout_of(self._session.config, timeout))
 
     def run_test(self, item: pytest.Function, place: Place) -> None:
         """Run a marked test in its ranks, and raise unless it passes."""
@@ -168,16 +164,16 @@ class Pools:
         limit_s = None if is_debugged else place.timeout_s
         is_kept = item.config.getoption("capture", "fd") != "no"
         try:
-            with of_threads(is_kept) as printed:
+            with _output_of_threads(is_kept) as printed:
                 answers = pool.run(RankSession.run, item.nodeid, tmp_path, timeout_s=limit_s)
         except ArgumentError as error:
             raise pytest.fail.Exception(str(error), pytrace=False) from None
         except BackendUnavailableError as error:
             raise pytest.skip.Exception(str(error), _use_item_location=True) from None
         self._merged = merged = reports.merge(answers, place, item, printed)
-        if merged.has_lost_context and not is_debugged:
+        if merged.has_lost_context and not is_debugged:  # a debugger has yet to look at them
             pool.drop()
-        merged.give()
+        merged.raise_unless_passed()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
@@ -186,7 +182,7 @@ class Pools:
         """Replace the report of this process by the ranks' own."""
         report = yield
         if call.when == "call" and place_of(item) is not None and self._merged is not None:
-            self._merged.fill(report)
+            self._merged.copy_to(report)
         return report
 
     def pytest_exception_interact(self, node: Any, call: pytest.CallInfo[Any], report: Any) -> None:
@@ -224,13 +220,11 @@ class Pools:
     @pytest.hookimpl(trylast=True)  # after the session's own teardown
     def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
         """End fixtures in the ranks whose module or class the session leaves."""
-        stay = [node.nodeid for node in nextitem.listchain()] if nextitem is not None else []
-        parents = [node.nodeid for node in item.listchain()[:-1]]
-        if stay and set(parents) <= set(stay):
-            return
-        for pool in self._pools.values():
+        kept = [node.nodeid for node in nextitem.listchain()] if nextitem is not None else []
+        left = {node.nodeid for node in item.listchain()[:-1]}.difference(kept)
+        for pool in self._pools.values() if left or not kept else ():
             if pool.is_warm:
-                _end_fixtures(pool, stay)
+                _end_fixtures(pool, kept)
 
     def end_threads(self) -> None:
         """End ranks that are threads, so that this process can have its own context."""
@@ -247,8 +241,8 @@ class Pools:
             pool.close()
 
 
-def _end_fixtures(pool: Pool, stay: list[str]) -> None:
-    answers = pool.run(RankSession.leave, stay, timeout_s=_START_S)
+def _end_fixtures(pool: Pool, kept: list[str]) -> None:
+    answers = pool.run(RankSession.end_fixtures, kept, timeout_s=_START_S)
     if len(answers.answers) < pool.size:
         error = reports.error_of(answers, pool.size, "ending fixtures", _START_S)
         pytest.fail(str(error), pytrace=False)
@@ -273,10 +267,41 @@ class RankPool:
         return [pickle.loads(answers.answers[rank][0]) for rank in range(size)]
 
 
+class _ByRank(ByThread):
+    """A text stream with a separate target for each rank that is a thread."""
+
+    def __init__(self, stream: TextIO, is_kept: bool) -> None:
+        super().__init__(stream)
+        self._is_kept = is_kept
+
+    def own(self) -> Any:
+        thread = threading.current_thread().name
+        if not thread.startswith(_THREAD):
+            return self.stream
+        rank = int(thread.removeprefix(_THREAD))
+        if rank not in self.streams:
+            own: Any = io.StringIO() if self._is_kept else RankStream(self.stream, rank)
+            self.streams[rank] = own  # only the rank's own thread sets it
+        return self.streams[rank]
+
+
+@contextlib.contextmanager
+def _output_of_threads(is_kept: bool) -> Iterator[reports.Printed]:
+    """Separate the output of ranks that are threads: keep it, else prefix its lines."""
+    out: Any = _ByRank(sys.stdout, is_kept)
+    err: Any = _ByRank(sys.stderr, is_kept)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            yield {"stdout": out.streams, "stderr": err.streams} if is_kept else {}
+        finally:
+            for stream in (*out.streams.values(), *err.streams.values()):
+                stream.flush()  # incomplete lines
+
+
 def _is_plain(value: object) -> bool:
     """Return whether an option consists of plain values, which any process can load."""
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
     return type(value) in _PLAIN

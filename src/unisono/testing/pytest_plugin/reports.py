@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from traceback import StackSummary
 from typing import Any, Literal
 from warnings import WarningMessage
@@ -25,8 +27,7 @@ from unisono.errors import CollectiveTimeoutError, WorkerFailedError
 from unisono.launchers.job.failure import Failure
 from unisono.pool.call import PoolCall
 from unisono.testing.pytest_plugin.body import RankReport, TestFailed
-from unisono.testing.pytest_plugin.output import Printed
-from unisono.testing.pytest_plugin.place import Place
+from unisono.testing.pytest_plugin.plugin import Place
 from unisono.testing.pytest_plugin.world import ranks_text
 from unisono.tracebacks import fold_text
 
@@ -34,6 +35,7 @@ _ADDRESS = re.compile(r"\b0x[0-9a-f]+")
 _BODY = os.sep + os.path.join("_pytest", "python.py")  # calls a test's body
 _STRICT = "[XPASS(strict)]"
 _NO_ANSWER = "  it doesn't answer: it is stopped, or Python is 3.10\n"
+Printed = Mapping[str, Mapping[int, io.StringIO]]  # by stream and rank
 _Outcome = Literal["passed", "failed", "skipped"]
 
 
@@ -54,14 +56,14 @@ class Merged:
     failed: list[int] = field(default_factory=list)
     has_lost_context: bool = False
 
-    def give(self) -> None:
+    def raise_unless_passed(self) -> None:
         """Raise unless the test passed."""
         if self.outcome == "skipped" and self.wasxfail is None:
             raise pytest.skip.Exception(str(self.longrepr[2]), _use_item_location=True)
         if self.outcome != "passed":
-            raise RanksFailed(_crash(self.longrepr))
+            raise RanksFailed(_headline(self.longrepr))
 
-    def fill(self, report: pytest.TestReport) -> None:
+    def copy_to(self, report: pytest.TestReport) -> None:
         """Copy this into the session's own report."""
         report.outcome = self.outcome
         report.when = self.when
@@ -95,7 +97,11 @@ class _Rank:
 
 def merge(answers: PoolCall, place: Place, item: pytest.Item, printed: Printed) -> Merged:
     """Merge the ranks' reports into one."""
-    ranks = [_loaded(rank, report, item) for rank, report in _by_rank(answers, item)]
+    load = partial(item.config.hook.pytest_report_from_serializable, config=item.config)
+    ranks = [
+        _Rank(rank, report, [load(data=data) for data in report.phases])
+        for rank, report in _by_rank(answers, item)
+    ]
     warned = [warning for each in ranks for warning in each.report.warnings]
     for text, category, file, line in dict.fromkeys(warned):
         message = WarningMessage(text, category, file, line)
@@ -114,10 +120,11 @@ def _merged(answers: PoolCall, place: Place, item: pytest.Item, ranks: list[_Ran
     failed = [one for one in ranks if one.decisive.failed]
     skips = [one.decisive for one in ranks if one.decisive.skipped]
     is_lost = answers.error is not None or bool(answers.late)
+    # Where one rank skips, the failures of others that waited for it don't count.
     if is_lost or any(not (one.report.is_secondary or one.is_strict) for one in failed):
         return _failure(answers, place, item, failed)
     if skips:
-        first = min(skips, key=lambda report: not hasattr(report, "wasxfail"))
+        first = min(skips, key=lambda report: not hasattr(report, "wasxfail"))  # an xfail first
         return Merged("skipped", "call", first.longrepr, getattr(first, "wasxfail", None))
     if failed or len(ranks) < place.size:
         return _failure(answers, place, item, failed)
@@ -148,11 +155,6 @@ def _by_rank(answers: PoolCall, item: pytest.Item) -> list[tuple[int, RankReport
     return sorted(by_rank.items())
 
 
-def _loaded(rank: int, report: RankReport, item: pytest.Item) -> _Rank:
-    load = item.config.hook.pytest_report_from_serializable
-    return _Rank(rank, report, [load(config=item.config, data=data) for data in report.phases])
-
-
 def _failure(answers: PoolCall, place: Place, item: pytest.Item, failed: Sequence[_Rank]) -> Merged:
     """Build the failure: the loss or timeout, else the first cause; then the others."""
     groups = others = _groups(failed)
@@ -169,11 +171,11 @@ def _failure(answers: PoolCall, place: Place, item: pytest.Item, failed: Sequenc
     else:
         first, *others = groups
         when = first[0].decisive.when
-        longrepr = _headed(first[0].decisive.longrepr, f"{_of(first, place)}:", item)
+        longrepr = _with_head(first[0].decisive.longrepr, f"{_of(first, place)}:", item)
     for group in others:
         own = group[0].decisive.longrepr
         if group[0].report.is_secondary:
-            longrepr.addsection(f"{_of(group, place)}, because of it", _crash(own))
+            longrepr.addsection(f"{_of(group, place)}, because of it", _headline(own))
         else:
             longrepr.addsection(_of(group, place), str(own))
     if answers.stacks and not answers.late:
@@ -189,7 +191,7 @@ def _groups(failed: Iterable[_Rank]) -> list[list[_Rank]]:
     for one in sorted(
         failed, key=lambda r: (r.report.is_secondary, r.is_strict, r.report.failed_at)
     ):
-        text = _ADDRESS.sub("0x", f"{one.decisive.when} {_crash(one.decisive.longrepr)}")
+        text = _ADDRESS.sub("0x", f"{one.decisive.when} {_headline(one.decisive.longrepr)}")
         groups.setdefault((one.report.is_secondary, text), []).append(one)
     return list(groups.values())
 
@@ -207,7 +209,7 @@ def _text(item: pytest.Item, headline: str, text: str) -> ExceptionChainRepr:
     return ExceptionChainRepr([(traceback, crash, None)])
 
 
-def _headed(longrepr: Any, head: str, item: pytest.Item) -> Any:
+def _with_head(longrepr: Any, head: str, item: pytest.Item) -> Any:
     """Insert the ranks at the head of their failure."""
     if not isinstance(longrepr, ExceptionChainRepr):
         text = str(longrepr)
@@ -220,7 +222,7 @@ def _headed(longrepr: Any, head: str, item: pytest.Item) -> Any:
     return longrepr
 
 
-def _crash(longrepr: Any) -> str:
+def _headline(longrepr: Any) -> str:
     crash = getattr(longrepr, "reprcrash", None)
     return str(longrepr) if crash is None else f"{crash.path}:{crash.lineno}: {crash.message}"
 
@@ -244,8 +246,9 @@ def _sections(ranks: Sequence[_Rank], printed: Printed, size: int) -> Iterable[t
     for one in ranks:
         for name, text in one.phases[-1].sections:
             by_text.setdefault((name, text), []).append(one.rank)
-    for (rank, stream), kept in sorted(printed.items()):
-        by_text.setdefault((f"Captured {stream} call", kept.getvalue()), []).append(rank)
+    for name, streams in printed.items():
+        for rank, kept in sorted(streams.items()):
+            by_text.setdefault((f"Captured {name} call", kept.getvalue()), []).append(rank)
     for (name, text), those in by_text.items():
         if text:
             yield f"{name} ({ranks_text(those)} of {size})", text
@@ -264,4 +267,4 @@ def error_of(answers: PoolCall, size: int, what: str, timeout_s: float) -> BaseE
     if faults:
         _, rank, fault = min(faults, key=lambda each: each[:2])
         return fault.error(rank, size)
-    return WorkerFailedError(f"{what}: ranks left no word", -1)
+    return WorkerFailedError(f"{what}: some ranks returned nothing", -1)

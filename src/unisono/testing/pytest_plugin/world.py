@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from unisono import facts
 from unisono.collectives.gathers import all_gather
 from unisono.pickling import dumps
-from unisono.testing.cases import same
+from unisono.testing.cases import difference
 from unisono.tracebacks import hides
 
 __tracebackhide__ = hides
@@ -43,15 +43,15 @@ class World:
         groups: list[list[int]] = []
         for rank in chosen:
             for group in groups:
-                if not _difference(values[rank], values[group[0]]):
+                if not difference(values[rank], values[group[0]]):
                     group.append(rank)
                     break
             else:
                 groups.append([rank])
         if len(groups) > 1:
             shown = "".join(f"\n  {ranks_text(group)}: {values[group[0]]!r}" for group in groups)
-            where = _difference(values[groups[1][0]], values[groups[0][0]])
-            raise AssertionError(f"the ranks have different values:{shown}\n  {where}")
+            where = difference(values[groups[1][0]], values[groups[0][0]])
+            raise AssertionError(f"the ranks have different values:{shown}\n  they differ: {where}")
 
     @contextmanager
     def raises_on(self, rank: int | Collection[int], error: type[BaseException]) -> Iterator[None]:
@@ -89,11 +89,3 @@ def ranks_text(ranks: Collection[int]) -> str:
             parts.append([rank])
     texts = [f"{p[0]}-{p[-1]}" if len(p) > 2 else ",".join(map(str, p)) for p in parts]
     return f"rank{'s' if len(ranks) > 1 else ''} {','.join(texts)}"
-
-
-def _difference(value: object, other: object) -> str:
-    try:
-        same(value, other, "they differ")
-    except AssertionError as error:
-        return str(error)
-    return ""
