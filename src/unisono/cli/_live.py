@@ -13,22 +13,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from unisono.cli._jobs import (
     NO_JOB,
     chosen,
-    columns,
+    columns_and_rows,
     grouped,
     headline,
     one_stack,
-    rows,
     verdict_lines,
 )
+from unisono.cli._tables import table_of
 from unisono.observe.jobs import Meter, ObservedJob, look, send, stacks_of
 from unisono.observe.report import Asked, calls_of, report_of
 
@@ -45,10 +43,10 @@ _LINES_AROUND = 2  # the title and the keys
 class LiveView:
     """The state of the view, and its keys."""
 
-    def __init__(self, wanted: str | None, every_s: float, console: Console | None = None) -> None:
+    def __init__(self, wanted: str | None, every_s: float) -> None:
         self.wanted, self.every_s = wanted, every_s
         self.name: str | None = None  # of the one job, once it has been seen
-        self.console = console or Console()
+        self.console = Console()
         self.meter = Meter()
         self.asked = Asked()
         self.jobs: list[ObservedJob] = []
@@ -136,21 +134,18 @@ class LiveView:
         suspect = int([*report["culprits"], *report["ranks"]][0]["rank"])  # or the first rank
 
         def answer(typed: str) -> None:
-            self._show_rank(name, int(typed) if typed.isdecimal() else suspect)
+            job = self.jobs[self.at] if self.jobs else None
+            if job is None or job.name != name:
+                self._show([f"job {name} has ended"])
+                return
+            self.asked = Asked()  # a user who wants stacks accepts interrupted waits
+            rank = int(typed) if typed.isdecimal() else suspect
+            wanted = [each for each in job.ranks if each.rank == rank]
+            found = stacks_of(wanted, _ANSWER_S, all_threads=True)
+            missing = f"there isn't a rank {rank} here"
+            self._show(one_stack(rank, found[rank]) if rank in found else [missing])
 
         self._ask(f"stacks of which rank? [{suspect}] ", answer)
-
-    def _show_rank(self, name: str, rank: int) -> None:
-        job = self.jobs[self.at] if self.jobs else None
-        if job is None or job.name != name:
-            self._show([f"job {name} has ended"])
-            return
-        self.asked = Asked()  # a user who wants stacks accepts interrupted waits
-        wanted = [each for each in job.ranks if each.rank.rank == rank]
-        found = stacks_of(wanted, _ANSWER_S, all_threads=True)
-        self._show([f"there isn't a rank {rank} here"])
-        if rank in found:
-            self._show(one_stack(rank, found[rank]))
 
     def _show_all(self) -> None:
         job = self.jobs[self.at]
@@ -189,13 +184,7 @@ class LiveView:
         for line in verdict_lines(report):
             yield Text(line, style)
             style = ""
-        table = Table(box=SIMPLE_HEAD, pad_edge=False)
-        for column in columns(report):
-            justify: Any = "right" if column.is_number else "left"
-            table.add_column(column.title, justify=justify, no_wrap=True)
-        for row in rows(report):
-            table.add_row(*row)
-        yield table
+        yield table_of(*columns_and_rows(report))
         if report["job"] in [job.name for job, _ in self.ending]:
             yield Text("ending the job: SIGTERM was sent, SIGKILL follows", "bold red")
 
