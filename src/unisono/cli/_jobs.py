@@ -52,12 +52,13 @@ _SOURCES = {
     "call": "where it made that call",
     "last call": "where it made its last call",
 }
-_NOW_S = 2.0
+_NOW_S = 2.0  # a younger stack counts as that of now
 _MIB = 1 << 20
 
 
 def chosen(jobs: Sequence[ObservedJob], wanted: str | None) -> ObservedJob:
     """Return the job with a given name, rank's pid, program, or start of its name."""
+    # The first way that leads to any job decides; it must lead to one alone.
     ways: Sequence[Callable[[ObservedJob], bool]] = (
         lambda job: wanted in (None, job.name),
         lambda job: wanted in {str(rank.pid) for rank in job.ranks},
@@ -211,22 +212,11 @@ def grouped(
         else:  # a call's name stands for its inner frames, which differ among its ranks
             call = [Frame("", 0, calls[rank])] if rank in calls else []
             own[rank] = (*call, *folded(each[0].frames))
-            others += _other_threads(rank, each) if all_threads else []
+            for stack in each[1:] if all_threads else ():
+                others += _lines(f"rank {rank}, thread {stack.thread_id}", stack.frames)
     lines = [line for frames, ranks in equal(own) for line in _lines(named(ranks), frames)]
     lines += [f"{named(ranks)}: {why}" for why, ranks in ranks_by_value(silent).items()]
     return lines + others
-
-
-def one_stack(rank: int, found: list[Stack] | str) -> list[str]:
-    """Return all stacks of one rank as lines, its own thread's first."""
-    if isinstance(found, str):
-        return [f"rank {rank}: {found}"]
-    return [*_lines(f"rank {rank}", found[0].frames), *_other_threads(rank, found)]
-
-
-def _other_threads(rank: int, found: Sequence[Stack]) -> list[str]:
-    heads = {f"rank {rank}, thread {stack.thread_id}": stack.frames for stack in found[1:]}
-    return [line for head, frames in heads.items() for line in _lines(head, frames)]
 
 
 def _lines(head: str, frames: Sequence[Frame]) -> list[str]:

@@ -87,8 +87,7 @@ def run(
         typer.Option(metavar="R,R", help="Print only lines of these local ranks; log all."),
     ] = None,
     trace: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Trace all ranks there: see unisono trace."),
+        Path | None, typer.Option(metavar="DIR", help="Trace all ranks there: see unisono trace.")
     ] = None,
     option: Annotated[
         list[str] | None,
@@ -131,10 +130,10 @@ def run(
     check_variables()
     if nnodes in (None, "auto") and node_rank is None and hosts is None:
         node = _node(launcher, backend, nproc_per_node, is_asked=nnodes == "auto")
-        nnodes = "1" if node is None else _text(node)
+        min_nnodes, max_nnodes = (1, 1) if node is None else (node.nnodes, node.max_nnodes)
     else:
         node = None
-    min_nnodes, max_nnodes = _nodes(nnodes or "1")
+        min_nnodes, max_nnodes = _nodes(nnodes or "1")
     if node is not None:
         nproc_per_node = nproc_per_node or node.nproc_per_node
         max_restarts = node.max_restarts if max_restarts is None else max_restarts
@@ -257,19 +256,14 @@ def _node(
     if node is not None and node.max_nnodes > 1:
         which = "a node" if node.node_rank is None else f"node {node.node_rank}"
         where = f"node 0 is {node.master_addr}, port {node.master_port}"
-        warn(f"{which} of {_text(node)}, according to {node.source}; {where}")
+        least = "" if node.nnodes == node.max_nnodes else f"{node.nnodes}:"
+        warn(f"{which} of {least}{node.max_nnodes}, according to {node.source}; {where}")
     return node
-
-
-def _text(node: NodeInfo) -> str:
-    """Return a platform's number of nodes in the form of --nnodes."""
-    is_fixed = node.nnodes == node.max_nnodes
-    return str(node.nnodes) if is_fixed else f"{node.nnodes}:{node.max_nnodes}"
 
 
 def _nodes(text: str) -> tuple[int, int]:
     match = _NODES.fullmatch(text)
-    if text == "auto":  # without these options, the platform's number has replaced it
+    if text == "auto":  # without these options, the platform is asked
         raise ArgumentError(
             "--nnodes auto takes neither --node-rank nor --hosts: it finds both out"
         )

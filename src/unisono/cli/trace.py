@@ -41,8 +41,7 @@ def trace(
     folder: Annotated[Path, typer.Argument(help="What UNISONO_TRACE named.")],
     *,
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write one file for Perfetto or Chrome."),
+        Path | None, typer.Option(metavar="FILE", help="Write one file for Perfetto or Chrome.")
     ] = None,
     summary: Annotated[
         bool,

@@ -16,7 +16,7 @@ def where(
         str | None,
         typer.Argument(
             help="The job: its program, its name or how that begins, or the pid of a rank; "
-            "needless if there is one job alone.",
+            "needless if there is one job alone."
         ),
     ] = None,
     *,

@@ -13,14 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from unisono.host.status_page import (
-    IN_FLIGHT,
-    PageReader,
-    PageRecord,
-    is_running,
-    pages,
-    ranks_of,
-)
+from unisono.host.status_page import IN_FLIGHT, PageReader, PageRecord, is_running, pages, ranks_of
 from unisono.observe.stacks import Stack, own_thread, read_stacks
 from unisono.observe.verdict import ObservedCall, Rank
 from unisono.topology import EVERYBODY, members_of_pair

@@ -26,17 +26,12 @@ class Answer:
     at_s: float
     state: tuple[object, ...]
 
-    def is_of(self, state: tuple[object, ...], now_s: float) -> bool:
-        """Return whether the answer still holds in a state."""
-        is_late = isinstance(self.stacks, str) and now_s - self.at_s >= _AGAIN_S
-        return self.state == state and not is_late
-
 
 class Asked:
     """The ranks that have been asked for stacks, and their answers."""
 
     # Asking a rank interrupts waits in C there, so a view that refreshes each second asks each rank
-    # once in a state.
+    # once, until it begins or ends a call.
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, int], Answer] = {}
@@ -45,23 +40,21 @@ class Asked:
         self, job: ObservedJob, verdict: Verdict, wanted: Iterable[int]
     ) -> dict[int, Answer]:
         """Return the stacks of ranks; ask those whose call has changed since the last time."""
-        ranks = {rank.rank: rank for rank in job.ranks}
-        living = [rank for rank in wanted if ranks[rank].is_alive]
-        states = {rank: _state_of(ranks[rank], verdict) for rank in living}
-        known = {rank: self._known.get((job.name, rank)) for rank in living}
-        now_s = time.monotonic()
-        new = [
-            rank
-            for rank, each in known.items()
-            if each is None or not each.is_of(states[rank], now_s)
-        ]
-        for rank, stacks in stacks_of([ranks[rank] for rank in new], _ANSWER_S).items():
+        living = {rank.rank: rank for rank in job.ranks if rank.is_alive}
+        states = {rank: _state_of(living[rank], verdict) for rank in wanted if rank in living}
+        now_s, new = time.monotonic(), []
+        for rank, state in states.items():
+            known = self._known.get((job.name, rank))
+            is_late = known and isinstance(known.stacks, str) and now_s - known.at_s >= _AGAIN_S
+            if known is None or known.state != state or is_late:
+                new.append(living[rank])
+        for rank, stacks in stacks_of(new, _ANSWER_S).items():
             self._known[job.name, rank] = Answer(stacks, time.monotonic(), states[rank])
-        return {rank: self._known[job.name, rank] for rank in living}
+        return {rank: self._known[job.name, rank] for rank in states}
 
 
 def _state_of(rank: Rank, verdict: Verdict) -> tuple[object, ...]:
-    """Return the process and the call of a rank, between whose ends its stack counts as one."""
+    """Return a rank's process and call; while they are the same, it is asked once."""
     state, call = verdict.states[rank.rank], None
     if state.call is not None:
         call = (state.call.key, state.call.number, state.call.begin_ns)

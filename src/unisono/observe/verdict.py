@@ -183,8 +183,9 @@ class _JobFacts:
             for each in self.ranks[rank].calls
         )
 
-    def waited_for(self) -> set[int]:
-        return {other for wait in self.waits.values() for other in wait.ranks}
+    def waited_for(self, by: Iterable[int]) -> set[int]:
+        """Return the ranks that some others wait for."""
+        return {other for rank in by if rank in self.waits for other in self.waits[rank].ranks}
 
     def waiters(self, culprit: int) -> tuple[int, ...]:
         """List the ranks that wait for one, and those that wait for these."""
@@ -258,7 +259,7 @@ def _newest(calls: Iterable[ObservedCall]) -> dict[_KEY, int]:
 def _gone(job: _JobFacts) -> _Found:
     """Find ranks that are dead, and stopped ones that others wait for."""
     dead = [rank for rank in job.ranks if not job.ranks[rank].is_alive]
-    stopped = [rank for rank in job.waited_for() if job.ranks[rank].condition == "stopped"]
+    stopped = [rank for rank in job.waited_for(job.ranks) if job.ranks[rank].condition == "stopped"]
     for kind, ranks, what in (("dead", dead, "dead"), ("stopped", stopped, "stopped by a signal")):
         if ranks:
             text = f"{named(ranks)} {'is' if len(ranks) == 1 else 'are'} {what}"
@@ -333,7 +334,7 @@ def _late(job: _JobFacts) -> _Found:
     """Find the ranks that others wait for, and that wait for none."""
     sinks = [
         rank
-        for rank in job.waited_for()
+        for rank in job.waited_for(job.ranks)
         if job.waits_for_nobody(rank) and job.have_waited(job.waiters(rank))
     ]
     if not sinks:
@@ -354,11 +355,7 @@ def _why_late(job: _JobFacts, rank: int) -> str:
 def _deadlock(job: _JobFacts) -> _Found:
     """Find ranks that wait for each other, those of the rarest call first."""
     waiting = [rank for rank, wait in job.waits.items() if wait.ranks]
-
-    def waited_for(by: set[int]) -> set[int]:
-        return {other for rank in by if rank in job.waits for other in job.waits[rank].ranks}
-
-    cycle = [rank for rank in waiting if rank in _reached(rank, waited_for)]
+    cycle = [rank for rank in waiting if rank in _reached(rank, job.waited_for)]
     if not cycle or not job.have_waited(cycle):
         return None
     by_call: dict[tuple[str, int], list[int]] = {}

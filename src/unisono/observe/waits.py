@@ -279,7 +279,7 @@ class _Sums:
         self.lines: dict[tuple[str, str], LineCost] = {}
         self._unsure_ns = unsure_ns
         self._ended_ns: dict[int, int] = {}
-        self._stays: list[list[tuple[int, int, int, LineCost]]] = [[] for _ in range(size)]
+        self._intervals: list[list[tuple[int, int, int, LineCost]]] = [[] for _ in range(size)]
 
     def add(self, at: int, meeting: Meeting) -> None:
         """Add one call, in the order of first arrivals."""
@@ -288,16 +288,16 @@ class _Sums:
         site = f"{record.file}:{record.line}" if record.file else ""
         line = self.lines.get((record.name, site))
         if line is None:
-            line = LineCost(record.name, site, [0.0] * len(self._stays))
+            line = LineCost(record.name, site, [0.0] * len(self._intervals))
             self.lines[record.name, site] = line
         line.calls += 1
         line.size_bytes += record.size_bytes
         gap_ns, late_ns = last_ns - self._ended_ns.get(last, last_ns), 0
         for rank in meeting.records:
-            begin, its_wait_ns = meeting.wait_begin_ns(rank), meeting.waited_ns(rank)
-            late_ns = max(late_ns, its_wait_ns)
+            begin, waited_ns = meeting.wait_begin_ns(rank), meeting.waited_ns(rank)
+            late_ns = max(late_ns, waited_ns)
             self._ended_ns[rank] = meeting.end_ns(rank)
-            self._stays[rank].append((begin, begin + its_wait_ns, meeting.end_ns(rank), line))
+            self._intervals[rank].append((begin, begin + waited_ns, meeting.end_ns(rank), line))
         if late_ns > max(FLOOR_NS, FLOOR_SHARE * gap_ns, self._unsure_ns):
             new = self.lost.add(last, last_ns - late_ns, last_ns)
             line.lost_s[last] += new / 1e9
@@ -307,8 +307,8 @@ class _Sums:
     def finish(self) -> None:
         """Add the times of ranks in calls, once all calls have been added."""
         # By the starts of their waits, which aren't in the order of the calls' arrivals.
-        for rank, stays in enumerate(self._stays):
-            for begin, until, end, line in sorted(stays, key=lambda stay: stay[0]):
+        for rank, intervals in enumerate(self._intervals):
+            for begin, until, end, line in sorted(intervals, key=lambda each: each[0]):
                 busy_ns = self.busy.add(rank, begin, end)
                 line.total_s += busy_ns / 1e9
                 line.waiting_s += min(self.waited.add(rank, begin, until), busy_ns) / 1e9
