@@ -26,13 +26,15 @@ from unisono.plugins import load
 from unisono.topology import usable_cores
 
 _LIBRARIES = ("unisono", "torch", "mpi4py", "horovod", "torch_xla", "ray", "cloudpickle", "numpy")
-_ADDRESSES = {socket.AF_INET: "IPv4", socket.AF_INET6: "IPv6"}
+_ADDRESSES = (socket.AF_INET, socket.AF_INET6)
 
 
 def diagnose(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return all facts."""
     # No backend library is imported, and nothing is sent.
     variables = os.environ if environ is None else environ
+    plugins = environments.load_plugins()
+    node = _decision(explain_nodes(variables, MACHINE, plugins))
     return {
         "host": {
             "name": socket.gethostname(),
@@ -40,8 +42,8 @@ def diagnose(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
             "cores": usable_cores(),
         },
         "memory": _memory(max(2, usable_cores())),
-        "environment": _environment(variables),
-        "node": _node(variables),
+        "environment": _decision(explain(variables, plugins)),
+        "node": {**node, "meaning": meaning(variables, MACHINE, plugins)},
         "backends": registry.availability(),
         "launchers": registry.launcher_availability(),
         "devices": _devices(),
@@ -58,7 +60,7 @@ def _memory(ranks: int) -> dict[str, Any]:
         limit = number_in("UNISONO_SHARED_BYTES", math.inf)
     except EnvironmentDetectionError as error:
         return {**facts, "reason": str(error)}
-    made = None if reason else memory.make(1)
+    made = None if reason else memory.make(1)  # by trying, whether the host has any
     if made is None:
         return {**facts, "reason": reason or "anonymous shared memory is not available here"}
     os.close(made[0])
@@ -68,16 +70,6 @@ def _memory(ranks: int) -> dict[str, Any]:
         facts["most_bytes"] = most
     reason = None if plan else f"UNISONO_SHARED_BYTES={most} is too little"
     return {**facts, "bytes": 0 if plan is None else plan.size_bytes, "reason": reason}
-
-
-def _environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    return _decision(explain(environ, environments.load_plugins()))
-
-
-def _node(environ: Mapping[str, str]) -> dict[str, Any]:
-    plugins = environments.load_plugins()
-    decision = _decision(explain_nodes(environ, MACHINE, plugins))
-    return {**decision, "meaning": meaning(environ, MACHINE, plugins)}
 
 
 def _decision(all_findings: Sequence[Finding[Any]]) -> dict[str, Any]:
@@ -93,13 +85,9 @@ def _decision(all_findings: Sequence[Finding[Any]]) -> dict[str, Any]:
         for finding in all_findings
         if finding.verdict != "absent"
     ]
-    winner = next((finding for finding in findings if finding["verdict"] == "won"), None)
-    refused = next((finding for finding in findings if finding["verdict"] == "refused"), None)
-    return {
-        "source": None if winner is None else winner["source"],
-        "error": refused["error"] if winner is None and refused is not None else None,
-        "findings": findings,
-    }
+    winner = next((each["source"] for each in findings if each["verdict"] == "won"), None)
+    error = next((each["error"] for each in findings if each["verdict"] == "refused"), None)
+    return {"source": winner, "error": None if winner else error, "findings": findings}
 
 
 def _devices() -> dict[str, Any]:

@@ -88,7 +88,7 @@ def others_wait() -> None:
     from unisono.observe.jobs import Meter, look
 
     def n_waiting() -> int:
-        calls = {each.rank.rank: each.rank.calls for job in look(Meter()) for each in job.ranks}
+        calls = {each.rank: each.calls for job in look(Meter()) for each in job.ranks}
         mine = max((call.number for call in calls.get(LATE, ())), default=0)
         return sum(
             any(call.number == mine + 1 and not call.end_ns for call in each)

@@ -94,7 +94,7 @@ def end_ranks() -> bool:
     for job in look(Meter()):
         for each in job.ranks:
             with contextlib.suppress(psutil.NoSuchProcess):
-                process = psutil.Process(each.rank.pid)
+                process = psutil.Process(each.pid)
                 for child in (*process.children(recursive=True), process):
                     child.kill()
     return False

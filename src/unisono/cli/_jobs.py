@@ -17,7 +17,7 @@ from unisono.observe.jobs import Meter, ObservedJob, look
 from unisono.observe.remote import look_through
 from unisono.observe.report import facts_of
 from unisono.observe.stacks import Frame, Stack, equal, folded
-from unisono.topology import named
+from unisono.topology import named, ranks_by_value
 
 Via = Annotated[
     list[str] | None,
@@ -31,6 +31,7 @@ Via = Annotated[
 NO_JOB = "no job of this user was found"
 _COLUMNS = (
     Column("rank", is_number=True),
+    Column("host"),
     Column("pid", is_number=True, rank=2),
     Column("cpu", is_number=True, rank=3),
     Column("memory", is_number=True, rank=4),
@@ -39,7 +40,6 @@ _COLUMNS = (
     Column("in", rank=1),
     Column("at"),
 )
-_HOST = Column("host")
 _STYLES = {
     "dead": "bold red",
     "stopped": "bold red",
@@ -52,16 +52,16 @@ _SOURCES = {
     "call": "where it made that call",
     "last call": "where it made its last call",
 }
-_NOW_S = 2.0
+_NOW_S = 2.0  # a younger stack counts as that of now
 _MIB = 1 << 20
-_MINUTE_S, _HOUR_S = 60, 3600
 
 
 def chosen(jobs: Sequence[ObservedJob], wanted: str | None) -> ObservedJob:
     """Return the job with a given name, rank's pid, program, or start of its name."""
+    # The first way that leads to any job decides; it must lead to one alone.
     ways: Sequence[Callable[[ObservedJob], bool]] = (
         lambda job: wanted in (None, job.name),
-        lambda job: wanted in {str(each.rank.pid) for each in job.ranks},
+        lambda job: wanted in {str(rank.pid) for rank in job.ranks},
         lambda job: wanted in _programs(job),
         lambda job: bool(wanted) and job.name.startswith(str(wanted)),
     )
@@ -116,12 +116,6 @@ def look_everywhere(meter: Meter, commands: Sequence[str] | None) -> tuple[list[
     return look(meter, found), 1 if failed else 0
 
 
-def columns(job: Mapping[str, Any]) -> list[Column]:
-    """List the columns of a rank; with its host, if there are several."""
-    first, *others = _COLUMNS
-    return [first, *([_HOST] if _has_hosts(job) else []), *others]
-
-
 def _has_hosts(job: Mapping[str, Any]) -> bool:
     return len({each["host"] for each in job["ranks"]}) > 1
 
@@ -131,8 +125,10 @@ def _culprit(culprit: Mapping[str, Any], cwd: str, host: str) -> str:
     if culprit["file"]:
         inside = f" in {culprit['function']}" if culprit["function"] else ""
         file = culprit["file"].removeprefix(f"{cwd}{os.sep}") if cwd else culprit["file"]
-        line += f", at {file}:{culprit['line']}{inside}"
-        line += f" ({_source(culprit)})"
+        source = _SOURCES[culprit["from"]]
+        if culprit["from"] == "stack" and culprit["told_s"] > _NOW_S:
+            source = f"where its stack was {_duration(culprit['told_s'])} ago"
+        line += f", at {file}:{culprit['line']}{inside} ({source})"
     if culprit["waiters"]:
         waiters = culprit["waiters"]
         has = "has" if len(waiters) == 1 else "have"
@@ -147,22 +143,14 @@ def _culprit(culprit: Mapping[str, Any], cwd: str, host: str) -> str:
     return line
 
 
-def _source(culprit: Mapping[str, Any]) -> str:
-    """Return the source of a culprit's line, with the age of an old stack."""
-    if culprit["from"] == "stack" and culprit["told_s"] > _NOW_S:
-        return f"where its stack was {_duration(culprit['told_s'])} ago"
-    return _SOURCES[culprit["from"]]
-
-
-def rows(job: Mapping[str, Any]) -> list[list[Text]]:
-    """Return a row for each rank, the culprits first."""
+def columns_and_rows(job: Mapping[str, Any]) -> tuple[list[Column], list[list[Text]]]:
+    """Return a row for each rank, the culprits first; with its host, if there are several."""
     culprits = {each["rank"]: each for each in job["culprits"]}
     order = sorted(job["ranks"], key=lambda each: (each["rank"] not in culprits, each["rank"]))
-    found = [_row(each, culprits.get(each["rank"])) for each in order]
+    rows = [_row(each, culprits.get(each["rank"])) for each in order]
     if _has_hosts(job):
-        for each, row in zip(order, found, strict=True):
-            row.insert(1, Text(each["host"]))
-    return found
+        return [*_COLUMNS], rows
+    return [_COLUMNS[0], *_COLUMNS[2:]], [[row[0], *row[2:]] for row in rows]
 
 
 def _row(rank: Mapping[str, Any], culprit: Mapping[str, Any] | None) -> list[Text]:
@@ -182,6 +170,7 @@ def _row(rank: Mapping[str, Any], culprit: Mapping[str, Any] | None) -> list[Tex
     style = _STYLES.get(state, "") if culprit is None else "bold red"
     return [
         Text(str(rank["rank"]), style),
+        Text(rank["host"]),
         Text(str(rank["pid"])),
         Text("-" if percent is None else f"{percent:.0f}%"),
         Text("-" if memory is None else _size(memory)),
@@ -203,9 +192,9 @@ def _size(size_bytes: int) -> str:
 def _duration(seconds: float) -> str:
     if seconds < 10:
         return f"{seconds:.1f} s"
-    if seconds < _MINUTE_S:
+    if seconds < 60:
         return f"{seconds:.0f} s"
-    minutes, rest = divmod(int(seconds), _MINUTE_S)
+    minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02} min"
 
@@ -214,46 +203,25 @@ def grouped(
     found: Mapping[int, list[Stack] | str], calls: Mapping[int, str], *, all_threads: bool
 ) -> list[str]:
     """Return the stacks of ranks as lines, equal ones once, the innermost call last."""
-    own = {
-        rank: (*_call(calls.get(rank)), *folded(each[0].frames))
-        for rank, each in found.items()
-        if not isinstance(each, str)
-    }
-    lines: list[str] = []
-    for ranks, frames in equal(own):
-        lines += [f"{named(ranks)}:", *_frames(frames)]
-    silent: dict[str, list[int]] = {}
+    own: dict[int, tuple[Frame, ...]] = {}
+    silent: dict[int, str] = {}
+    others: list[str] = []
     for rank, each in sorted(found.items()):
         if isinstance(each, str):
-            silent.setdefault(each, []).append(rank)
-    lines += [f"{named(ranks)}: {why}" for why, ranks in silent.items()]
-    if all_threads:
-        for rank, each in sorted(found.items()):
-            others = [] if isinstance(each, str) else each[1:]
-            lines += [line for stack in others for line in _other(rank, stack)]
-    return lines
+            silent[rank] = each
+        else:  # a call's name stands for its inner frames, which differ among its ranks
+            call = [Frame("", 0, calls[rank])] if rank in calls else []
+            own[rank] = (*call, *folded(each[0].frames))
+            for stack in each[1:] if all_threads else ():
+                others += _lines(f"rank {rank}, thread {stack.thread_id}", stack.frames)
+    lines = [line for frames, ranks in equal(own) for line in _lines(named(ranks), frames)]
+    lines += [f"{named(ranks)}: {why}" for why, ranks in ranks_by_value(silent).items()]
+    return lines + others
 
 
-def _call(call: str | None) -> list[Frame]:
-    """Return a frame in place of the call's inner ones."""
-    return [] if call is None else [Frame("", 0, call)]
-
-
-def one_stack(rank: int, found: list[Stack] | str) -> list[str]:
-    """Return all stacks of one rank as lines, its own thread's first."""
-    if isinstance(found, str):
-        return [f"rank {rank}: {found}"]
-    lines = [f"rank {rank}:", *_frames(found[0].frames if found else ())]
-    return lines + [line for stack in found[1:] for line in _other(rank, stack)]
-
-
-def _other(rank: int, stack: Stack) -> list[str]:
-    return [f"rank {rank}, thread {stack.ident}:", *_frames(stack.frames)]
-
-
-def _frames(frames: Sequence[Frame]) -> list[str]:
+def _lines(head: str, frames: Sequence[Frame]) -> list[str]:
     lines = [
         f"  {each.file}:{each.line} in {each.function}" if each.file else f"  in {each.function}"
         for each in reversed(frames)
     ]
-    return lines or ["  (no Python code)"]
+    return [f"{head}:", *(lines or ["  (no Python code)"])]

@@ -13,30 +13,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
-from unisono.cli._jobs import (
-    NO_JOB,
-    chosen,
-    columns,
-    grouped,
-    headline,
-    one_stack,
-    rows,
-    verdict_lines,
-)
+from unisono.cli._jobs import NO_JOB, chosen, columns_and_rows, grouped, headline, verdict_lines
+from unisono.cli._tables import table_of
 from unisono.observe.jobs import Meter, ObservedJob, look, send, stacks_of
 from unisono.observe.report import Asked, calls_of, report_of
+from unisono.observe.verdict import Rank
 
 _KEYS = "s stacks of a rank   a stacks of all   n next job   k end the job   q quit"
 _BACK = "arrows scroll   any other key goes back"
-_ANSWER_S = 1.0
-_GRACE_S = 5.0
-_KEY_BYTES = 16
+_ANSWER_S = 1.0  # for a rank's stacks
+_GRACE_S = 5.0  # from SIGTERM to SIGKILL
+_KEY_BYTES = 16  # a key may be a sequence of several
 _ESCAPE = "\x1b"
 _SCROLLS = {"\x1b[A": -1, "\x1b[B": 1, "\x1b[5~": -10, "\x1b[6~": 10}
 _LINES_AROUND = 2  # the title and the keys
@@ -45,15 +36,15 @@ _LINES_AROUND = 2  # the title and the keys
 class LiveView:
     """The state of the view, and its keys."""
 
-    def __init__(self, wanted: str | None, every_s: float, console: Console | None = None) -> None:
+    def __init__(self, wanted: str | None, every_s: float) -> None:
         self.wanted, self.every_s = wanted, every_s
-        self.name: str | None = None  # of the one job, once it has been seen
-        self.console = console or Console()
+        self.name: str | None = None  # of the wanted job, once it has been seen: it may end
+        self.console = Console()
         self.meter = Meter()
         self.asked = Asked()
         self.jobs: list[ObservedJob] = []
         self.report: Mapping[str, Any] | None = None
-        self.at = 0
+        self.at = 0  # index of the job that is shown
         self.prompt = ""  # the question at the bottom, followed by the text typed
         self.typed = ""
         self.answer: Callable[[str], None] | None = None
@@ -72,12 +63,13 @@ class LiveView:
                 self.look()
                 until = time.monotonic() + self.every_s
                 while not self.is_over and (left_s := self._due(until) - time.monotonic()) > 0:
-                    live.update(self.shown(), refresh=True)
+                    live.update(self.screen(), refresh=True)
                     for key in _pressed(fd, left_s):
                         self.press(key)
         return 0
 
     def _due(self, until: float) -> float:
+        """Return when to look again: by then, or when a job is to be killed."""
         return min([until, *(kills_at for _, kills_at in self.ending)])
 
     def look(self) -> None:
@@ -107,8 +99,9 @@ class LiveView:
         elif key == "n" and self.jobs:
             self.at = (self.at + 1) % len(self.jobs)
             self.report = report_of(self.jobs[self.at], self.asked)
-        elif self.report is not None and key in ("s", "a", "k"):
-            {"s": self._ask_rank, "a": self._show_all, "k": self._ask_end}[key]()
+        elif self.report is not None:
+            keys = {"s": self._ask_rank, "a": self._show_all, "k": self._ask_end}
+            keys.get(key, lambda: None)()
 
     def _type(self, key: str) -> None:
         if key == _ESCAPE:
@@ -136,25 +129,21 @@ class LiveView:
         suspect = int([*report["culprits"], *report["ranks"]][0]["rank"])  # or the first rank
 
         def answer(typed: str) -> None:
-            self._show_rank(name, int(typed) if typed.isdecimal() else suspect)
+            job = self.jobs[self.at] if self.jobs else None
+            if job is None or job.name != name:
+                self._show([f"job {name} has ended"])
+                return
+            self.asked = Asked()  # a user who wants stacks accepts interrupted waits
+            rank = int(typed) if typed.isdecimal() else suspect
+            wanted = [each for each in job.ranks if each.rank == rank]
+            lines = _stack_lines(job, wanted, all_threads=True)
+            self._show(lines or [f"there isn't a rank {rank} here"])
 
         self._ask(f"stacks of which rank? [{suspect}] ", answer)
 
-    def _show_rank(self, name: str, rank: int) -> None:
-        job = self.jobs[self.at] if self.jobs else None
-        if job is None or job.name != name:
-            self._show([f"job {name} has ended"])
-            return
-        self.asked = Asked()  # a user who wants stacks accepts interrupted waits
-        wanted = [each for each in job.ranks if each.rank.rank == rank]
-        found = stacks_of(wanted, _ANSWER_S, all_threads=True)
-        self._show([f"there isn't a rank {rank} here"])
-        if rank in found:
-            self._show(one_stack(rank, found[rank]))
-
     def _show_all(self) -> None:
         job = self.jobs[self.at]
-        self._show(grouped(stacks_of(job.ranks, _ANSWER_S), calls_of(job), all_threads=False))
+        self._show(_stack_lines(job, job.ranks, all_threads=False))
 
     def _show(self, lines: Sequence[str]) -> None:
         self.page, self.scrolled = list(lines), 0
@@ -169,8 +158,8 @@ class LiveView:
 
         self._ask(f"end the {len(job.ranks)} ranks of job {job.name} on this host? y/[n] ", answer)
 
-    def shown(self) -> RenderableType:
-        """Return the screen."""
+    def screen(self) -> RenderableType:
+        """Return the contents of the screen."""
         if self.page is not None:
             room = max(self.console.height - _LINES_AROUND, 1)
             lines = self.page[self.scrolled : self.scrolled + room]
@@ -189,15 +178,14 @@ class LiveView:
         for line in verdict_lines(report):
             yield Text(line, style)
             style = ""
-        table = Table(box=SIMPLE_HEAD, pad_edge=False)
-        for column in columns(report):
-            justify: Any = "right" if column.is_number else "left"
-            table.add_column(column.title, justify=justify, no_wrap=True)
-        for row in rows(report):
-            table.add_row(*row)
-        yield table
+        yield table_of(*columns_and_rows(report))
         if report["job"] in [job.name for job, _ in self.ending]:
             yield Text("ending the job: SIGTERM was sent, SIGKILL follows", "bold red")
+
+
+def _stack_lines(job: ObservedJob, ranks: Sequence[Rank], *, all_threads: bool) -> list[str]:
+    found = stacks_of(ranks, _ANSWER_S, all_threads=all_threads)
+    return grouped(found, calls_of(job), all_threads=all_threads)
 
 
 @contextmanager

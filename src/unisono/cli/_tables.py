@@ -6,6 +6,7 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -42,25 +43,30 @@ def folded(line: str, indent: int = 0) -> str:
     )
 
 
+def table_of(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]]) -> Table:
+    """Build a table whose cells are plain text, in one line each."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        justify: Literal["left", "right"] = "right" if column.is_number else "left"
+        table.add_column(column.title, justify=justify, no_wrap=True)
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
+    return table
+
+
 def show(title: str, columns: Sequence[Column], rows: Sequence[Sequence[str | Text]]) -> None:
     """Print a table as wide as the terminal; elsewhere one plain line for each row."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_UNLIMITED)
     unlimited = console.options.update(max_width=_UNLIMITED)
-    kept = list(enumerate(columns))
+    kept = list(range(len(columns)))
     while True:
-        table = Table(box=SIMPLE_HEAD if console.is_terminal else None, pad_edge=False)
-        for _, column in kept:
-            table.add_column(
-                column.title, justify="right" if column.is_number else "left", no_wrap=True
-            )
-        for row in rows:
-            table.add_row(
-                *(cell if isinstance(cell := row[at], Text) else Text(cell) for at, _ in kept)
-            )
-        last = max(kept, key=lambda pair: pair[1].rank)
-        if last[1].rank == 0 or console.measure(table, options=unlimited).maximum <= console.width:
+        table = table_of([columns[at] for at in kept], [[row[at] for at in kept] for row in rows])
+        table.box = SIMPLE_HEAD if console.is_terminal else None
+        last = max(kept, key=lambda at: columns[at].rank)
+        fits = console.measure(table, options=unlimited).maximum <= console.width
+        if fits or columns[last].rank == 0:
             break
         kept.remove(last)
     with console.capture() as captured:

@@ -100,18 +100,24 @@ def _measure(
 ) -> list[dict[str, Any]]:
     """Measure everything; return rows as ``--json`` prints them."""
     n, rows = idist.get_world_size(), []
-    works = [*_values(), *_tensors(sizes)]
-    is_hidden = not (shows_progress and idist.is_main_process())
-    console = Console(stderr=True)
-    for operation, payload, size, call in track(
-        works, "measuring", console=console, disable=is_hidden, transient=True
-    ):
+    works = track(
+        [*_values(), *_tensors(sizes)],
+        "measuring",
+        console=Console(stderr=True),
+        disable=not (shows_progress and idist.is_main_process()),
+        transient=True,
+    )
+    for operation, payload, size, call in works:
         low, seconds, high = _time(call, rounds)
         speed = size / seconds / 1e9 if payload == "tensor" else None
         rows.append(
             {
-                **{"operation": operation, "payload": payload, "bytes": size},
-                **{"us": seconds * 1e6, "us_q1": low * 1e6, "us_q3": high * 1e6},
+                "operation": operation,
+                "payload": payload,
+                "bytes": size,
+                "us": seconds * 1e6,
+                "us_q1": low * 1e6,
+                "us_q3": high * 1e6,
                 "algorithm_gb_s": speed,
                 "bus_gb_s": None if speed is None else speed * _BUS[operation](n),
             }
@@ -130,7 +136,7 @@ def _time(call: Callable[[], object], rounds: int) -> list[float]:
         if idist.device().type in ("cuda", "xpu"):
             torch.accelerator.synchronize()
         samples.append(time.perf_counter() - begin)
-    several = samples if rounds > 1 else samples * 2
+    several = samples if rounds > 1 else samples * 2  # quantiles() needs two
     quartiles = statistics.quantiles(several, n=4, method="inclusive")
     return max(idist.all_gather(quartiles), key=lambda each: each[1])
 

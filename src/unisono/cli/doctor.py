@@ -11,8 +11,14 @@ import typer
 from unisono.cli._tables import folded
 
 _FACTS = (
-    *("rank", "world_size", "local_rank", "local_world_size", "node_rank", "nnodes"),
-    *("master_addr", "master_port"),
+    "rank",
+    "world_size",
+    "local_rank",
+    "local_world_size",
+    "node_rank",
+    "nnodes",
+    "master_addr",
+    "master_port",
 )
 _FACTS_OF_NODE = ("node_rank", "nnodes", "nproc_per_node", "master_addr", "master_port")
 _VERDICTS = {
@@ -66,6 +72,10 @@ def _sections(report: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
     backend, count = use["backend"], use["nproc_per_node"]
     accelerators = f"{devices['count']} x {devices['type']}"
     accelerators = accelerators if devices["count"] else "no accelerator"
+    interfaces = [
+        f"{name} ({'up' if each['is_up'] else 'down'}): {', '.join(each['addresses']) or '-'}"
+        for name, each in report["interfaces"].items()
+    ]
     environment = _findings(report["environment"], _VERDICTS, _FACTS)
     alone = "none: no launcher's variables are set, so this process is alone"
     return [
@@ -84,7 +94,7 @@ def _sections(report: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
         ("devices", [accelerators, *devices["names"]]),
         ("backends", _table(report["backends"])),
         ("launchers", _table(report["launchers"])),
-        ("network interfaces", [*map(_interface, report["interfaces"].items())]),
+        ("network interfaces", interfaces),
         ("versions", [f"{name}: {text or '-'}" for name, text in report["versions"].items()]),
     ]
 
@@ -131,13 +141,7 @@ def _table(table: Mapping[str, str | None]) -> list[str]:
     lines = [f"usable: {', '.join(usable)}"]
     if len(usable) < len(table):
         lines.append("optional, each needs something that isn't here:")
-    by_reason: dict[str, list[str]] = {}
-    for name, why in table.items():
-        if why is not None:
-            by_reason.setdefault(why, []).append(name)
-    return lines + [f"  {', '.join(names)}: {why}" for why, names in by_reason.items()]
-
-
-def _interface(item: tuple[str, Mapping[str, Any]]) -> str:
-    name, facts = item
-    return f"{name} ({'up' if facts['is_up'] else 'down'}): {', '.join(facts['addresses']) or '-'}"
+    for reason in dict.fromkeys(filter(None, table.values())):
+        names = [name for name, why in table.items() if why == reason]
+        lines.append(f"  {', '.join(names)}: {reason}")
+    return lines

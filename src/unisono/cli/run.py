@@ -87,8 +87,7 @@ def run(
         typer.Option(metavar="R,R", help="Print only lines of these local ranks; log all."),
     ] = None,
     trace: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Trace all ranks there: see unisono trace."),
+        Path | None, typer.Option(metavar="DIR", help="Trace all ranks there: see unisono trace.")
     ] = None,
     option: Annotated[
         list[str] | None,
@@ -131,24 +130,24 @@ def run(
     check_variables()
     if nnodes in (None, "auto") and node_rank is None and hosts is None:
         node = _node(launcher, backend, nproc_per_node, is_asked=nnodes == "auto")
-        nnodes = "1" if node is None else _text(node)
+        min_nnodes, max_nnodes = (1, 1) if node is None else (node.nnodes, node.max_nnodes)
     else:
         node = None
-    least, most = _nodes(nnodes or "1")
+        min_nnodes, max_nnodes = _nodes(nnodes or "1")
     if node is not None:
         nproc_per_node = nproc_per_node or node.nproc_per_node
         max_restarts = node.max_restarts if max_restarts is None else max_restarts
         master_addr = master_addr or node.master_addr
-        if most > 1:
+        if max_nnodes > 1:
             node_rank, master_port = node.node_rank, master_port or node.master_port
-    name = launcher or ("torchrun" if most > 1 else _default_launcher(backend))
-    registry.find_launcher(name)
+    name = launcher or ("torchrun" if max_nnodes > 1 else _default_launcher(backend))
+    registry.find_launcher(name)  # an unknown one is reported before all else
     _export(backend, trace)
     job = Script(
         _program(script, args or [], module, no_python),
         count_ranks("--nproc-per-node", nproc_per_node or "auto"),
-        least,
-        most,
+        min_nnodes,
+        max_nnodes,
         node_rank,
         master_addr,
         master_port,
@@ -183,9 +182,10 @@ def _check(job: Script, launcher: str) -> None:
     shown = max(job.local_ranks, default=0)
     if shown >= job.nproc_per_node and not job.hosts:
         raise ArgumentError(f"--local-ranks-filter {shown} should be below {job.nproc_per_node}")
-    most = job.max_nnodes
-    if job.node_rank is not None and check_count("--node-rank", job.node_rank, 0) >= most:
-        raise ArgumentError(f"--node-rank {job.node_rank} should be below --nnodes {most}")
+    if job.node_rank is not None and check_count("--node-rank", job.node_rank, 0) >= job.max_nnodes:
+        raise ArgumentError(
+            f"--node-rank {job.node_rank} should be below --nnodes {job.max_nnodes}"
+        )
     if not 0 <= job.grace_s < math.inf:
         raise ArgumentError(f"--grace {job.grace_s:g} should be at least 0 seconds")
     if job.timeout_s is not None and job.timeout_s <= 0:
@@ -206,8 +206,10 @@ def _export(backend: str | None, trace: Path | None) -> None:
             f"--backend {backend}: its replicas are threads, which no launcher of processes makes: "
             f"use Parallel({backend!r}, nproc_per_node=N) in the script, and python to start it"
         )
-    given = {"UNISONO_BACKEND": backend, "UNISONO_TRACE": trace and str(trace.absolute())}
-    os.environ.update({name: text for name, text in given.items() if text})
+    if backend:
+        os.environ["UNISONO_BACKEND"] = backend
+    if trace:
+        os.environ["UNISONO_TRACE"] = str(trace.absolute())  # ranks may change their folder
 
 
 def _program(script: str, args: list[str], module: bool, no_python: bool) -> tuple[str, ...]:
@@ -254,26 +256,20 @@ def _node(
     if node is not None and node.max_nnodes > 1:
         which = "a node" if node.node_rank is None else f"node {node.node_rank}"
         where = f"node 0 is {node.master_addr}, port {node.master_port}"
-        warn(f"{which} of {_text(node)}, according to {node.source}; {where}")
+        least = "" if node.nnodes == node.max_nnodes else f"{node.nnodes}:"
+        warn(f"{which} of {least}{node.max_nnodes}, according to {node.source}; {where}")
     return node
-
-
-def _text(node: NodeInfo) -> str:
-    """Return a platform's number of nodes in the form of --nnodes."""
-    least, most = node.nnodes, node.max_nnodes
-    return str(least) if least == most else f"{least}:{most}"
 
 
 def _nodes(text: str) -> tuple[int, int]:
     match = _NODES.fullmatch(text)
-    least, most = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-    if text == "auto":  # else the platform's number is in its place
+    if text == "auto":  # without these options, the platform is asked
         raise ArgumentError(
             "--nnodes auto takes neither --node-rank nor --hosts: it finds both out"
         )
-    if least > most:
+    if match is None or int(match[1]) > int(match[2] or match[1]):
         raise ArgumentError(f"--nnodes {text} should be a number of at least 1, or MIN:MAX or auto")
-    return least, most
+    return int(match[1]), int(match[2] or match[1])
 
 
 def _hosts(text: str | None) -> tuple[tuple[str, int], ...]:
@@ -305,7 +301,7 @@ def _options(texts: Sequence[str], launcher: str) -> tuple[tuple[str, str], ...]
 
 
 def _print(name: str, job: Script) -> int:
-    row = next((row for row in LAUNCHERS if name in row.names), None)
+    row = next((row for row in LAUNCHERS if name in row.names), None)  # none for a plug-in's
     module: Any = None if row is None else load(row.module)
     if name == "slurm":
         text = module.batch_script(job, Path(job.program[1]).stem)

@@ -14,10 +14,9 @@ from unisono.cli._jobs import (
     NO_JOB,
     Via,
     chosen,
-    columns,
+    columns_and_rows,
     headline,
     look_everywhere,
-    rows,
     verdict_lines,
 )
 from unisono.cli._tables import folded, show
@@ -54,7 +53,8 @@ def top(
         The exit code: 1 if a command of --via has failed.
     """
     if is_packed:
-        return _pack()
+        typer.echo("\n".join(packed(read(_measured()), __version__)))
+        return 0
     if once or as_json or via or not (sys.stdin.isatty() and sys.stdout.isatty()):
         return _once(job, via, as_json=as_json)
     from unisono.cli._live import LiveView
@@ -70,12 +70,6 @@ def _measured() -> Meter:
     return meter
 
 
-def _pack() -> int:
-    for line in packed(read(_measured()), __version__):
-        typer.echo(line)
-    return 0
-
-
 def _once(wanted: str | None, via: list[str] | None, *, as_json: bool) -> int:
     jobs, code = look_everywhere(_measured(), via)
     report = reports(jobs if wanted is None else [chosen(jobs, wanted)])
@@ -83,7 +77,7 @@ def _once(wanted: str | None, via: list[str] | None, *, as_json: bool) -> int:
         typer.echo(json.dumps(report, indent=2))
         return code
     for each in report["jobs"]:
-        show(headline(each), columns(each), rows(each))
+        show(headline(each), *columns_and_rows(each))
         typer.echo("\n".join(folded(line) for line in verdict_lines(each)) + "\n")
     if not report["jobs"]:
         typer.echo(NO_JOB)

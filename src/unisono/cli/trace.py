@@ -13,18 +13,25 @@ from unisono.cli._tables import Column, show
 from unisono.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from unisono.observe.merge import JobTrace
+    from unisono.observe.trace_files import JobTrace
     from unisono.observe.waits import Waits
 
 _RANKS = (
-    *(Column("rank", is_number=True), Column("others waited for it", is_number=True)),
-    *(Column("arrived last", is_number=True), Column("it waited", is_number=True)),
-    *(Column("moving", is_number=True), Column("in calls", is_number=True, rank=1)),
+    Column("rank", is_number=True),
+    Column("others waited for it", is_number=True),
+    Column("arrived last", is_number=True),
+    Column("it waited", is_number=True),
+    Column("moving", is_number=True),
+    Column("in calls", is_number=True, rank=1),
 )
 _LINES = (
-    *(Column("call"), Column("line"), Column("calls", is_number=True)),
-    *(Column("MB", is_number=True, rank=2), Column("seconds", is_number=True)),
-    *(Column("waiting", is_number=True), Column("moving", is_number=True, rank=1)),
+    Column("call"),
+    Column("line"),
+    Column("calls", is_number=True),
+    Column("MB", is_number=True, rank=2),
+    Column("seconds", is_number=True),
+    Column("waiting", is_number=True),
+    Column("moving", is_number=True, rank=1),
     Column("for rank", is_number=True),
 )
 _MOST_LINES = 20
@@ -34,8 +41,7 @@ def trace(
     folder: Annotated[Path, typer.Argument(help="What UNISONO_TRACE named.")],
     *,
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write one file for Perfetto or Chrome."),
+        Path | None, typer.Option(metavar="FILE", help="Write one file for Perfetto or Chrome.")
     ] = None,
     summary: Annotated[
         bool,
@@ -58,8 +64,7 @@ def trace(
     Returns:
         The exit code.
     """
-    from unisono.observe.merge import jobs
-    from unisono.observe.trace_files import read
+    from unisono.observe.trace_files import jobs, read
 
     found = jobs(read(folder))
     if out is not None:
@@ -75,7 +80,7 @@ def trace(
 
 
 def _write(found: Sequence[JobTrace], out: Path) -> None:
-    from unisono.observe.merge import chrome_trace
+    from unisono.observe.trace_files import chrome_trace
 
     merged = chrome_trace(found)
     try:
@@ -88,7 +93,7 @@ def _write(found: Sequence[JobTrace], out: Path) -> None:
 
 
 def _draw(found: Sequence[JobTrace], waits: Sequence[Waits], picture: Path) -> None:
-    from unisono.observe.picture import draw
+    from unisono.observe.waits import draw
 
     named = {
         f"job {job.name} of {_count(job.world_size)}": of_job
@@ -103,17 +108,7 @@ def _count(ranks: int) -> str:
 
 
 def _show(job: JobTrace, waits: Waits) -> None:
-    show(f"job {job.name}: {waits.headline}", _RANKS, _of_ranks(waits))
-    missing = sorted(set(range(job.world_size)) - set(job.records))
-    if missing:
-        typer.echo(f"no trace of ranks {', '.join(map(str, missing))}")
-    if waits.lines:
-        typer.echo()
-        show("by call and line, over all ranks", _LINES, _of_lines(waits))
-
-
-def _of_ranks(waits: Waits) -> list[list[str]]:
-    return [
+    rows = [
         [
             *(str(rank), f"{waits.lost_s[rank]:.3f} s", str(waits.last[rank])),
             f"{waits.waited_s[rank]:.3f} s",
@@ -122,17 +117,18 @@ def _of_ranks(waits: Waits) -> list[list[str]]:
         ]
         for rank in range(len(waits.lost_s))
     ]
-
-
-def _of_lines(waits: Waits) -> list[list[str]]:
-    found = []
-    for line in waits.lines[:_MOST_LINES]:
-        rank = "" if line.slowest is None else str(line.slowest)
-        found.append(
-            [
-                *(line.name, Path(line.site).name, str(line.calls)),
-                *(f"{line.size_bytes / 1e6:.3f}", f"{line.total_s:.3f}", f"{line.waiting_s:.3f}"),
-                *(f"{line.moving_s:.3f}", rank),
-            ]
-        )
-    return found
+    show(f"job {job.name}: {waits.headline}", _RANKS, rows)
+    missing = sorted(set(range(job.world_size)) - set(job.records))
+    if missing:
+        typer.echo(f"no trace of ranks {', '.join(map(str, missing))}")
+    lines = [
+        [
+            *(line.name, Path(line.site).name, str(line.calls)),
+            *(f"{line.size_bytes / 1e6:.3f}", f"{line.total_s:.3f}", f"{line.waiting_s:.3f}"),
+            *(f"{line.moving_s:.3f}", "" if line.slowest is None else str(line.slowest)),
+        ]
+        for line in waits.lines[:_MOST_LINES]
+    ]
+    if lines:
+        typer.echo()
+        show("by call and line, over all ranks", _LINES, lines)

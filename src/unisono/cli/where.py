@@ -16,7 +16,7 @@ def where(
         str | None,
         typer.Argument(
             help="The job: its program, its name or how that begins, or the pid of a rank; "
-            "needless if there is one job alone.",
+            "needless if there is one job alone."
         ),
     ] = None,
     *,
@@ -44,7 +44,7 @@ def where(
         typer.echo(NO_JOB)
         return code
     found = chosen(jobs, job)
-    told = stacks_of(found.ranks, timeout, all_threads=all_threads)
-    lines = grouped(told, calls_of(found), all_threads=all_threads)
+    stacks = stacks_of(found.ranks, timeout, all_threads=all_threads)
+    lines = grouped(stacks, calls_of(found), all_threads=all_threads)
     typer.echo("\n".join([*lines, *elsewhere(found.elsewhere)]))
     return code

@@ -104,9 +104,9 @@ class RankSet:
             os.unlink(old)
         cell = Cell(source, filename, tuple(ranks), self._key, self._folder, os.getpid())
         cell.cache_lines()
-        run = CellRun(self._pool, cell, self.size, timeout_s)
+        run = CellRun(cell, self.size, timeout_s)
         with by_thread() if are_threads else nullcontext():
-            run.wait()
+            run.wait(self._pool)
         run.remains = self._settle(run, are_threads)
         self._has_names = not are_threads and bool(self._pool.pids)
         return run
@@ -141,7 +141,7 @@ class RankSet:
 class CellRun:
     """One cell in ranks: Ctrl-C interrupts them, a second one gives up those that are late."""
 
-    def __init__(self, pool: WorkerPool, cell: Cell, size: int, timeout_s: float | None) -> None:
+    def __init__(self, cell: Cell, size: int, timeout_s: float | None) -> None:
         self.size, self.timeout_s = size, timeout_s
         self.outcomes: dict[int, CellOutcome] = {}
         self.error: BaseException | None = None  # of the ranks as a whole, if one died
@@ -150,9 +150,8 @@ class CellRun:
         self.is_aborted = False  # whether the contexts of ranks that are threads were ended
         self.given_up: list[int] = []
         self.remains = ""  # of the ranks, if the cell failed or was ended early
-        self._pool = pool
         self._cell = cell
-        self._call: PoolCall | None = None  # once it has begun
+        self._call: PoolCall | None = None  # from its start to its end
         self._is_over = threading.Event()  # an interrupted join takes its thread for ended: 3.11
         self._transcript = Transcript({rank: cell.output(rank) for rank in cell.ranks}, size)
         self._timeout_at = None if timeout_s is None else time.monotonic() + timeout_s
@@ -161,15 +160,17 @@ class CellRun:
         self._is_started = self._is_repeated = False
         self._turn = threading.Lock()  # held by the first thread that runs
 
-    def wait(self) -> None:
+    def wait(self, pool: WorkerPool) -> None:
         """Wait for the cell, which another thread runs, and show the ranks' output."""
         try:
             while not self._is_over.is_set() and not self.given_up:
-                self._tick()
+                self._tick(pool)
         finally:  # also after an interrupt of the handling of another one
             if not self._is_over.is_set() and not self.given_up:
                 self._give_up()
             self._take_outcomes()
+            # An error's traceback keeps this object, and so would keep threads that were given up.
+            self._call = None
             self._transcript.show(is_over=True)
             self._transcript.close()
         for rank in [rank for rank, stack in self.stacks.items() if not stack]:
@@ -177,11 +178,11 @@ class CellRun:
                 self.stacks[rank] = ended.failure.traceback if ended.failure else _WENT_ON
         self.outcomes = dict(sorted(self.outcomes.items()))
 
-    def _work(self) -> None:
+    def _work(self, pool: WorkerPool) -> None:
         if not self._turn.acquire(blocking=False):  # Ctrl-C came while another one was started
             return
         try:
-            self.error = outcome(self._pool, run_cell, (self._cell,), begun=self._begun).error
+            self.error = outcome(pool, run_cell, (self._cell,), begun=self._begun).error
         except BaseException as error:
             self.error = error
         finally:
@@ -190,10 +191,10 @@ class CellRun:
     def _begun(self, call: PoolCall) -> None:
         self._call = call
 
-    def _tick(self) -> None:
+    def _tick(self, pool: WorkerPool) -> None:
         try:
             if not self._is_started:
-                threading.Thread(target=self._work, daemon=True).start()
+                threading.Thread(target=self._work, args=(pool,), daemon=True).start()
                 self._is_started = True
             self._is_over.wait(_TICK_S)
             self._transcript.show()

@@ -6,27 +6,22 @@ import contextlib
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from unisono.host.status_page import (
-    IN_FLIGHT,
-    PageReader,
-    PageRecord,
-    is_running,
-    pages,
-    ranks_of,
-)
-from unisono.observe import stacks
-from unisono.observe.stacks import Stack
+from unisono.host.status_page import IN_FLIGHT, PageReader, PageRecord, is_running, pages, ranks_of
+from unisono.observe.stacks import Stack, own_thread, read_stacks
 from unisono.observe.verdict import ObservedCall, Rank
 from unisono.topology import EVERYBODY, members_of_pair
 
 _S = 1e9
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_N_AT_ONCE = 16  # ranks that are asked for their stacks
 _CONDITIONS = {
     b"R": "running",
     b"D": "disk",
@@ -38,22 +33,13 @@ _CONDITIONS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """A rank whose page was read; on another host with its stacks, or the reason for none."""
-
-    rank: Rank
-    facts: Mapping[str, Any]
-    told: list[Stack] | str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class ObservedJob:
     """A job, from the pages read of it, the first ones at `at_ns`."""
 
     name: str
-    ranks: tuple[Seen, ...]
+    ranks: tuple[Rank, ...]
     world_size: int
-    elsewhere: tuple[int, ...]
+    elsewhere: tuple[int, ...]  # ranks without a page
     at_ns: int
 
     @property
@@ -107,56 +93,71 @@ def look(meter: Meter, elsewhere: Iterable[ObservedJob] = ()) -> list[ObservedJo
             found.append([part])
         else:
             other.append(part)
-    jobs = [_joined(parts[0].name, parts) for parts in found]
-    return [job for job in jobs if any(each.rank.condition != "dead" for each in job.ranks)]
+    jobs = []
+    for parts in found:
+        ranks = [rank for part in parts for rank in part.ranks]
+        # Their looks weren't at one moment: a rank is late only if it was at the first of them.
+        jobs.append(job_of(parts[0].name, ranks, min(part.at_ns for part in parts)))
+    return [job for job in jobs if any(rank.is_alive for rank in job.ranks)]
 
 
 def _is_one(part: ObservedJob, others: Sequence[ObservedJob]) -> bool:
     """Return whether parts are of one job: the same name, and no rank alive on two hosts."""
     living = {
-        (each.rank.rank, each.facts["pids"])
+        (rank.rank, rank.facts["pids"])
         for job in (part, *others)
-        for each in job.ranks
-        if each.rank.condition != "dead"
+        for rank in job.ranks
+        if rank.is_alive
     }
     return part.name == others[0].name and len(dict(living)) == len(living)
 
 
-def _joined(name: str, parts: Sequence[ObservedJob]) -> ObservedJob:
-    """Merge the parts of a job on several hosts."""
-    # Their looks weren't at one moment: a rank is late only if it was at the first of them.
-    known: dict[int, Seen] = {}
-    for each in (each for part in parts for each in part.ranks):
-        rank = each.rank.rank
-        known[rank] = max(known.get(rank, each), each, key=_nearness)
-    return job_of(name, known.values(), min(part.at_ns for part in parts))
+def job_of(name: str, found: Collection[Rank], at_ns: int) -> ObservedJob:
+    """Build a job from what was read of its ranks, perhaps of several processes or hosts each."""
+    # A job restarted with fewer ranks has left pages of dead ranks that it no longer has.
+    newest = max(found, key=lambda rank: (rank.is_alive, rank.made_ns))
+    world_size = int(newest.facts["world_size"])
+    known: dict[int, Rank] = {}
+    for each in found:
+        if each.rank < world_size or each.is_alive:
+            known[each.rank] = max(known.get(each.rank, each), each, key=_preference)
+    elsewhere = tuple(rank for rank in range(world_size) if rank not in known)
+    return ObservedJob(
+        name, tuple(known[rank] for rank in sorted(known)), world_size, elsewhere, at_ns
+    )
+
+
+def _preference(rank: Rank) -> tuple[bool, bool, int]:
+    """Return the sort key of a rank's processes: live ones, this host's, newer ones are larger."""
+    # A command of --via may lead back to this host, and its clock be a little off.
+    return rank.is_alive, rank.is_alive and rank.stacks is None, rank.made_ns
 
 
 def read(meter: Meter) -> list[ObservedJob]:
     """Return the jobs of all pages of this user, ended ones too."""
     at_ns = time.monotonic_ns()
-    by_job: dict[str, list[_Page]] = {}
-    for page in _copied(pages()):
-        by_job.setdefault(str(page.facts.get("job", "")), []).append(page)
-    return [job_of(name, _seen_in(found, meter), at_ns) for name, found in by_job.items()]
-
-
-def _copied(found: Iterable[PageReader]) -> list[_Page]:
-    """Copy pages, except of ranks that have just exited normally."""
-    copies = []
-    for page in found:
+    by_job: dict[str, dict[tuple[int, int, int], list[_Page]]] = {}
+    for page in pages():
+        facts = page.facts
         vitals = _vitals(page) if page.is_alive() else None
-        # A rank that exits normally removes its page first.
+        # A rank that exits normally removes its page first: one without a page isn't dead.
         if vitals is not None or page.path.exists():
-            copies.append(_Page(page.facts, page.records(), vitals))
-    return copies
+            process = facts["rank"], facts["pid"], facts["start_ticks"]
+            processes = by_job.setdefault(str(facts.get("job", "")), {})
+            processes.setdefault(process, []).append(_Page(facts, page.records(), vitals))
+    jobs = []
+    for name, processes in by_job.items():
+        n_ranks = Counter(process[1:] for process in processes)
+        ranks = [
+            _rank(found, meter, is_alone=n_ranks[process[1:]] == 1)
+            for process, found in processes.items()
+        ]
+        jobs.append(job_of(name, ranks, at_ns))
+    return jobs
 
 
 def _vitals(page: PageReader) -> _Vitals | None:
-    pid = int(page.facts["pid"])
-    thread_id = int(page.facts.get("thread_id", 0))
-    if not Path(f"/proc/{pid}/task/{thread_id}").exists():  # it has ended, and others go on
-        thread_id = pid
+    pid, thread_id = int(page.facts["pid"]), own_thread(page.facts)
     try:
         own = _status(f"/proc/{pid}/task/{thread_id}/stat")
         whole = _status(f"/proc/{pid}/stat")
@@ -169,95 +170,36 @@ def _vitals(page: PageReader) -> _Vitals | None:
 
 
 def _status(path: str) -> list[bytes]:
-    """Read the fields after the name, the state first."""
+    """Read the fields after the name, which may contain anything: the state first."""
     return Path(path).read_bytes().rpartition(b")")[2].split()
 
 
-def _used_s(words: list[bytes]) -> float:
-    return (int(words[11]) + int(words[12])) / _TICKS_PER_S
+def _used_s(fields: list[bytes]) -> float:
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
 
-def job_of(name: str, found: Collection[Seen], at_ns: int) -> ObservedJob:
-    """Build a job from its ranks, with the world size of the newest live one."""
-    # A job restarted with fewer ranks has left pages of dead ranks that it no longer has.
-    world_size = int(max(found, key=_newness).facts["world_size"])
-    by_rank = {
-        each.rank.rank: each
-        for each in found
-        if each.rank.rank < world_size or each.rank.condition != "dead"
-    }
-    elsewhere = tuple(rank for rank in range(world_size) if rank not in by_rank)
-    ranks = tuple(by_rank[rank] for rank in sorted(by_rank))
-    return ObservedJob(name, ranks, world_size, elsewhere, at_ns)
-
-
-def _newness(seen: Seen) -> tuple[bool, int]:
-    """Return the sort key of a rank's processes: a live one, then the newest, is largest."""
-    return seen.rank.condition != "dead", seen.rank.made_ns
-
-
-def _nearness(seen: Seen) -> tuple[bool, bool, int]:
-    """Return the sort key of a rank on several hosts: a live one, then this host's, is largest."""
-    lives, made_ns = _newness(seen)
-    return lives, lives and seen.told is None, made_ns
-
-
-def _seen_in(found: Iterable[_Page], meter: Meter) -> list[Seen]:
-    """Return the ranks of one job, from its pages."""
-    by_rank = _by_rank(found)
-    sharing: dict[int, int] = {}
-    for each in by_rank.values():
-        pid = each[-1].facts["pid"]
-        sharing[pid] = sharing.get(pid, 0) + 1
-    return [
-        _seen(rank, each, meter, is_alone=sharing[each[-1].facts["pid"]] == 1)
-        for rank, each in sorted(by_rank.items())
-    ]
-
-
-def _by_rank(found: Iterable[_Page]) -> dict[int, list[_Page]]:
-    """Return each rank's pages, the newest last, of its newest live process."""
-    by_process: dict[int, dict[tuple[int, int], list[_Page]]] = {}
-    for page in sorted(found, key=lambda page: int(page.facts.get("made_ns", 0))):
-        process = page.facts["pid"], page.facts["start_ticks"]
-        by_process.setdefault(page.facts["rank"], {}).setdefault(process, []).append(page)
-    return {
-        rank: max(each.values(), key=lambda of: (_is_alive(of), of[-1].facts["made_ns"]))
-        for rank, each in by_process.items()
-    }
-
-
-def _is_alive(found: Sequence[_Page]) -> bool:
-    return found[-1].vitals is not None
-
-
-def _seen(rank: int, found: Sequence[_Page], meter: Meter, *, is_alone: bool) -> Seen:
-    calls: list[ObservedCall] = []
-    for page in found:
-        model = f"{page.facts.get('model', '')} {page.facts.get('backend', '')}"
-        calls += _calls(page, model)
+def _rank(found: Sequence[_Page], meter: Meter, *, is_alone: bool) -> Rank:
+    """Return a rank from the pages of its process, of which each context has one."""
+    found = sorted(found, key=lambda page: int(page.facts.get("made_ns", 0)))
+    calls = sorted((c for page in found for c in _calls(page)), key=lambda call: call.begin_ns)
     facts, vitals = found[-1].facts, found[-1].vitals
-    calls.sort(key=lambda call: call.begin_ns)
-    pid, made_ns = facts["pid"], facts["made_ns"]
+    known = Rank(facts["rank"], facts["pid"], "dead", tuple(calls), facts["made_ns"], facts)
     if vitals is None:
-        return Seen(Rank(rank, pid, "dead", tuple(calls), made_ns=made_ns), facts)
-    at_ns = vitals.at_ns
-    own = meter.percent(pid, vitals.thread_id, at_ns, vitals.thread_s)
-    whole = meter.percent(pid, 0, at_ns, vitals.process_s) if is_alone else own
-    known = Rank(
-        rank,
-        pid,
-        vitals.condition,
-        tuple(calls),
+        return known
+    own = meter.percent(known.pid, vitals.thread_id, vitals.at_ns, vitals.thread_s)
+    # Ranks that share a process have their threads' use each, not all of it.
+    whole = meter.percent(known.pid, 0, vitals.at_ns, vitals.process_s) if is_alone else own
+    return replace(
+        known,
+        condition=vitals.condition,
         cpu_percent=whole,
         memory_bytes=vitals.memory_bytes,
-        made_ns=made_ns,
         thread_percent=own,
     )
-    return Seen(known, facts)
 
 
-def _calls(page: _Page, context: str) -> Iterable[ObservedCall]:
+def _calls(page: _Page) -> Iterable[ObservedCall]:
+    context = f"{page.facts.get('model', '')} {page.facts.get('backend', '')}"
     groups = {name: ranks_of(each) for name, each in page.facts.get("groups", {}).items()}
     groups[EVERYBODY] = tuple(range(page.facts["world_size"]))
     for each in page.records:
@@ -279,7 +221,7 @@ def _calls(page: _Page, context: str) -> Iterable[ObservedCall]:
 
 def send(job: ObservedJob, number: int) -> None:
     """Send a signal to all processes of a job on this host, and continue stopped ones."""
-    processes = [(each.facts["pid"], each.facts["start_ticks"]) for each in job.ranks]
+    processes = [(rank.facts["pid"], rank.facts["start_ticks"]) for rank in job.ranks]
     for pid, ticks in dict.fromkeys(processes):  # once, where it has several ranks
         if is_running(pid, ticks):
             with contextlib.suppress(ProcessLookupError):
@@ -288,16 +230,18 @@ def send(job: ObservedJob, number: int) -> None:
 
 
 def stacks_of(
-    ranks: Sequence[Seen], timeout_s: float, *, all_threads: bool = False
+    ranks: Sequence[Rank], timeout_s: float, *, all_threads: bool = False
 ) -> dict[int, list[Stack] | str]:
     """Return the stacks of ranks, or why there are none; only live ones of this host are asked."""
-    known = {
-        each.rank.rank: "is dead" if each.rank.condition == "dead" else each.told for each in ranks
-    }
-    here = {
-        each.rank.rank: (each.facts, each.rank.condition == "stopped")
-        for each in ranks
-        if known[each.rank.rank] is None
-    }
-    found = stacks.of_ranks(here, timeout_s, all_threads=all_threads)
-    return {**found, **{rank: told for rank, told in known.items() if told is not None}}
+
+    def stacks(rank: Rank) -> list[Stack] | str:
+        if not rank.is_alive:
+            return "is dead"
+        if rank.stacks is not None:
+            return rank.stacks
+        is_stopped = rank.condition == "stopped"
+        return read_stacks(rank.facts, timeout_s, is_stopped=is_stopped, all_threads=all_threads)
+
+    with ThreadPoolExecutor(_N_AT_ONCE) as executor:
+        found = executor.map(stacks, ranks)
+        return {rank.rank: each for rank, each in zip(ranks, found, strict=True)}

@@ -14,7 +14,7 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, replace
+from dataclasses import asdict, replace
 from itertools import repeat
 from tempfile import TemporaryFile
 from typing import Any, BinaryIO
@@ -23,7 +23,7 @@ import psutil
 
 from unisono.errors import ArgumentError
 from unisono.host.status_page import ranks_of, shortened
-from unisono.observe.jobs import ObservedJob, Seen, job_of, stacks_of
+from unisono.observe.jobs import ObservedJob, job_of, stacks_of
 from unisono.observe.stacks import Frame, Stack
 from unisono.observe.verdict import ObservedCall, Rank
 
@@ -49,33 +49,25 @@ def packed(jobs: Sequence[ObservedJob], version: str) -> Iterator[str]:
         yield f"unisono-top {socket.gethostname()}-{os.getpid()} {number}/{len(parts)} {part}"
 
 
-def _ranks(job: ObservedJob) -> list[Any]:
-    told = stacks_of(job.ranks, _ANSWER_S)
-    return [
-        [
-            astuple(replace(each.rank, calls=())),
-            _calls(each),
-            each.facts,
-            _plain(told[each.rank.rank]),
+def _ranks(job: ObservedJob) -> list[dict[str, Any]]:
+    stacks = stacks_of(job.ranks, _ANSWER_S)
+    found = []
+    for rank in job.ranks:
+        # Ranks of a group are many, and the same in each call: they are sent shortened.
+        calls = [
+            {**asdict(replace(call, ranks=())), "ranks": shortened(call.ranks)}
+            for call in rank.calls
         ]
-        for each in job.ranks
-    ]
-
-
-def _calls(seen: Seen) -> list[Any]:
-    return [[*astuple(replace(call, ranks=())), shortened(call.ranks)] for call in seen.rank.calls]
-
-
-def _plain(told: list[Stack] | str) -> Any:
-    return told if isinstance(told, str) else [astuple(stack) for stack in told]
+        facts = asdict(replace(rank, calls=(), stacks=None))
+        found.append({**facts, "calls": calls, "stacks": stacks[rank.rank]})
+    return found
 
 
 def look_through(commands: Sequence[str], version: str) -> tuple[list[ObservedJob], list[str]]:
     """Run all commands at once; return the jobs of their hosts, and the failures."""
-    for command in commands:
-        _words(command)
+    words = [_words(command) for command in commands]
     with ThreadPoolExecutor(max(len(commands), 1)) as executor:
-        found = list(executor.map(_through, commands, repeat(version)))
+        found = list(executor.map(_through, commands, words, repeat(version)))
     return [job for jobs, _ in found for job in jobs], [why for _, why in found if why]
 
 
@@ -89,10 +81,10 @@ def _words(command: str) -> list[str]:
     return [*words, "unisono", "top", "--packed"]
 
 
-def _through(command: str, version: str) -> tuple[list[ObservedJob], str]:
+def _through(command: str, words: Sequence[str], version: str) -> tuple[list[ObservedJob], str]:
     begun_ns = time.time_ns()
     with TemporaryFile() as out, TemporaryFile() as err:  # pipes would wait for grandchildren
-        why = _run(command, out, err)
+        why = _run(words, out, err)
         out.seek(0)
         text = out.read().decode("utf-8", "replace")
     jobs: list[ObservedJob] = []
@@ -112,12 +104,10 @@ def _through(command: str, version: str) -> tuple[list[ObservedJob], str]:
     return jobs, why and f"--via {command!r}: {why}"
 
 
-def _run(command: str, out: BinaryIO, err: BinaryIO) -> str:
+def _run(words: Sequence[str], out: BinaryIO, err: BinaryIO) -> str:
     """Run a command; return its failure, empty for none."""
     try:
-        process = subprocess.Popen(
-            _words(command), stdin=subprocess.DEVNULL, stdout=out, stderr=err
-        )
+        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
     except OSError as error:
         return f"it cannot be run: {error}"
     try:
@@ -163,25 +153,18 @@ def _jobs(plain: dict[str, Any], begun_ns: int) -> list[ObservedJob]:
     ago_ns = now_ns - min(max(plain["unix_ns"], begun_ns), now_ns)
     shift_ns = time.monotonic_ns() - ago_ns - plain["monotonic_ns"]
     return [
-        job_of(name, [_seen(each, shift_ns) for each in ranks], at_ns + shift_ns)
+        job_of(name, [_rank(each, shift_ns) for each in ranks], at_ns + shift_ns)
         for name, at_ns, ranks in plain["jobs"]
     ]
 
 
-def _seen(plain: Sequence[Any], shift_ns: int) -> Seen:
-    rank, calls, facts, told = plain
-    known = Rank(*rank)
-    made_ns, moved = known.made_ns + shift_ns, tuple(_call(call, shift_ns) for call in calls)
-    if not isinstance(told, str):
-        told = [Stack(ident, tuple(Frame(*frame) for frame in frames)) for ident, frames in told]
-    return Seen(replace(known, calls=moved, made_ns=made_ns), facts, told)
-
-
-def _call(plain: Sequence[Any], shift_ns: int) -> ObservedCall:
-    call = ObservedCall(*plain[:-1])
-    return replace(
-        call,
-        ranks=ranks_of(plain[-1]),
-        begin_ns=call.begin_ns + shift_ns,
-        end_ns=call.end_ns + shift_ns if call.end_ns else 0,
-    )
+def _rank(plain: dict[str, Any], shift_ns: int) -> Rank:
+    calls = []
+    for each in plain["calls"]:
+        times = {key: each[key] and each[key] + shift_ns for key in ("begin_ns", "end_ns")}
+        calls.append(ObservedCall(**{**each, **times, "ranks": ranks_of(each["ranks"])}))
+    stacks = plain["stacks"]
+    if not isinstance(stacks, str):
+        stacks = [Stack(ident, tuple(Frame(*each) for each in frames)) for ident, frames in stacks]
+    made_ns = plain["made_ns"] + shift_ns
+    return Rank(**{**plain, "calls": tuple(calls), "stacks": stacks, "made_ns": made_ns})

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from unisono.host import stack_signal
+from unisono.topology import ranks_by_value
 from unisono.tracebacks import is_of_a_library
 
 STOPPED = "is stopped by a signal, so its stack cannot be read"
-
 _PACKAGE = Path(__file__).parents[1]
-_N_AT_ONCE = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """One call on a stack."""
 
     file: str
@@ -27,12 +23,33 @@ class Frame:
     function: str
 
 
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """The stack of one thread."""
+class Stack(NamedTuple):
+    """The stack of one thread, the innermost call first."""
 
-    ident: int
+    thread_id: int
     frames: tuple[Frame, ...]
+
+
+def read_stacks(
+    facts: Mapping[str, Any], timeout_s: float, *, is_stopped: bool, all_threads: bool
+) -> list[Stack] | str:
+    """Return the stacks of a live rank of this host, its own thread's first; else why not."""
+    if is_stopped:
+        return STOPPED
+    if "signal" not in facts:
+        return "can't be asked for its stack: that takes Python 3.11 or later, and Linux"
+    pid, own = facts["pid"], own_thread(facts)
+    texts = stack_signal.texts(pid, facts, own, timeout_s, all_threads)
+    if texts is None:
+        return f"doesn't answer within {timeout_s:g} s"
+    return [Stack(thread, parse(text)) for thread, text in texts.items()]
+
+
+def own_thread(facts: Mapping[str, Any]) -> int:
+    """Return the id of a rank's own thread, or of the main one if it has ended."""
+    pid = int(facts["pid"])
+    thread_id = int(facts.get("thread_id", 0))
+    return thread_id if Path(f"/proc/{pid}/task/{thread_id}").exists() else pid
 
 
 def parse(text: str) -> tuple[Frame, ...]:
@@ -70,46 +87,6 @@ def _is_ours(file: str) -> bool:
     return bool(package) and (_PACKAGE / inside).is_file()
 
 
-def of_ranks(
-    ranks: Mapping[int, tuple[Mapping[str, Any], bool]],
-    timeout_s: float,
-    *,
-    all_threads: bool = False,
-) -> dict[int, list[Stack] | str]:
-    """Return the stacks of ranks."""
-    with ThreadPoolExecutor(_N_AT_ONCE) as executor:
-        asked = {
-            rank: executor.submit(_of_rank, *each, timeout_s, all_threads)
-            for rank, each in ranks.items()
-        }
-        return {rank: each.result() for rank, each in asked.items()}
-
-
-def _of_rank(
-    facts: Mapping[str, Any], is_stopped: bool, timeout_s: float, all_threads: bool
-) -> list[Stack] | str:
-    if is_stopped:
-        return STOPPED
-    pid = facts["pid"]
-    own = facts.get("thread_id", pid)
-    if not Path(f"/proc/{pid}/task/{own}").exists():  # it has ended, and others go on
-        own = pid
-    texts = stack_signal.texts(pid, facts, own, timeout_s, all_threads)
-    return silent(timeout_s, facts) if texts is None else told(texts)
-
-
-def told(texts: Mapping[int, str]) -> list[Stack]:
-    """Parse the stacks of threads."""
-    return [Stack(thread, parse(text)) for thread, text in texts.items() if text]
-
-
-def silent(timeout_s: float, facts: Mapping[str, Any]) -> str:
-    """Return why a rank has no stack here."""
-    if "signal" not in facts:
-        return "can't be asked for its stack: that takes Python 3.11 or later, and Linux"
-    return f"doesn't answer within {timeout_s:g} s"
-
-
 def is_before(one: Sequence[Frame], other: Sequence[Frame]) -> bool:
     """Return whether a rank is on an earlier line than another, in the function where they part."""
     # False where they part in different functions. In a loop, lines prove little.
@@ -121,10 +98,7 @@ def is_before(one: Sequence[Frame], other: Sequence[Frame]) -> bool:
     return False
 
 
-def equal(stacks: Mapping[int, Iterable[Frame]]) -> list[tuple[tuple[int, ...], tuple[Frame, ...]]]:
+def equal(stacks: Mapping[int, tuple[Frame, ...]]) -> list[tuple[tuple[Frame, ...], list[int]]]:
     """Group ranks by equal stacks, the largest group first."""
-    ranks: dict[tuple[Frame, ...], list[int]] = {}
-    for rank, frames in sorted(stacks.items()):
-        ranks.setdefault(tuple(frames), []).append(rank)
-    groups = [(tuple(each), frames) for frames, each in ranks.items()]
-    return sorted(groups, key=lambda group: (-len(group[0]), group[0]))
+    groups = ranks_by_value(dict(sorted(stacks.items())))
+    return sorted(groups.items(), key=lambda group: (-len(group[1]), group[1]))

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch.autograd import profiler
 
@@ -18,16 +18,15 @@ from unisono.errors import ArgumentError
 from unisono.observe.trace_files import TraceFile
 from unisono.recording import CollectiveRecord, add_hook
 
-PathLike: TypeAlias = "str | os.PathLike[str]"
 _log = logging.getLogger(__name__)
 _EVERY_S = 0.25  # until a call is written
-_MOST_WAITING = 1_000_000  # calls, where writing takes longer than calling; then the oldest go
+_MOST_WAITING = 1_000_000  # calls; if they are faster than the disk, the oldest are dropped
 _LONGEST_END_S = 5.0  # for a disk that hangs
-_FOR_GOOD = "UNISONO_TRACE"
+_VARIABLE = "UNISONO_TRACE"
 
 
 @contextmanager
-def trace(folder: PathLike) -> Iterator[Path]:
+def trace(folder: str | os.PathLike[str]) -> Iterator[Path]:
     """Trace the collectives that this rank calls within the block.
 
     Each rank writes its own file into the folder, which all ranks may share;
@@ -74,7 +73,7 @@ def begin_if_asked() -> None:
     """Start tracing this process, once, if ``UNISONO_TRACE`` names a folder."""
     # It goes on until the process exits.
     global _is_asked
-    folder = os.environ.get(_FOR_GOOD, "").strip()
+    folder = os.environ.get(_VARIABLE, "").strip()
     if folder and not _is_asked:
         _is_asked = True
         atexit.register(_release, _hold(Path(folder).resolve()))
@@ -140,11 +139,11 @@ class _Tracer:
                 )
 
     def _write(self) -> None:
-        of_ranks: dict[tuple[int, int, str], list[CollectiveRecord]] = {}
-        for _ in range(len(self._waiting)):
+        by_rank: dict[tuple[int, int, str], list[CollectiveRecord]] = {}
+        for _ in range(len(self._waiting)):  # not until it is empty: calls go on meanwhile
             record = self._waiting.popleft()
-            of_ranks.setdefault(record[1:4], []).append(record)
-        for key, records in of_ranks.items():
+            by_rank.setdefault((record.rank, record.world_size, record.job), []).append(record)
+        for key, records in by_rank.items():
             if key not in self._files:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._files[key] = TraceFile(self.folder, records[0])
@@ -156,7 +155,7 @@ class _Tracer:
         self._is_over.set()
         if self._thread is not None:
             self._thread.join(_LONGEST_END_S)
-            if self._thread.is_alive():
+            if self._thread.is_alive():  # it holds the lock that `flush` would wait for
                 return
         self.flush()
         for file in self._files.values():

@@ -1,4 +1,4 @@
-"""A trace on disk: for each rank and process one file in Chrome's JSON, an event for each call."""
+"""Traces on disk, in Chrome's JSON: a file of each rank, and one of all ranks on one clock."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 from unisono.errors import ArgumentError
+from unisono.observe.waits import Clock, Meeting, Waits, common_clock, meetings, waits
 from unisono.recording import CollectiveRecord
 from unisono.topology import EVERYBODY, boot_id
 
@@ -20,6 +22,7 @@ _FORMAT = 3
 _SUFFIX = ".unisono.json"
 _CACHED = 10_000  # beginnings of lines
 _US = 1000  # nanoseconds
+_FIRST_THREAD = 1_000_000  # of a merged file: no process has such a number
 
 Event = dict[str, Any]
 
@@ -87,7 +90,7 @@ class TraceFile:
         """Build the beginning of the lines of a call: all but its number and its times."""
         if len(self._heads) >= _CACHED:
             self._heads.clear()
-        args = args_of(record)
+        args = _args_of(record)
         if record.group != EVERYBODY:
             args["ranks"] = list(record.ranks)
         event = {"ph": "X", "cat": "call", "name": record.name, "pid": record.rank + 1}
@@ -102,7 +105,7 @@ class TraceFile:
             data = data[os.write(self._fd, data) :]
 
 
-def args_of(record: CollectiveRecord) -> Event:
+def _args_of(record: CollectiveRecord) -> Event:
     """Return the facts of a call that its slice shows."""
     facts: Event = {"group": record.group, "bytes": record.size_bytes, "dtype": record.dtype}
     facts |= {"plane": record.plane, "line": f"{record.file}:{record.line}"}
@@ -149,3 +152,159 @@ def _records(facts: Mapping[str, Any], calls: Iterable[Event]) -> Iterator[Colle
             *(args["bytes"], args["dtype"], args["plane"], file, int(line), call["tid"]),
             *(arrival_ns, duration_ns, args.get("error", ""), overlap_ns),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class JobTrace:
+    """The records of the ranks of one job, and their clocks."""
+
+    name: str
+    world_size: int
+    records: dict[int, list[CollectiveRecord]]
+    clocks: dict[int, Clock]
+
+    def waits(self) -> Waits:
+        """Compute which rank waited for which."""
+        return waits(self.records, *common_clock(self.records, self.clocks))
+
+
+def jobs(traces: Iterable[RankTrace]) -> list[JobTrace]:
+    """Return the traces of a folder, by job."""
+    named: dict[tuple[int, str], list[RankTrace]] = {}
+    for each in traces:
+        named.setdefault((each.world_size, each.job), []).append(each)
+    ranks = [{each.rank for each in part} for part in named.values()]
+    if len({size for size, _ in named}) == 1 and sum(map(len, ranks)) == len(set().union(*ranks)):
+        # Ranks that could not know their job's name have one of their host.
+        named = {next(iter(named)): list(chain(*named.values()))}
+    found = sorted(named.items(), key=lambda item: min(each.wall_ns for each in item[1]))
+    return [_job(name, size, part) for (size, name), part in found]
+
+
+def _job(name: str, size: int, traces: Iterable[RankTrace]) -> JobTrace:
+    job = JobTrace(name, size, {}, {})
+    for each in traces:
+        to_wall_ns = each.wall_ns - each.monotonic_ns
+        clock = job.clocks.setdefault(each.rank, Clock(each.boot, to_wall_ns))
+        records = job.records.setdefault(each.rank, [])
+        # A rank that has moved to another host stays on its first clock, by the time of day.
+        more_ns = 0 if each.boot == clock.boot else to_wall_ns - clock.to_wall_ns
+        records += [one._replace(arrival_ns=one.arrival_ns + more_ns) for one in each.records]
+    return job
+
+
+def chrome_trace(found: Sequence[JobTrace]) -> dict[str, Any]:
+    """Build the JSON of all ranks: a process for each, a slice for each call, arrows for waits."""
+    # The slice within a call's lasts until the last rank arrived; an arrow leads from it to that
+    # rank's call. Viewers sort by time, but need each slice after those that it is in.
+    offsets = [common_clock(job.records, job.clocks)[0] for job in found]
+    begins = [
+        record.arrival_ns + of_job[rank]
+        for job, of_job in zip(found, offsets, strict=True)
+        for rank, records in job.records.items()
+        for record in records
+    ]
+    zero_ns = min(begins, default=0)
+    pids, tids = count(1), count(_FIRST_THREAD)
+    events: list[Event] = []
+    arrows: list[Event] = []
+    for job, of_job in zip(found, offsets, strict=True):
+        more = f" of {job.world_size}, job {job.name}" if len(found) > 1 else ""
+        shifts = {rank: offset - zero_ns for rank, offset in of_job.items()}
+        met = {
+            id(record): each
+            for each in meetings(job.records, shifts)
+            for record in each.records.values()
+        }
+        ranks = {
+            rank: _RankEvents(next(pids), f"rank {rank}{more}", tids)
+            for rank in sorted(job.records)
+        }
+        for rank, of_rank in ranks.items():
+            in_order = sorted(
+                job.records[rank], key=lambda each: (each.arrival_ns, -each.duration_ns)
+            )
+            for record in in_order:
+                of_rank.add(record, record.arrival_ns + shifts[rank], met.get(id(record)))
+            events += of_rank.events
+        arrows += _arrows(ranks)
+    for number, each in enumerate(arrows):
+        each["id"] = number // 2
+    return {"traceEvents": [*events, *arrows], "displayTimeUnit": "ms"}
+
+
+@dataclass(slots=True)
+class _Track:
+    """Slices in one line of the view, nested or one after another: viewers accept nothing else."""
+
+    tid: int
+    open: list[tuple[int, Event | None]] = field(default_factory=list)
+    """The end of each slice, and its waiting."""
+
+    def takes(self, begin_ns: int, end_ns: int) -> bool:
+        """Return whether a slice fits that begins after all others here."""
+        while self.open and self.open[-1][0] <= begin_ns:
+            self.open.pop()
+        return not self.open or end_ns <= self.open[-1][0]
+
+
+class _RankEvents:
+    """The events of one rank: of each of its threads as many tracks as calls overlap."""
+
+    def __init__(self, pid: int, name: str, tids: Iterator[int]) -> None:
+        self.events: list[Event] = [
+            {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}},
+            {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}},
+        ]
+        self.calls: dict[int, Event] = {}  # by their meetings
+        self.waits: list[tuple[Event, Meeting]] = []
+        self._pid, self._tids = pid, tids
+        self._tracks: dict[int, list[_Track]] = {}
+
+    def add(self, record: CollectiveRecord, begin_ns: int, meeting: Meeting | None) -> None:
+        """Add a call; they are added in the order of their starts."""
+        end_ns = begin_ns + max(record.duration_ns, 0)
+        track = self._track(record.thread_id, begin_ns, end_ns)
+        args = {**_args_of(record), "number": record.number}
+        call = self._slice(track, record.name, "call", begin_ns, end_ns - begin_ns, args)
+        outer = track.open[-1][1] if track.open else None
+        if outer is not None and call["ts"] + call["dur"] > outer["ts"]:
+            outer["dur"] = min(outer["dur"], max(call["ts"] - outer["ts"], 0))
+        waiting = None
+        if meeting is not None:
+            self.calls[id(meeting)] = call
+            if waited_ns := meeting.waited_ns(record.rank):
+                begin_ns += record.overlap_ns
+                name, args = f"waiting for rank {meeting.last}", {"rank": meeting.last}
+                waiting = self._slice(track, name, "waiting", begin_ns, waited_ns, args)
+                self.waits.append((waiting, meeting))
+        track.open.append((end_ns, waiting))
+
+    def _track(self, thread_id: int, begin_ns: int, end_ns: int) -> _Track:
+        tracks = self._tracks.setdefault(thread_id, [])
+        for track in tracks:
+            if track.takes(begin_ns, end_ns):
+                return track
+        track = _Track(next(self._tids))
+        name = f"thread {thread_id}{f', calls that overlap {len(tracks)}' if tracks else ''}"
+        named = {"ph": "M", "name": "thread_name", "pid": self._pid, "tid": track.tid}
+        self.events.append({**named, "args": {"name": name}})
+        tracks.append(track)
+        return track
+
+    def _slice(
+        self, track: _Track, name: str, cat: str, begin_ns: int, duration_ns: int, args: Event
+    ) -> Event:
+        event = {"ph": "X", "name": name, "cat": cat, "pid": self._pid, "tid": track.tid}
+        event |= {"ts": begin_ns / 1e3, "dur": duration_ns / 1e3, "args": args}
+        self.events.append(event)
+        return event
+
+
+def _arrows(ranks: dict[int, _RankEvents]) -> Iterator[Event]:
+    """Build an arrow from each wait to the call that ended it."""
+    for waiting, meeting in chain.from_iterable(each.waits for each in ranks.values()):
+        ends = {"s": waiting, "f": ranks[meeting.last].calls[id(meeting)]} if waiting["dur"] else {}
+        for ph, end in ends.items():
+            at = {key: end[key] for key in ("ts", "pid", "tid")}
+            yield {"ph": ph, "bp": "e", "name": "waits for", "cat": "waiting", **at}

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
+from unisono.observe.stacks import Stack
 from unisono.topology import named
 
-PATIENCE_S = 0.5
-"""A rank counts as late only if others have waited longer for it."""
-
 _S = 1e9
+_PATIENCE_S = 0.5  # a rank counts as late only if others have waited longer for it
 _IDLE_PERCENT = 20.0  # of a core: checking for deaths and deadlines takes some
 _KEY = tuple[str, str]
+K = TypeVar("K")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +44,23 @@ class ObservedCall:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A rank's process and calls."""
+    """A rank's process and calls, and the facts of its page."""
 
     rank: int
     pid: int
     condition: str
     calls: tuple[ObservedCall, ...] = ()
+    made_ns: int = 0
+    facts: Mapping[str, Any] = field(default_factory=dict)
     cpu_percent: float | None = None
     memory_bytes: int | None = None
-    made_ns: int = 0
     thread_percent: float | None = None
+    stacks: list[Stack] | str | None = None  # of one on another host: its stacks, or why not
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its process runs or is stopped."""
+        return self.condition != "dead"
 
     @property
     def is_idle(self) -> bool:
@@ -94,16 +104,11 @@ class Verdict:
     states: Mapping[int, State] = field(default_factory=dict)
 
 
-def judge(
-    ranks: Sequence[Rank],
-    now_ns: int,
-    patience_s: float = PATIENCE_S,
-    *,
-    is_early: bool = False,
-) -> Verdict:
+def judge(ranks: Sequence[Rank], now_ns: int, *, is_early: bool = False) -> Verdict:
     """Return each rank's state, and the ranks that make others wait."""
-    job = _JobFacts(ranks, now_ns, patience_s)
+    job = _JobFacts(ranks, now_ns)
     states = {rank: job.state(rank) for rank in sorted(job.ranks)}
+    # The first rule that holds decides. A rank that is only early isn't in a call too many.
     for rule in (_gone, _mismatch, _extra, _late, _deadlock, _unseen):
         found = None if rule is _extra and is_early else rule(job)
         if found is not None:
@@ -111,7 +116,7 @@ def judge(
             return Verdict(kind, text, job.weighed(culprits), states)
     text = "no rank waits for another"
     if any(wait.ranks for wait in job.waits.values()):
-        text = f"no rank has waited longer than {patience_s:g} s"
+        text = f"no rank has waited longer than {_PATIENCE_S:g} s"
     return Verdict("none", text, (), states)
 
 
@@ -130,9 +135,9 @@ class _Wait:
 class _JobFacts:
     """The facts of a job for the rules."""
 
-    def __init__(self, ranks: Sequence[Rank], now_ns: int, patience_s: float) -> None:
+    def __init__(self, ranks: Sequence[Rank], now_ns: int) -> None:
         self.ranks = {rank.rank: rank for rank in ranks}
-        self.now_ns, self.patience_s = now_ns, patience_s
+        self.now_ns = now_ns
         self.newest = {rank.rank: _newest(rank.calls) for rank in ranks}
         self.open = {rank.rank: innermost(rank.calls) for rank in ranks}
         self.waits = {rank: wait for rank in self.ranks if (wait := self._wait(rank)) is not None}
@@ -140,36 +145,33 @@ class _JobFacts:
     def is_gone(self, rank: int) -> bool:
         return self.ranks[rank].condition in ("dead", "stopped")
 
-    def _is_gone_alone(self, rank: int, waiter: int) -> bool:
-        """Return whether a rank is gone, in another process than a waiter's."""
-        return self.is_gone(rank) and self.ranks[rank].pid != self.ranks[waiter].pid
-
     def _wait(self, rank: int) -> _Wait | None:
         """Return a rank's wait; of several, the one with most ranks missing."""
-        if self.ranks[rank].condition == "dead":
+        if not self.ranks[rank].is_alive:
             return None
         waits = [self._missing(rank, call) for call in self.open[rank] if call.number]
         return max(waits, key=lambda wait: (len(wait.ranks), len(wait.unseen)), default=None)
 
     def _missing(self, rank: int, call: ObservedCall) -> _Wait:
         others = [other for other in call.ranks if other != rank]
-        missing = [
-            other
-            for other in others
-            if other in self.ranks
-            and (
-                self.newest[other].get(call.key, 0) < call.number
-                or (self._is_gone_alone(other, rank) and self._has(other, call, is_over=False))
-            )
-        ]
-        unseen = [other for other in others if other not in self.ranks]
-        return _Wait(call, tuple(missing), tuple(unseen))
+
+        def is_missing(other: int) -> bool:
+            if self.newest[other].get(call.key, 0) < call.number:
+                return True
+            # It died or was stopped within the call. A signal stops all ranks that share a
+            # process: those that have reached the call aren't missing.
+            is_apart = self.ranks[other].pid != self.ranks[rank].pid
+            return is_apart and self.is_gone(other) and self._has(other, call, is_over=False)
+
+        missing = [other for other in others if other in self.ranks and is_missing(other)]
+        return _Wait(call, tuple(missing), tuple(each for each in others if each not in self.ranks))
 
     def waits_for_nobody(self, rank: int) -> bool:
         """Return whether a rank waits for none, not even for one without a page here."""
         wait = self.waits.get(rank)
         if wait is None or not (wait.ranks or wait.unseen):
             return True
+        # The call is over on another rank: those without a page have been in it, too.
         return not wait.ranks and any(
             self._has(other, wait.call, is_over=True) for other in self.ranks
         )
@@ -181,8 +183,9 @@ class _JobFacts:
             for each in self.ranks[rank].calls
         )
 
-    def waited_for(self) -> set[int]:
-        return {other for wait in self.waits.values() for other in wait.ranks}
+    def waited_for(self, by: Iterable[int]) -> set[int]:
+        """Return the ranks that some others wait for."""
+        return {other for rank in by if rank in self.waits for other in self.waits[rank].ranks}
 
     def waiters(self, culprit: int) -> tuple[int, ...]:
         """List the ranks that wait for one, and those that wait for these."""
@@ -197,46 +200,40 @@ class _JobFacts:
         begins = [self.waits[rank].call.begin_ns for rank in ranks if rank in self.waits]
         return max(self.now_ns - min(begins, default=self.now_ns), 0) / _S
 
-    def is_worth_a_word(self, ranks: Iterable[int]) -> bool:
-        return self.waited_s(ranks) >= self.patience_s
+    def have_waited(self, ranks: Iterable[int]) -> bool:
+        return self.waited_s(ranks) >= _PATIENCE_S
 
     def state(self, rank: int) -> State:
-        """Return a rank's state."""
-        facts, opened = self.ranks[rank], self.open[rank]
-        wait = self.waits.get(rank)
+        facts, opened, wait = self.ranks[rank], self.open[rank], self.waits.get(rank)
         call = wait.call if wait else (opened[-1] if opened else None)
         is_inside = call is not None
-        last = max(facts.calls, key=lambda each: each.end_ns or each.begin_ns, default=None)
-        call = call or last
-        since = facts.made_ns
+        call = call or max(facts.calls, key=lambda each: each.end_ns or each.begin_ns, default=None)
+        since_ns = facts.made_ns
         if call is not None:
-            since = call.begin_ns if is_inside else call.end_ns or call.begin_ns
-        missing = wait.ranks or wait.unseen if wait else ()
-        kind = "in call" if is_inside else "computes"
-        if wait and wait.ranks:
-            kind = "waits"
+            since_ns = call.begin_ns if is_inside else call.end_ns or call.begin_ns
         if self.is_gone(rank):
-            kind = facts.condition
-        return State(kind, call, is_inside, since, missing if kind == "waits" else ())
+            return State(facts.condition, call, is_inside, since_ns)
+        if wait and wait.ranks:
+            return State("waits", call, is_inside, since_ns, wait.ranks)
+        return State("in call" if is_inside else "computes", call, is_inside, since_ns)
 
     def weighed(self, culprits: Sequence[Culprit]) -> tuple[Culprit, ...]:
         """Return culprits with their costs."""
-        costs = _costs(self.ranks.values())
+        lost_s, lates, n_calls = _costs(self.ranks.values())
         found = []
         for culprit in culprits:
             waiters = culprit.waiters or self.waiters(culprit.rank)
-            now_s = sum(self.waited_s([rank]) for rank in waiters)
-            lost_s, lates = costs.lost_s.get(culprit.rank, 0.0), costs.lates.get(culprit.rank, [])
-            median_s = statistics.median(lates) if lates else 0.0
+            own = lates.get(culprit.rank, [])
             found.append(
                 replace(
                     culprit,
                     waiters=waiters,
                     waited_s=self.waited_s(waiters),
-                    lost_s=now_s + lost_s,
-                    came_last=len(lates),
-                    n_calls=costs.n_calls,
-                    median_late_s=median_s,
+                    lost_s=lost_s.get(culprit.rank, 0.0)
+                    + sum(self.waited_s([rank]) for rank in waiters),
+                    came_last=len(own),
+                    n_calls=n_calls,
+                    median_late_s=statistics.median(own) if own else 0.0,
                 )
             )
         return tuple(found)
@@ -261,37 +258,40 @@ def _newest(calls: Iterable[ObservedCall]) -> dict[_KEY, int]:
 
 def _gone(job: _JobFacts) -> _Found:
     """Find ranks that are dead, and stopped ones that others wait for."""
-    dead = [rank for rank in job.ranks if job.ranks[rank].condition == "dead"]
-    if dead:
-        text = f"{named(dead)} {'is' if len(dead) == 1 else 'are'} dead"
-        return "dead", text, [Culprit(rank, "is dead") for rank in sorted(dead)]
-    stopped = [rank for rank in job.waited_for() if job.ranks[rank].condition == "stopped"]
-    if stopped:
-        text = f"{named(stopped)} {'is' if len(stopped) == 1 else 'are'} stopped by a signal"
-        why = "is stopped by a signal"
-        return "stopped", text, [Culprit(rank, why) for rank in sorted(stopped)]
+    dead = [rank for rank in job.ranks if not job.ranks[rank].is_alive]
+    stopped = [rank for rank in job.waited_for(job.ranks) if job.ranks[rank].condition == "stopped"]
+    for kind, ranks, what in (("dead", dead, "dead"), ("stopped", stopped, "stopped by a signal")):
+        if ranks:
+            text = f"{named(ranks)} {'is' if len(ranks) == 1 else 'are'} {what}"
+            return kind, text, [Culprit(rank, f"is {what}") for rank in sorted(ranks)]
     return None
 
 
 def _mismatch(job: _JobFacts) -> _Found:
-    """Find ranks whose call of one number differs from others', the rarest call's first."""
+    """Find ranks whose call of one number differs from others'."""
     for rank, opened in job.open.items():
         for call in opened:
             by_name = _names(job, call)
-            if len(by_name) > 1 and job.is_worth_a_word([rank]):
-                sizes = sorted(len(each) for each in by_name.values())
-                odd = [
-                    each
-                    for name in sorted(by_name, key=lambda name: len(by_name[name]))
-                    for each in by_name[name]
-                    if len(by_name[name]) < sizes[-1] or sizes[0] == sizes[-1]
-                ]
-                parts = [f"{named(each)} called {name}" for name, each in by_name.items()]
+            if len(by_name) > 1 and job.have_waited([rank]):
+                parts = [f"{named(ranks)} called {name}" for name, ranks in by_name.items()]
                 text = f"call {call.number} of {call.group} isn't the same: {', '.join(parts)}"
-                why = {each: name for name, members in by_name.items() for each in members}
-                culprits = [Culprit(each, f"called {why[each]}, unlike others") for each in odd]
-                return "mismatch", text, culprits
+                why = "called {}, unlike others"
+                odd = [Culprit(each, why.format(name)) for name, each in _odd_ones(by_name)]
+                return "mismatch", text, odd
     return None
+
+
+def _odd_ones(ranks_of: Mapping[K, list[int]]) -> list[tuple[K, int]]:
+    """Return all ranks but those of the most frequent call, the rarest call's first."""
+    order = sorted(ranks_of.items(), key=lambda item: len(item[1]))
+    fewest, most = len(order[0][1]), len(order[-1][1])
+    # Where as many ranks made each call, any of them may be wrong.
+    return [
+        (call, rank)
+        for call, ranks in order
+        for rank in ranks
+        if len(ranks) < most or fewest == most
+    ]
 
 
 def _names(job: _JobFacts, call: ObservedCall) -> dict[str, list[int]]:
@@ -308,7 +308,7 @@ def _names(job: _JobFacts, call: ObservedCall) -> dict[str, list[int]]:
 def _extra(job: _JobFacts) -> _Found:
     """Find a rank that waits alone, in a line new to all others, which are idle outside calls."""
     waiting = [rank for rank, wait in job.waits.items() if wait.ranks]
-    if len(waiting) != 1 or len(job.ranks) < 3 or not job.is_worth_a_word(waiting):
+    if len(waiting) != 1 or len(job.ranks) < 3 or not job.have_waited(waiting):
         return None
     (alone,) = waiting
     others = [rank for rank in job.ranks if rank != alone]
@@ -317,12 +317,11 @@ def _extra(job: _JobFacts) -> _Found:
     call = job.waits[alone].call
     if not is_every or not are_idle or any(_has_called(job.ranks[rank], call) for rank in others):
         return None
-    name = call.name
     text = (
-        f"rank {alone} is alone in {name}, and the others are idle outside of calls: one call too "
-        "many there, or one too few of theirs"
+        f"rank {alone} is alone in {call.name}, and the others are idle outside of calls: "
+        "one call too many there, or one too few of theirs"
     )
-    return "extra call", text, [Culprit(alone, f"is alone in {name}", (alone,))]
+    return "extra call", text, [Culprit(alone, f"is alone in {call.name}", (alone,))]
 
 
 def _has_called(rank: Rank, call: ObservedCall) -> bool:
@@ -335,8 +334,8 @@ def _late(job: _JobFacts) -> _Found:
     """Find the ranks that others wait for, and that wait for none."""
     sinks = [
         rank
-        for rank in job.waited_for()
-        if job.waits_for_nobody(rank) and job.is_worth_a_word(job.waiters(rank))
+        for rank in job.waited_for(job.ranks)
+        if job.waits_for_nobody(rank) and job.have_waited(job.waiters(rank))
     ]
     if not sinks:
         return None
@@ -356,12 +355,8 @@ def _why_late(job: _JobFacts, rank: int) -> str:
 def _deadlock(job: _JobFacts) -> _Found:
     """Find ranks that wait for each other, those of the rarest call first."""
     waiting = [rank for rank, wait in job.waits.items() if wait.ranks]
-
-    def waited_for(by: set[int]) -> set[int]:
-        return {other for rank in by if rank in job.waits for other in job.waits[rank].ranks}
-
-    cycle = [rank for rank in waiting if rank in _reached(rank, waited_for)]
-    if not cycle or not job.is_worth_a_word(cycle):
+    cycle = [rank for rank in waiting if rank in _reached(rank, job.waited_for)]
+    if not cycle or not job.have_waited(cycle):
         return None
     by_call: dict[tuple[str, int], list[int]] = {}
     for rank in sorted(waiting):
@@ -369,12 +364,10 @@ def _deadlock(job: _JobFacts) -> _Found:
         by_call.setdefault((f"{call.name} of {call.group}", call.number), []).append(rank)
     order = sorted(by_call.items(), key=lambda item: len(item[1]))
     parts = [f"{named(ranks)} in {name}" for (name, _), ranks in order]
-    rarest, most = len(order[0][1]), len(order[-1][1])
     culprits = [
         Culprit(rank, f"is in {name}, and others elsewhere", tuple(r for r in cycle if r != rank))
-        for (name, _), ranks in order
-        for rank in ranks
-        if rank in cycle and (len(ranks) < most or rarest == most)
+        for (name, _), rank in _odd_ones(by_call)
+        if rank in cycle
     ]
     return "deadlock", f"ranks wait for each other: {', '.join(parts)}", culprits
 
@@ -392,7 +385,7 @@ def _reached(start: int, after: Callable[[set[int]], set[int]]) -> set[int]:
 def _unseen(job: _JobFacts) -> _Found:
     """Find ranks without a page here that others must be waiting for."""
     waits = {rank: wait for rank, wait in job.waits.items() if wait.unseen}
-    if not waits or not job.is_worth_a_word(waits):
+    if not waits or not job.have_waited(waits):
         return None
     unseen = {other for wait in waits.values() for other in wait.unseen}
     text = (
@@ -402,47 +395,34 @@ def _unseen(job: _JobFacts) -> _Found:
     return "unseen", text, []
 
 
-@dataclass(frozen=True, slots=True)
-class _Costs:
-    """The costs of completed calls: seconds that others waited, and latenesses, by rank."""
-
-    lost_s: dict[int, float]
-    lates: dict[int, list[float]]
-    n_calls: int
-
-
-def _costs(ranks: Iterable[Rank]) -> _Costs:
-    arrivals: dict[tuple[_KEY, int], dict[int, ObservedCall]] = {}
+def _costs(ranks: Iterable[Rank]) -> tuple[dict[int, float], dict[int, list[float]], int]:
+    """Return the seconds that others waited for each rank, its latenesses, and the calls' count."""
+    arrivals: dict[tuple[_KEY, int], dict[int, ObservedCall]] = defaultdict(dict)
     for rank in ranks:
         for call in _leaves(rank.calls):
             if call.number and call.is_blocking:
-                arrivals.setdefault((call.key, call.number), {})[rank.rank] = call
-    lost_s: dict[int, float] = {}
-    lates: dict[int, list[float]] = {}
+                arrivals[call.key, call.number][rank.rank] = call
+    lost_s: dict[int, float] = defaultdict(float)
+    lates: dict[int, list[float]] = defaultdict(list)
     n_calls = 0
     for calls in arrivals.values():
         first = next(iter(calls.values()))
         if len(calls) < 2 or set(calls) != set(first.ranks):
             continue
         n_calls += 1
-        begins = {rank: call.begin_ns for rank, call in calls.items()}
-        last = max(begins, key=lambda rank: begins[rank])
-        waits = [
-            min(call.end_ns or begins[last], begins[last]) - call.begin_ns
-            for rank, call in calls.items()
-            if rank != last
-        ]
-        lost_s[last] = lost_s.get(last, 0.0) + sum(max(wait, 0) for wait in waits) / _S
-        others = [begin for rank, begin in begins.items() if rank != last]
-        lates.setdefault(last, []).append((begins[last] - max(others)) / _S)
-    return _Costs(lost_s, lates, n_calls)
+        last = max(calls, key=lambda rank: calls[rank].begin_ns)
+        last_ns = calls[last].begin_ns
+        others = [call for rank, call in calls.items() if rank != last]
+        # A rank may have left before the last one arrived, such as the root of a broadcast.
+        waits = [min(each.end_ns or last_ns, last_ns) - each.begin_ns for each in others]
+        lost_s[last] += sum(max(wait, 0) for wait in waits) / _S
+        lates[last].append((last_ns - max(each.begin_ns for each in others)) / _S)
+    return lost_s, lates, n_calls
 
 
 def _leaves(calls: Sequence[ObservedCall]) -> Iterator[ObservedCall]:
     """Iterate over the calls without inner ones, so not over sections."""
     for at, call in enumerate(calls):
-        end = call.end_ns or float("inf")
-        inner = (each for each in calls[at + 1 :] if each.lane == call.lane)
-        following = next(inner, None)
-        if following is None or following.begin_ns >= end:
+        following = next((each for each in calls[at + 1 :] if each.lane == call.lane), None)
+        if following is None or following.begin_ns >= (call.end_ns or math.inf):
             yield call

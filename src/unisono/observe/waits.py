@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+from unisono import plugins
+from unisono.errors import ArgumentError
 from unisono.recording import CollectiveRecord
 
 FLOOR_NS = 1_000_000
@@ -24,25 +27,20 @@ _MORE_THAN_OTHERS = 4
 _LARGE_NS = 50_000_000
 _LARGE_ONES = 3
 _SMALL_ONES = 20
+_BAR_WIDTH = 0.4
+_WIDTH_INCHES, _HEIGHT_INCHES = 7, 4  # of a picture
 
 Records = Mapping[int, Sequence[CollectiveRecord]]
 
 
-@dataclass(frozen=True, slots=True)
 class Meeting:
-    """One call, with the record of each rank of its group."""
+    """One call, with the record of each rank of its group, and the rank that arrived last."""
 
-    records: dict[int, CollectiveRecord]
-    offsets: Mapping[int, int]
-    last: int = field(init=False)
-    """The rank that arrived last."""
-    last_ns: int = field(init=False)
-    """Its arrival, on the common clock."""
-
-    def __post_init__(self) -> None:
-        last = _last_of(self)  # once: each rank of the call needs it
-        object.__setattr__(self, "last", last)
-        object.__setattr__(self, "last_ns", self.arrival_ns(last))
+    def __init__(self, records: Mapping[int, CollectiveRecord], offsets: Mapping[int, int]) -> None:
+        self.records = records
+        self.offsets = offsets
+        self.last = _last_of(self)  # once: each rank of the call needs it
+        self.last_ns = self.arrival_ns(self.last)
 
     def arrival_ns(self, rank: int) -> int:
         """Return a rank's arrival, on the common clock."""
@@ -58,8 +56,8 @@ class Meeting:
 
     def waited_ns(self, rank: int) -> int:
         """Return the time that a rank waited for the last one."""
-        # A rank that was done before the last one arrived didn't wait for it, such as
-        # the root of a broadcast.
+        # A rank that was done before the last one arrived didn't wait for it, such as the root of a
+        # broadcast.
         end_ns = self.end_ns(rank)
         if end_ns + FLOOR_NS < self.last_ns:  # by more than clocks are off
             return 0
@@ -72,17 +70,17 @@ def _last_of(meeting: Meeting) -> int:
 
 def meetings(ranks: Records, offsets: Mapping[int, int] | None = None) -> list[Meeting]:
     """Find the calls that every rank of their group has recorded."""
-    # Disjoint groups may have one name.
+    # By group, context and number. Disjoint groups may have one name, so their ranks count, too.
     found: dict[tuple[int, int, int], dict[int, CollectiveRecord]] = defaultdict(dict)
     groups: dict[tuple[str, tuple[int, ...]], int] = {}
     known: dict[tuple[str, int], int] = {}  # by the id of ranks, which take long to hash
     for rank, records in sorted(ranks.items()):
         contexts: dict[int, _Contexts] = defaultdict(_Contexts)
         for each in sorted(filter(_is_counted, records), key=lambda each: each.arrival_ns):
-            place = each.group, id(each.ranks)
-            if place not in known:
-                known[place] = groups.setdefault((each.group, tuple(each.ranks)), len(groups))
-            group = known[place]
+            key = each.group, id(each.ranks)
+            if key not in known:
+                known[key] = groups.setdefault((each.group, tuple(each.ranks)), len(groups))
+            group = known[key]
             found[group, contexts[group].of(each.number), each.number][rank] = each
     whole = [
         Meeting(records, offsets or {})
@@ -95,8 +93,8 @@ def meetings(ranks: Records, offsets: Mapping[int, int] | None = None) -> list[M
 
 def _is_counted(record: CollectiveRecord) -> bool:
     # Calls of a group of one rank are left out, except in a job of one.
-    is_met = len(record.ranks) >= min(record.world_size, 2)
-    return bool(record.number) and record.duration_ns >= 0 and is_met
+    is_of_several = len(record.ranks) >= min(record.world_size, 2)
+    return bool(record.number) and record.duration_ns >= 0 and is_of_several
 
 
 class _Contexts:
@@ -251,23 +249,28 @@ def waits(ranks: Records, offsets: Mapping[int, int] | None = None, unsure_ns: i
     # Arrivals count, not durations: a sum takes as long on every rank as on the slowest.
     met = meetings(ranks, offsets)
     size = max(ranks, default=-1) + 1
-    count = _Count(size, unsure_ns)
+    sums = _Sums(size, unsure_ns)
     for at, meeting in enumerate(met):
-        count.add(at, meeting)
-    count.add_up()
+        sums.add(at, meeting)
+    sums.finish()
     begins = [min(map(each.arrival_ns, each.records)) for each in met]
     ends = [max(map(each.end_ns, each.records)) for each in met]
     watched_ns = max(ends) - min(begins) if met else 0
-    recent = Counter(rank for rank, _, at in count.late if at >= len(met) - _STEPS)
-    lines = sorted(count.lines.values(), key=lambda line: (-sum(line.lost_s), -line.total_s))
+    recent = Counter(rank for rank, _, at in sums.late if at >= len(met) - _STEPS)
+    lines = sorted(sums.lines.values(), key=lambda line: (-sum(line.lost_s), -line.total_s))
     return Waits(
-        *(count.lost.seconds, count.waited.seconds, count.busy.seconds, tuple(lines)),
-        *(tuple(recent[rank] for rank in range(size)), len(met), watched_ns / 1e9),
-        _slowest(count.late, watched_ns),
+        lost_s=sums.lost.seconds,
+        waited_s=sums.waited.seconds,
+        in_calls_s=sums.busy.seconds,
+        lines=tuple(lines),
+        last=tuple(recent[rank] for rank in range(size)),
+        calls=len(met),
+        watched_s=watched_ns / 1e9,
+        slowest=_slowest(sums.late, watched_ns),
     )
 
 
-class _Count:
+class _Sums:
     """The sums over all calls."""
 
     def __init__(self, size: int, unsure_ns: int) -> None:
@@ -276,35 +279,36 @@ class _Count:
         self.lines: dict[tuple[str, str], LineCost] = {}
         self._unsure_ns = unsure_ns
         self._ended_ns: dict[int, int] = {}
-        self._stays: list[list[tuple[int, int, int, LineCost]]] = [[] for _ in range(size)]
+        self._intervals: list[list[tuple[int, int, int, LineCost]]] = [[] for _ in range(size)]
 
     def add(self, at: int, meeting: Meeting) -> None:
         """Add one call, in the order of first arrivals."""
-        last, came_ns = meeting.last, meeting.last_ns
+        last, last_ns = meeting.last, meeting.last_ns
         record = meeting.records[last]
         site = f"{record.file}:{record.line}" if record.file else ""
         line = self.lines.get((record.name, site))
         if line is None:
-            line = LineCost(record.name, site, [0.0] * len(self._stays))
+            line = LineCost(record.name, site, [0.0] * len(self._intervals))
             self.lines[record.name, site] = line
         line.calls += 1
         line.size_bytes += record.size_bytes
-        gap_ns, late_ns = came_ns - self._ended_ns.get(last, came_ns), 0
+        gap_ns, late_ns = last_ns - self._ended_ns.get(last, last_ns), 0
         for rank in meeting.records:
-            begin, its_wait_ns = meeting.wait_begin_ns(rank), meeting.waited_ns(rank)
-            late_ns = max(late_ns, its_wait_ns)
+            begin, waited_ns = meeting.wait_begin_ns(rank), meeting.waited_ns(rank)
+            late_ns = max(late_ns, waited_ns)
             self._ended_ns[rank] = meeting.end_ns(rank)
-            self._stays[rank].append((begin, begin + its_wait_ns, meeting.end_ns(rank), line))
+            self._intervals[rank].append((begin, begin + waited_ns, meeting.end_ns(rank), line))
         if late_ns > max(FLOOR_NS, FLOOR_SHARE * gap_ns, self._unsure_ns):
-            new = self.lost.add(last, came_ns - late_ns, came_ns)
+            new = self.lost.add(last, last_ns - late_ns, last_ns)
             line.lost_s[last] += new / 1e9
             if new > FLOOR_NS and record.name != _SET_UP:
                 self.late.append((last, new, at))
 
-    def add_up(self) -> None:
+    def finish(self) -> None:
         """Add the times of ranks in calls, once all calls have been added."""
-        for rank, stays in enumerate(self._stays):
-            for begin, until, end, line in sorted(stays, key=lambda stay: stay[0]):
+        # By the starts of their waits, which aren't in the order of the calls' arrivals.
+        for rank, intervals in enumerate(self._intervals):
+            for begin, until, end, line in sorted(intervals, key=lambda each: each[0]):
                 busy_ns = self.busy.add(rank, begin, end)
                 line.total_s += busy_ns / 1e9
                 line.waiting_s += min(self.waited.add(rank, begin, until), busy_ns) / 1e9
@@ -321,3 +325,34 @@ def _slowest(late: Iterable[tuple[int, int, int]], watched_ns: int) -> int | Non
     is_much = most >= _LEAST_LOSS * watched_ns
     is_alone = most >= _MORE_THAN_OTHERS * sum(ns for _, ns in others)
     return worst if is_often and is_much and is_alone else None
+
+
+def draw(what: str, found: Mapping[str, Waits], path: str | os.PathLike[str]) -> None:
+    """Draw two bars for each rank: seconds that others waited for it, and that it waited."""
+    # The only use of matplotlib.
+    try:
+        make = plugins.load("matplotlib.figure:Figure")
+    except ImportError as error:
+        raise ArgumentError(
+            f"{what} needs matplotlib, which can't be imported ({error}): pip install matplotlib, "
+            "or print the table, which has the same figures"
+        ) from error
+    figure = make(figsize=(_WIDTH_INCHES, _HEIGHT_INCHES * len(found)), layout="constrained")
+    places = figure.subplots(len(found), squeeze=False)[:, 0]
+    for axes, (name, each) in zip(places, found.items(), strict=True):
+        _draw(axes, f"{name}: " if name else "", each)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:  # such as a suffix that it doesn't know
+        raise ArgumentError(f"{what}: {os.fspath(path)} can't be written: {error}") from error
+
+
+def _draw(axes: Any, begin: str, found: Waits) -> None:
+    ranks = range(len(found.lost_s))
+    left, right = ([rank + side * _BAR_WIDTH / 2 for rank in ranks] for side in (-1, 1))
+    axes.bar(left, found.lost_s, _BAR_WIDTH, label="others waited for it")
+    axes.bar(right, found.waited_s, _BAR_WIDTH, label="it waited for others")
+    axes.locator_params("x", integer=True, min_n_ticks=1)
+    axes.set(xlim=(-0.5, len(ranks) - 0.5), xlabel="rank", ylabel="seconds")
+    axes.set_title(begin + found.headline)
+    axes.legend()

@@ -10,21 +10,18 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeAlias
 
 from unisono.collectives.gathers import all_gather
 from unisono.context import communicator
-from unisono.observe.picture import draw
-from unisono.observe.waits import Clock, Waits, common_clock, waits
+from unisono.observe.waits import Clock, Waits, common_clock, draw, waits
 from unisono.recording import CollectiveRecord, add_hook
 from unisono.topology import boot_id
 from unisono.tracebacks import hides
 
 __tracebackhide__ = hides
 
-PathLike: TypeAlias = "str | os.PathLike[str]"
 _MOST = 100_000  # calls of a rank that are kept: the last ones
-_MOST_OF_ALL = 1_000_000  # calls of all ranks together, which each of them looks at
+_MOST_OF_ALL = 1_000_000  # calls of all ranks together, which each of them compares
 _LEAST = 1_000  # calls of a rank, however many there are
 _MOST_LINES = 5  # of a table
 
@@ -64,7 +61,7 @@ class Watch:
         """By rank, how often it arrived last, and late, in the last hundred calls."""
         return self._waits.last
 
-    def plot(self, path: PathLike) -> None:
+    def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw by rank the seconds that others waited for it, and that it waited.
 
         Args:
@@ -112,6 +109,7 @@ def watching() -> Iterator[Watch]:
     kept: deque[CollectiveRecord] = deque(maxlen=most)
 
     def keep(record: CollectiveRecord) -> None:
+        # Hooks get the calls of all ranks that are threads of this process, and of other contexts.
         if record.rank == rank and record.world_size == world_size:
             kept.append(record)
 

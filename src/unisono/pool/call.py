@@ -40,18 +40,15 @@ class PoolCall(JobRanks):
     ) -> None:
         self.answers: dict[int, list[bytes]] = {}
         self.failures: dict[int, Fault | LaunchError | None] = {}
+        # Busy replicas: after the call, those that were late or waited for a failed one.
         self.busy: set[int] = set()
-        """Busy replicas: after the call, those that were late or waited for a failed one."""
-        self.stacks: dict[int, list[FrameSummary]] = {}
-        """Stacks of these, once they have been read."""
-        self.error: BaseException | None = None
-        """Error that ended it, if that is neither a failure nor the limit."""
-        self.replicas_stay: bool = False
-        """Whether the call has ended, and all replicas wait for the next one."""
+        self.stacks: dict[int, list[FrameSummary]] = {}  # of these, once they have been read
+        self.error: BaseException | None = None  # if neither a failure nor the limit ended it
+        self.replicas_stay: bool = False  # whether it has ended, and all replicas are idle
         self.replicas = replicas
         self._give = give
-        self._limit = limit
-        self._is_together = is_together
+        self._limit = math.inf if limit is None else limit
+        self._is_together = is_together  # whether replicas may wait for each other
         self._is_broken = self._is_cut = False
 
     @property
@@ -64,16 +61,16 @@ class PoolCall(JobRanks):
         job: Job[Any] = Job(self, size, grace_s=grace_s if self.replicas.are_processes else None)
         try:
             for rank in range(size):
-                self._go_on(job, rank)
+                self._send_next(job, rank)
             job.finish()
         finally:
             self.failures = job.failures.by_rank
 
     def poll(self, job: Job[Any], until: float) -> None:
         """Wait for the next answer, and record it."""
-        limit = math.inf if job.failures else self._until
+        limit = math.inf if job.failures else self._limit  # a failure is reported before lateness
         try:
-            if not self._hear(job, min(until, limit)) and time.monotonic() >= limit:
+            if not self._record_answers(job, min(until, limit)) and time.monotonic() >= limit:
                 raise LateError(f"ranks {sorted(self.busy)} weren't done in time")
         except BaseException:  # Ctrl-C, or a replica that died: the others aren't waited for
             self._is_cut = True
@@ -91,21 +88,18 @@ class PoolCall(JobRanks):
         self.replicas_stay = not self.busy and not self._is_broken
 
     def _wait_for_others(self, job: Job[Any]) -> None:
+        # Those that compute end by themselves; those that wait for the failed one never do.
         patience_s = _PATIENCE_S if self._is_together else math.inf
-        end, n_looks = min(time.monotonic() + patience_s, self._until), 0
+        end, n_looks = min(time.monotonic() + patience_s, self._limit), 0
         while self.busy and time.monotonic() < end and n_looks < _LOOKS:
-            if self._hear(job, time.monotonic() + _LOOK_S):
+            if self._record_answers(job, time.monotonic() + _LOOK_S):
                 n_looks = 0
             elif self._is_broken:
                 return
             elif self._is_together:
                 n_looks = n_looks + 1 if self.replicas.may_wait(self.busy) else 0
 
-    @property
-    def _until(self) -> float:
-        return math.inf if self._limit is None else self._limit
-
-    def _hear(self, job: Job[Any], until: float) -> bool:
+    def _record_answers(self, job: Job[Any], until: float) -> bool:
         """Record the answers that arrive by then, and return whether one has."""
         answers = self.replicas.news(until)
         for rank, kind, body in answers:
@@ -116,10 +110,10 @@ class PoolCall(JobRanks):
             else:
                 job.fail(rank, pickle.loads(body))
             self._is_broken = self._is_broken or kind == BROKEN
-            self._go_on(job, rank)
+            self._send_next(job, rank)
         return bool(answers)
 
-    def _go_on(self, job: Job[Any], rank: int) -> None:
+    def _send_next(self, job: Job[Any], rank: int) -> None:
         body = None if job.failures else self._give(rank)
         if body is not None:
             self.busy.add(rank)
@@ -132,12 +126,5 @@ class PoolCall(JobRanks):
 
 def once(body: bytes, ranks: Collection[int]) -> _Give:
     """Return a function that returns the same task once for each of these ranks."""
-    waiting = set(ranks)
-
-    def give(rank: int) -> bytes | None:
-        if rank not in waiting:
-            return None
-        waiting.remove(rank)
-        return body
-
-    return give
+    tasks = dict.fromkeys(ranks, body)
+    return lambda rank: tasks.pop(rank, None)

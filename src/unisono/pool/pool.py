@@ -101,7 +101,7 @@ class WorkerPool:
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        state = "closed" if self._is_closed else "warm" if self._is_warm() else "not started yet"
+        state = "closed" if self._is_closed else "warm" if self.pids else "not started yet"
         limit = "" if self._deadline_s is None else f", deadline_s={self._deadline_s:g}"
         arguments = f"{self._backend!r}, nproc_per_node={self._size}{limit}"
         others = sorted({*self.pids} - {os.getpid()})
@@ -115,11 +115,10 @@ class WorkerPool:
         Empty while the pool isn't warm.
         """
         replicas = self._replicas
-        return replicas.pids if replicas is not None and self._is_warm() else []
-
-    def _is_warm(self) -> bool:
-        replicas = self._replicas
-        return replicas is not None and not (self._owner == os.getpid() and replicas.has_ended())
+        # A fork can't tell whether they have ended: their news are the owner's.
+        if replicas is None or (self._owner == os.getpid() and replicas.has_ended()):
+            return []
+        return replicas.pids
 
     def run(
         self, fn: Callable[Concatenate[int, P], T], *args: P.args, **kwargs: P.kwargs
@@ -148,7 +147,7 @@ class WorkerPool:
         body = _pickled(fn, args, kwargs, True)
         with self._lock:
             give = once(body, range(self._size))
-            answers = self._collect(give, _name(fn), is_together=True)
+            answers = self._collect(give, fn, is_together=True)
             return [pickle.loads(answers[rank][0]) for rank in range(self._size)]
 
     def map(self, fn: Callable[[U], T], items: Iterable[U]) -> list[T]:
@@ -182,7 +181,7 @@ class WorkerPool:
                 turns[rank].append(index)
                 return bodies[index]
 
-            answers = self._collect(give, _name(fn), is_together=False)
+            answers = self._collect(give, fn, is_together=False)
             results: list[Any] = [None] * len(bodies)
             for rank, indices in turns.items():
                 for index, body in zip(indices, answers.get(rank, ()), strict=True):
@@ -251,9 +250,10 @@ class WorkerPool:
             self._replicas = None
 
     def _collect(
-        self, give: Callable[[int], bytes | None], name: str, *, is_together: bool
+        self, give: Callable[[int], bytes | None], fn: Any, *, is_together: bool
     ) -> dict[int, list[bytes]]:
-        """Send each replica calls until nothing is left; return what each has answered."""
+        """Send replicas their tasks until none is left; return the answers of each."""
+        name = getattr(fn, "__qualname__", fn)
         limit_s = limit_of(self._deadline_s)
         if limit_s == 0:
             raise CollectiveTimeoutError(f"{name} wasn't begun: the block's deadline is over")
@@ -268,18 +268,16 @@ class WorkerPool:
             if isinstance(error, KeyboardInterrupt):
                 say_instead(error, interrupted("the call of a pool"))
             if isinstance(error, LateError):
-                raise self._late(name, limit_s or 0, call, replicas) from None
+                are = "are ended"
+                if not replicas.are_processes:
+                    are = "are told to end, which they may not have yet"
+                raise CollectiveTimeoutError(
+                    f"{name} wasn't done on ranks {sorted(call.busy)} of {self._size} after "
+                    f"{round(limit_s or 0, 2):g} s: their replicas {are}; the next call makes new "
+                    "ones"
+                ) from None
             raise
         return call.answers
-
-    def _late(
-        self, name: str, limit_s: float, call: PoolCall, replicas: Replicas
-    ) -> CollectiveTimeoutError:
-        what = "ended" if replicas.are_processes else "told to end, which they may not have yet"
-        return CollectiveTimeoutError(
-            f"{name} wasn't done on ranks {sorted(call.busy)} of {self._size} after "
-            f"{round(limit_s, 2):g} s: their replicas are {what}; the next call makes new ones"
-        )
 
 
 def end_replicas(pool: WorkerPool) -> None:
@@ -341,10 +339,6 @@ def _check_host(options: Mapping[str, Any]) -> None:
             f"launcher_options has {name}, but a pool makes its replicas again itself at the next "
             "call: leave it out"
         )
-
-
-def _name(fn: Any) -> str:
-    return str(getattr(fn, "__qualname__", fn))
 
 
 def _pickled(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], takes_rank: bool) -> bytes:

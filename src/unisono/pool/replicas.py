@@ -45,31 +45,29 @@ class Replicas:
         self, size: int, backend: str | None, options: dict[str, Any], limit: float | None = None
     ) -> None:
         self._size = size
-        self._places: dict[int, tuple[int, int, int, Mapping[str, int]]] = {}
+        # By rank: process, Python's and the kernel's id of the thread, facts of `stack_signal`.
+        self._ids: dict[int, tuple[int, int, int, Mapping[str, int]]] = {}
         job = start_to_stay(backend, inside.serve, (os.getpid(),), size, **options)
         self._job: Job[Any] = job or Job(_Threads(backend, size, options), size)
         assert isinstance(self._job.ranks, Workers)
         self._workers: Workers = self._job.ranks
         weakref.finalize(self, _end, self._job, os.getpid())
         try:
-            self._welcome(limit)
+            while late := sorted(set(range(size)) - self._ids.keys()):
+                if limit is not None and time.monotonic() >= limit:
+                    raise CollectiveTimeoutError(
+                        f"the replicas of ranks {late} of {size} weren't there when the deadline "
+                        "was over"
+                    )
+                self._ids |= {rank: pickle.loads(body) for rank, _, body in self.news(limit)}
         except BaseException:  # Ctrl-C too: no replica is left behind
             self._job.terminate()
             raise
 
-    def _welcome(self, limit: float | None) -> None:
-        while late := sorted(set(range(self._size)) - self._places.keys()):
-            if limit is not None and time.monotonic() >= limit:
-                raise CollectiveTimeoutError(
-                    f"the replicas of ranks {late} of {self._size} weren't there when the deadline "
-                    "was over"
-                )
-            self._places |= {rank: pickle.loads(body) for rank, _, body in self.news(limit)}
-
     @property
     def pids(self) -> list[int]:
         """Process of each replica, by rank; the pool's own if it is a thread."""
-        return [self._places[rank][0] for rank in range(self._size)]
+        return [self._ids[rank][0] for rank in range(self._size)]
 
     @property
     def are_processes(self) -> bool:
@@ -78,7 +76,7 @@ class Replicas:
 
     def thread_of(self, rank: int) -> int:
         """Return Python's id of the thread that runs a replica's calls."""
-        return self._places[rank][1]
+        return self._ids[rank][1]
 
     def has_ended(self) -> bool:
         """Return whether a replica is gone."""
@@ -122,7 +120,7 @@ class Replicas:
         return {rank: self._stack(rank, until) or [] for rank in ranks}
 
     def _stack(self, rank: int, until: float) -> list[FrameSummary] | None:
-        pid, thread_id, native_id, facts = self._places[rank]
+        pid, thread_id, native_id, facts = self._ids[rank]
         if pid == os.getpid():
             frames, frame = [], frame_of(thread_id)
             while frame is not None:
@@ -135,6 +133,7 @@ class Replicas:
                 return None
             frames = stack_signal.parse(text)
         files = [file for file, *_ in frames]
+        # Without our own frames that called the function.
         own = frames[: files.index(inside.__file__) if inside.__file__ in files else None]
         return [FrameSummary(*frame, lookup_line=False) for frame in reversed(own)]
 
@@ -147,7 +146,7 @@ class Replicas:
         """End idle replicas in good order: after their threads and exit handlers."""
         for worker in self._workers.workers:
             worker.task = channel.task(b"")
-        late, until = {*self._places}, time.monotonic() + _LEAVE_S
+        late, until = {*self._ids}, time.monotonic() + _LEAVE_S
         block_end = end_of_block() or math.inf
         while late and time.monotonic() < min(until, block_end):
             late -= {rank for rank, kind, _ in self.news(until) if kind == inside.LEFT}

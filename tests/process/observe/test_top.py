@@ -83,15 +83,15 @@ def test_a_rank_that_stays_where_it_is_is_asked_once() -> None:
         seen()
         (job,) = look(Meter())
         late, asked = job.ranks[hangs.LATE], Asked()
-        written = Path(f"/proc/{late.rank.pid}/fd/{late.facts['stacks_fd']}")
+        written = Path(f"/proc/{late.pid}/fd/{late.facts['stacks_fd']}")
         (first,) = report_of(job, asked)["culprits"]
         n_bytes = written.stat().st_size
         (again,) = report_of(job, asked)["culprits"]
         assert written.stat().st_size == n_bytes
         assert again["stack"] == first["stack"] != []
         assert again["told_s"] > first["told_s"] >= 0.0
-        calls = (*late.rank.calls[:-1], replace(late.rank.calls[-1], begin_ns=job.facts["made_ns"]))
-        moved = replace(late, rank=replace(late.rank, calls=calls))
+        calls = (*late.calls[:-1], replace(late.calls[-1], begin_ns=job.facts["made_ns"]))
+        moved = replace(late, calls=calls)
         ranks = tuple(moved if each is late else each for each in job.ranks)
         report_of(replace(job, ranks=ranks), asked)
         assert written.stat().st_size > n_bytes

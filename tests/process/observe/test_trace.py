@@ -21,8 +21,7 @@ from tests.support.trace_processor import TraceProcessor, require_trace_processo
 from tests.support.ways import Way
 from tests.support.worlds import REAL, run
 from unisono.errors import WorkerFailedError
-from unisono.observe.merge import JobTrace, jobs
-from unisono.observe.trace_files import read
+from unisono.observe.trace_files import JobTrace, jobs, read
 from unisono.observe.waits import Waits, meetings
 
 MOST_LOST_S = 1.0

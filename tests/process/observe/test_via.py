@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from tests.support.screens import Ended, run
 from unisono.observe import remote
 from unisono.observe.jobs import Meter, look
 from unisono.observe.report import reports
+from unisono.observe.verdict import ObservedCall, Rank
 
 LIMIT_S = 30.0
 DAY_NS = 86_400 * 10**9
@@ -251,17 +253,17 @@ def test_ages_are_those_of_the_clock_there_whatever_the_time_of_day(
     skew_ns: int, own_pages: Path
 ) -> None:
     """Neither clock is this host's; a moment outside of the command's run can't be right."""
-    rank = [0, 7, "sleeping", [], None, None, DAY_NS, None]
-    call = ["barrier", "gloo", "all ranks", [], 1, "a.py", 1, 3 * DAY_NS, 0, 0, 1, True, [0, 1]]
+    call = ObservedCall("barrier", "gloo", "all ranks", (0, 1), 1, "a.py", 1, 3 * DAY_NS)
+    rank = Rank(0, 7, "sleeping", (call,), DAY_NS, {"world_size": 2}, stacks="why not")
     plain = {
         "unix_ns": time.time_ns() + skew_ns,
         "monotonic_ns": 4 * DAY_NS,
-        "jobs": [["a", 4 * DAY_NS, [[rank, [call], {"world_size": 2}, "why not"]]]],
+        "jobs": [["a", 4 * DAY_NS, [asdict(rank)]]],
     }
     (job,) = remote._jobs(plain, time.time_ns() - 10**9)
     (seen,) = job.ranks
-    assert job.at_ns - seen.rank.made_ns == 3 * DAY_NS
-    assert job.at_ns - seen.rank.calls[0].begin_ns == DAY_NS
-    assert (seen.rank.calls[0].end_ns, seen.rank.calls[0].ranks) == (0, (0, 1))
+    assert job.at_ns - seen.made_ns == 3 * DAY_NS
+    assert job.at_ns - seen.calls[0].begin_ns == DAY_NS
+    assert (seen.calls[0].end_ns, seen.calls[0].ranks) == (0, (0, 1))
     assert 0 <= time.monotonic_ns() - job.at_ns < 60 * 10**9
-    assert (seen.told, job.elsewhere) == ("why not", (1,))
+    assert (seen.stacks, job.elsewhere) == ("why not", (1,))

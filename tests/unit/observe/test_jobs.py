@@ -72,9 +72,9 @@ def test_pages_are_grouped_by_job_and_rank() -> None:
         begin(own, "barrier", 5, 20, IN_FLIGHT)
         first, second = look(Meter())
     assert (first.name, first.world_size, first.elsewhere) == ("job a", 3, (2,))
-    assert [each.rank.rank for each in first.ranks] == [0, 1]
+    assert [each.rank for each in first.ranks] == [0, 1]
     assert (second.name, second.elsewhere) == ("job b", ())
-    call, started = first.ranks[1].rank.calls
+    call, started = first.ranks[1].calls
     assert (call.name, call.number, call.ranks, call.size_bytes) == ("all_reduce", 4, (0, 1, 2), 64)
     assert (call.file, call.line) == ("train.py", 7)
     assert (call.is_blocking, started.is_blocking) == (True, False)
@@ -84,9 +84,9 @@ def test_a_dead_rank_of_a_job_that_lives_is_there() -> None:
     with page(0, thread_id=0):  # whose thread has ended, and others go on
         leave_page(rank=1)
         ((alive, dead),) = (job.ranks for job in look(Meter()))
-    assert alive.rank.condition in ("running", "sleeping")
-    assert (dead.rank.condition, dead.rank.memory_bytes) == ("dead", None)
-    assert [call.name for call in dead.rank.calls] == ["barrier"]
+    assert alive.condition in ("running", "sleeping")
+    assert (dead.condition, dead.memory_bytes) == ("dead", None)
+    assert [call.name for call in dead.calls] == ["barrier"]
 
 
 def test_a_job_that_was_started_again_with_fewer_ranks_has_these_alone() -> None:
@@ -95,7 +95,7 @@ def test_a_job_that_was_started_again_with_fewer_ranks_has_these_alone() -> None
     with page(0, world_size=2), page(1, world_size=2):
         leave_page(rank=2)
         (job,) = look(Meter())
-    known = [(each.rank.rank, each.rank.pid, each.rank.calls) for each in job.ranks]
+    known = [(each.rank, each.pid, each.calls) for each in job.ranks]
     assert known == [(rank, os.getpid(), ()) for rank in (0, 1)]
     assert (job.world_size, job.elsewhere) == (2, ())
 
@@ -109,7 +109,7 @@ def calls_of(size: int, *groups: Group) -> tuple[ObservedCall, ...]:
         ((seen,),) = (job.ranks for job in look(Meter()))
     finally:
         log.close()
-    return seen.rank.calls
+    return seen.calls
 
 
 def test_groups_of_a_large_job_have_room() -> None:
@@ -131,9 +131,9 @@ def test_groups_whose_names_hold_many_ranks_are_told_apart() -> None:
     assert len({call.key for call in calls}) == len(groups)
 
 
-def on_another_host(job: ObservedJob, told: str = "its stack") -> ObservedJob:
+def on_another_host(job: ObservedJob, stacks: str = "its stack") -> ObservedJob:
     """Have a job as --via brings it."""
-    there = [replace(each, facts={**each.facts, "pids": 1}, told=told) for each in job.ranks]
+    there = [replace(each, facts={**each.facts, "pids": 1}, stacks=stacks) for each in job.ranks]
     return replace(job, ranks=tuple(there))
 
 
@@ -144,10 +144,10 @@ def test_jobs_of_one_name_are_one_unless_a_rank_of_both_lives() -> None:
         again = replace(other, ranks=())
         for elsewhere in ([other], [again, other]):
             found = look(Meter(), elsewhere)
-            assert [each.ranks[0].told for each in found] == [None, "its stack"]
+            assert [each.ranks[0].stacks for each in found] == [None, "its stack"]
         own.update(rank=2)
         (whole,) = look(Meter(), [other])
-    assert [each.rank.rank for each in whole.ranks] == [0, 2]
+    assert [each.rank for each in whole.ranks] == [0, 2]
 
 
 def test_what_this_host_has_read_of_its_ranks_comes_first() -> None:
@@ -155,10 +155,10 @@ def test_what_this_host_has_read_of_its_ranks_comes_first() -> None:
     with page(0):
         (job,) = look(Meter())
         (seen,) = job.ranks
-        later = replace(seen.rank, made_ns=seen.rank.made_ns + 1)
-        back = replace(job, ranks=(replace(seen, rank=later, told="its stack"),))
+        later = replace(seen, made_ns=seen.made_ns + 1, stacks="its stack")
+        back = replace(job, ranks=(later,))
         (found,) = look(Meter(), [back])
-    assert [each.told for each in found.ranks] == [None]
+    assert [each.stacks for each in found.ranks] == [None]
 
 
 def test_who_ends_in_good_order_at_this_moment_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ def test_who_ends_in_good_order_at_this_moment_is_not_dead(monkeypatch: pytest.M
         monkeypatch.setattr(jobs, "pages", lambda: found)
         next(reader for reader in found if reader.facts["rank"] == 1).path.unlink()
         (job,) = look(Meter())
-    assert [each.rank.rank for each in job.ranks] == [0]
+    assert [each.rank for each in job.ranks] == [0]
 
 
 def test_the_live_view_of_one_job_stays_when_that_ends() -> None:
@@ -250,7 +250,7 @@ def test_pages_of_a_rank_are_one_and_two_threads_with_their_own_are_in_two_calls
         thread.start()
         thread.join()
         ((seen,),) = (job.ranks for job in look(Meter()))
-    for calls in (seen.rank.calls, innermost(seen.rank.calls)):
+    for calls in (seen.calls, innermost(seen.calls)):
         assert [call.name for call in calls] == ["barrier", "all_reduce"]
 
 
@@ -260,10 +260,10 @@ def test_how_busy_a_rank_is_comes_with_the_second_look() -> None:
         ((first,),) = (job.ranks for job in look(meter))
         sum(range(2_000_000))
         ((second,),) = (job.ranks for job in look(meter))
-    assert first.rank.cpu_percent is None
-    assert second.rank.cpu_percent is not None
-    assert second.rank.cpu_percent > 0
-    assert (second.rank.memory_bytes or 0) > 1 << 20
+    assert first.cpu_percent is None
+    assert second.cpu_percent is not None
+    assert second.cpu_percent > 0
+    assert (second.memory_bytes or 0) > 1 << 20
 
 
 def test_a_job_is_chosen_by_name_its_beginning_a_process_or_a_program() -> None:

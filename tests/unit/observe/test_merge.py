@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.records import MS, call, recorded
-from unisono.observe.merge import chrome_trace, jobs
-from unisono.observe.trace_files import RankTrace
+from unisono.observe.trace_files import RankTrace, chrome_trace, jobs
 from unisono.recording import CollectiveRecord
 
 Event = dict[str, Any]

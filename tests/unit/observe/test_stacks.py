@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tests.support.hanging import hanging, takes_stacks
+from unisono.observe.jobs import stacks_of
 from unisono.observe.stacks import (
     STOPPED,
     Frame,
     equal,
     folded,
     is_before,
-    of_ranks,
     own_frame,
     parse,
-    silent,
+    read_stacks,
 )
+from unisono.observe.verdict import Rank
 
 TEXT = """\
 Stack (most recent call first):
@@ -77,31 +81,42 @@ def test_who_has_yet_to_come_to_a_line_is_before_it() -> None:
 
 def test_equal_stacks_are_told_once_the_most_ranks_first() -> None:
     a, b = (Frame("a.py", 1, "a"),), (Frame("b.py", 1, "b"),)
-    assert equal({3: a, 1: b, 0: a, 2: a}) == [((0, 2, 3), a), ((1,), b)]
+    assert equal({3: a, 1: b, 0: a, 2: a}) == [(a, [0, 2, 3]), (b, [1])]
+
+
+def ranks_of(facts: Mapping[str, Any], condition: str, *ranks: int) -> list[Rank]:
+    return [Rank(rank, facts["pid"], condition, facts=facts) for rank in ranks]
 
 
 @takes_stacks
 def test_a_stopped_process_says_so() -> None:
     with hanging("lock") as process:
         process.stop()
-        assert of_ranks({0: (process.facts, True)}, 0.2) == {0: STOPPED}
+        (rank,) = ranks_of(process.facts, "stopped", 0)
+        assert stacks_of([rank], 0.2) == {0: STOPPED}
 
 
 @takes_stacks
 def test_own_threads_stack_comes_first() -> None:
     with hanging("thread") as process:
-        found = of_ranks(dict.fromkeys((0, 5), (process.facts, False)), 20.0, all_threads=True)
+        ranks = ranks_of(process.facts, "sleeping", 0, 5)
+        found = stacks_of(ranks, 20.0, all_threads=True)
         assert sorted(found) == [0, 5]
         for stacks in found.values():
             assert not isinstance(stacks, str)
             own = own_frame(stacks[0].frames)
             assert own is not None and own.function == "hang"
             assert Path(own.file).name == "hanging.py"
-            assert stacks[0].ident == process.facts["thread_id"]
-            assert stacks[1].ident != stacks[0].ident
+            assert stacks[0].thread_id == process.facts["thread_id"]
+            assert stacks[1].thread_id != stacks[0].thread_id
 
 
 def test_why_a_rank_did_not_answer_is_not_claimed_to_be_known() -> None:
     """It may also block the signal, or be in a call of the kernel that nothing interrupts."""
-    assert silent(0.3, {"signal": 60}) == "doesn't answer within 0.3 s"
-    assert "takes Python 3.11 or later" in silent(0.3, {})
+
+    def told(**facts: int) -> object:
+        known = {"pid": os.getpid(), **facts}
+        return read_stacks(known, 0.3, is_stopped=False, all_threads=False)
+
+    assert told(signal=60) == "doesn't answer within 0.3 s"
+    assert "takes Python 3.11 or later" in str(told())

@@ -33,7 +33,7 @@ def call(
 
 
 def rank(number: int, *calls: ObservedCall, condition: str = "sleeping", cpu: float = 0.0) -> Rank:
-    return Rank(number, 100 + number, condition, calls, cpu, 0, 10**9, cpu)
+    return Rank(number, 100 + number, condition, calls, 10**9, cpu_percent=cpu, thread_percent=cpu)
 
 
 def done(number: int = 1) -> ObservedCall:
@@ -154,7 +154,7 @@ def test_a_short_wait_names_nobody() -> None:
     verdict = judge(ranks, NOW)
     assert (verdict.kind, verdict.culprits) == ("none", ())
     assert verdict.states[0].waits_for == (1,)
-    assert judge(ranks, NOW, patience_s=0.05).culprits[0].rank == 1
+    assert judge(ranks, NOW + 10**9).culprits[0].rank == 1
 
 
 def test_who_is_known_to_be_early_made_no_call_too_many() -> None:
