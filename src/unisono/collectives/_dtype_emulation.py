@@ -107,9 +107,9 @@ def own(context: ContextState, tensor: Tensor) -> Tensor:
     return moved.clone(memory_format=torch.contiguous_format)
 
 
-def lend(context: ContextState, tensor: Tensor, carrier: Carrier) -> Tensor:
-    """Return the user's memory where `carrier` only reads it, else a copy as `own` does."""
-    if type(carrier) is not HostCollectives or not tensor.is_cpu:
+def lend(context: ContextState, tensor: Tensor, group: Group | None) -> Tensor:
+    """Return the user's memory where its carrier only reads it, else a copy as `own` does."""
+    if type(carry(context, tensor, group)) is not HostCollectives:
         return own(context, tensor)
     return plain(tensor).resolve_conj().resolve_neg().contiguous()
 
@@ -177,11 +177,7 @@ def _scaled(tensor: Tensor, size: int) -> tuple[Tensor, ReduceOp, Restore]:
 
 
 def _carrier(
-    context: ContextState,
-    tensors: Reducer,
-    tensor: Tensor,
-    op: ReduceOp,
-    group: Group | None,
+    context: ContextState, tensors: Reducer, tensor: Tensor, op: ReduceOp, group: Group | None
 ) -> tuple[Tensor, ReduceOp, Restore]:
     """Convert as `_guise` does, only where `tensors` need it. Overwrites `tensor`, once."""
     if is_direct(tensors, tensor, op):
@@ -193,23 +189,14 @@ def _carrier(
     return _guise(tensor, op, size)
 
 
-def all_gather(context: ContextState, tensor: Tensor, group: Group | None) -> Tensor:
+def all_gather(tensors: Carrier, tensor: Tensor, group: Group | None) -> Tensor:
     """Gather [*shape] to [n, *shape]. Collective over `group`."""
-    return _gathered(carry(context, tensor, group), tensor, group)
-
-
-def _gathered(tensors: Carrier, tensor: Tensor, group: Group | None) -> Tensor:
     carrier, restore = movement(tensors, tensor)
     return restore(tensors.all_gather(carrier, group))
 
 
-def _fold(
-    tensors: Carrier,
-    carrier: Tensor,
-    op: ReduceOp,
-    group: Group | None,
-) -> Tensor:
-    return fold_tensors(op, _gathered(tensors, carrier.contiguous(), group))
+def _fold(tensors: Carrier, carrier: Tensor, op: ReduceOp, group: Group | None) -> Tensor:
+    return fold_tensors(op, all_gather(tensors, carrier.contiguous(), group))
 
 
 def all_reduce(

@@ -164,7 +164,7 @@ def _all_reduce(context: ContextState, tensor: Tensor, op: ReduceOp, group: Grou
         mine = carriers.own(context, tensor)
         return carriers.all_reduce(context, mine, op, group, tensor.device)
     check(context, f"all_reduce {op.name}", tensor, group, host)
-    mine = carriers.lend(context, tensor, host)
+    mine = carriers.lend(context, tensor, group)
     return host.all_reduce(mine, op, group, memory.new(mine, mine.shape))
 
 
@@ -429,9 +429,8 @@ def reduce_scatter(
 
 
 def _lend(context: ContextState, tensor: Tensor, op: ReduceOp, group: Group | None) -> Tensor:
-    carrier = carry(context, tensor, group)
-    if is_direct(carrier, tensor, op):
-        return carriers.lend(context, tensor, carrier)
+    if is_direct(carry(context, tensor, group), tensor, op):
+        return carriers.lend(context, tensor, group)
     return carriers.own(context, tensor)  # it is overwritten
 
 
