@@ -158,7 +158,7 @@ def _guise(tensor: Tensor, op: ReduceOp, size: int) -> tuple[Tensor, ReduceOp, R
 def _guise_average(tensor: Tensor, size: int) -> tuple[Tensor, ReduceOp, Restore]:
     """Sum terms scaled by a power of two, so that no sum overflows unless the mean does."""
     # Scaling is exact but for numbers near the smallest, which for float16 begin at 6e-5: it is
-    # always computed in float32. Bfloat16 has the range of float32.
+    # always computed in float32.
     dtype = tensor.dtype
     if dtype.is_complex:
         parts, step, back = _guise_average(torch.view_as_real(tensor), size)
@@ -182,10 +182,9 @@ def _carrier(
     """Convert as `_guise` does, only where `tensors` need it. Overwrites `tensor`, once."""
     if is_direct(tensors, tensor, op):
         return tensor, op, _same
-    size = context.model.topology.size(group)
-    if op is ReduceOp.AVERAGE and tensor.dtype in tensors.dtypes:
-        is_wide = tensor.is_floating_point() and tensor.dtype is not torch.float16
-        return _scaled(tensor, size) if is_wide else _guise(tensor, op, size)
+    size, dtype = context.model.topology.size(group), tensor.dtype
+    if op is ReduceOp.AVERAGE and dtype is torch.bfloat16 and dtype in tensors.dtypes:
+        return _scaled(tensor, size)  # its range is float32's: it needs no wider dtype
     return _guise(tensor, op, size)
 
 
@@ -205,6 +204,7 @@ def all_reduce(
     """Reduce a tensor of ours, [*shape], and return the result on `device`."""
     # Collective over `group`.
     tensors = route(context, tensor, group)
+    # An exchange uses the model's dtypes: precision doesn't depend on the size of a tensor.
     carrier, step, restore = _carrier(context, tensors or context.model, tensor, op, group)
     if tensors is None:
         total = fold(context, carrier.contiguous(), step, group)

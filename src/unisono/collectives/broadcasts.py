@@ -88,7 +88,7 @@ def broadcast(
 def _broadcast(context: ContextState, value: Any, src: int, group: Group | None) -> Any:
     is_src = context.model.topology.rank == src
     frame = frame_or_reason(frame_of, context, value, group) if is_src else b""
-    frames = swap(context, f"broadcast from {src}", frame, group)
+    frames = swap(context, f"broadcast from {src}", frame, group)  # the others send nothing
     frame = frames[context.model.topology.position(group, src)]
     raise_failures([frame], lambda: [src], "broadcast")
     head = decode(frame, context.model.device)
@@ -152,7 +152,7 @@ def broadcast_(
     context, members = group
     if not isinstance(tensor, Tensor):
         raise PayloadError(f"broadcast_ takes a tensor, not a {type(tensor).__name__}")
-    carriers.check_writable(tensor, "broadcast_")
+    carriers.check_writable(tensor, "broadcast_")  # on src too, so that all ranks raise alike
 
     def call() -> Tensor:
         check(context, f"broadcast_ from {src}", tensor, members)
@@ -343,6 +343,7 @@ def _swap_values(context: ContextState, values: Any, group: Group | None) -> lis
         return encode([len(frame) for frame in frames])
 
     own_lengths = frame_or_reason(lengths)
+    # All frames are padded to the longest of any rank, whose length only an exchange can tell.
     lengths_of_all = swap(context, "all_to_all of values", own_lengths, group)
     raise_failures(lengths_of_all, lambda: ranks, "all_to_all")
     sizes = [decode(frame, context.model.device) for frame in lengths_of_all]

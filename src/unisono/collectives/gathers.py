@@ -100,7 +100,8 @@ def _gather(
     device = context.model.device
     values = [decode(frame, device) for frame in frames]
     if TensorHeader not in map(type, values):
-        return values
+        return values  # each was short enough to arrive whole
+    # From here on all ranks decide by the same headers: they raise together, or gather together.
     ranks = context.model.topology.members(group)
     if not all(isinstance(item, (TensorHeader, Tensor)) for item in values):
         kinds = ", ".join(f"rank {r}: {_name(item)}" for r, item in zip(ranks, values, strict=True))
