@@ -107,9 +107,9 @@ def own(context: ContextState, tensor: Tensor) -> Tensor:
     return moved.clone(memory_format=torch.contiguous_format)
 
 
-def lend(context: ContextState, tensor: Tensor, carrier: Carrier) -> Tensor:
-    """Return the user's memory where `carrier` only reads it, else a copy as `own` does."""
-    if type(carrier) is not HostCollectives or not tensor.is_cpu:
+def lend(context: ContextState, tensor: Tensor, group: Group | None) -> Tensor:
+    """Return the user's memory where its carrier only reads it, else a copy as `own` does."""
+    if type(carry(context, tensor, group)) is not HostCollectives:
         return own(context, tensor)
     return plain(tensor).resolve_conj().resolve_neg().contiguous()
 
@@ -158,7 +158,7 @@ def _guise(tensor: Tensor, op: ReduceOp, size: int) -> tuple[Tensor, ReduceOp, R
 def _guise_average(tensor: Tensor, size: int) -> tuple[Tensor, ReduceOp, Restore]:
     """Sum terms scaled by a power of two, so that no sum overflows unless the mean does."""
     # Scaling is exact but for numbers near the smallest, which for float16 begin at 6e-5: it is
-    # always computed in float32. Bfloat16 has the range of float32.
+    # always computed in float32.
     dtype = tensor.dtype
     if dtype.is_complex:
         parts, step, back = _guise_average(torch.view_as_real(tensor), size)
@@ -177,39 +177,25 @@ def _scaled(tensor: Tensor, size: int) -> tuple[Tensor, ReduceOp, Restore]:
 
 
 def _carrier(
-    context: ContextState,
-    tensors: Reducer,
-    tensor: Tensor,
-    op: ReduceOp,
-    group: Group | None,
+    context: ContextState, tensors: Reducer, tensor: Tensor, op: ReduceOp, group: Group | None
 ) -> tuple[Tensor, ReduceOp, Restore]:
     """Convert as `_guise` does, only where `tensors` need it. Overwrites `tensor`, once."""
     if is_direct(tensors, tensor, op):
         return tensor, op, _same
-    size = context.model.topology.size(group)
-    if op is ReduceOp.AVERAGE and tensor.dtype in tensors.dtypes:
-        is_wide = tensor.is_floating_point() and tensor.dtype is not torch.float16
-        return _scaled(tensor, size) if is_wide else _guise(tensor, op, size)
+    size, dtype = context.model.topology.size(group), tensor.dtype
+    if op is ReduceOp.AVERAGE and dtype is torch.bfloat16 and dtype in tensors.dtypes:
+        return _scaled(tensor, size)  # its range is float32's: it needs no wider dtype
     return _guise(tensor, op, size)
 
 
-def all_gather(context: ContextState, tensor: Tensor, group: Group | None) -> Tensor:
+def all_gather(tensors: Carrier, tensor: Tensor, group: Group | None) -> Tensor:
     """Gather [*shape] to [n, *shape]. Collective over `group`."""
-    return _gathered(carry(context, tensor, group), tensor, group)
-
-
-def _gathered(tensors: Carrier, tensor: Tensor, group: Group | None) -> Tensor:
     carrier, restore = movement(tensors, tensor)
     return restore(tensors.all_gather(carrier, group))
 
 
-def _fold(
-    tensors: Carrier,
-    carrier: Tensor,
-    op: ReduceOp,
-    group: Group | None,
-) -> Tensor:
-    return fold_tensors(op, _gathered(tensors, carrier.contiguous(), group))
+def _fold(tensors: Carrier, carrier: Tensor, op: ReduceOp, group: Group | None) -> Tensor:
+    return fold_tensors(op, all_gather(tensors, carrier.contiguous(), group))
 
 
 def all_reduce(
@@ -218,6 +204,7 @@ def all_reduce(
     """Reduce a tensor of ours, [*shape], and return the result on `device`."""
     # Collective over `group`.
     tensors = route(context, tensor, group)
+    # An exchange uses the model's dtypes: precision doesn't depend on the size of a tensor.
     carrier, step, restore = _carrier(context, tensors or context.model, tensor, op, group)
     if tensors is None:
         total = fold(context, carrier.contiguous(), step, group)

@@ -88,7 +88,7 @@ def broadcast(
 def _broadcast(context: ContextState, value: Any, src: int, group: Group | None) -> Any:
     is_src = context.model.topology.rank == src
     frame = frame_or_reason(frame_of, context, value, group) if is_src else b""
-    frames = swap(context, f"broadcast from {src}", frame, group)
+    frames = swap(context, f"broadcast from {src}", frame, group)  # the others send nothing
     frame = frames[context.model.topology.position(group, src)]
     raise_failures([frame], lambda: [src], "broadcast")
     head = decode(frame, context.model.device)
@@ -152,21 +152,18 @@ def broadcast_(
     context, members = group
     if not isinstance(tensor, Tensor):
         raise PayloadError(f"broadcast_ takes a tensor, not a {type(tensor).__name__}")
-    carriers.check_writable(tensor, "broadcast_")
+    carriers.check_writable(tensor, "broadcast_")  # on src too, so that all ranks raise alike
 
     def call() -> Tensor:
         check(context, f"broadcast_ from {src}", tensor, members)
-        tensors = carry(context, tensor, members)
-        is_direct = type(tensors) is HostCollectives and tensor.is_contiguous()
-        if is_direct and not (tensor.is_neg() or tensor.is_conj()):
-            carrier, _ = carriers.movement(tensors, plain(tensor))
-            tensors.broadcast(carrier, src, members)
-            return tensor
-        mine = carriers.own(context, tensor)
+        is_shared = type(carry(context, tensor, members)) is HostCollectives
+        is_plain = tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
+        is_direct = is_shared and is_plain  # such a carrier writes into the tensor that it gets
+        mine = plain(tensor) if is_direct else carriers.own(context, tensor)
         tensors = carry(context, mine, members)
         carrier, restore = carriers.movement(tensors, mine)
         got = restore(tensors.broadcast(carrier, src, members))
-        if context.model.topology.rank != src:
+        if not is_direct and context.model.topology.rank != src:
             carriers.fill(tensor, got)
         return tensor
 
@@ -244,7 +241,7 @@ def _scatter(context: ContextState, values: Any, src: int, group: Group | None) 
     rows = None
     if is_src:
         stacked = values if isinstance(values, Tensor) else torch.stack(list(values))
-        rows, _ = carriers.movement(tensors, carriers.lend(context, stacked, tensors))
+        rows, _ = carriers.movement(tensors, carriers.lend(context, stacked, group))
     got = restore(tensors.scatter(rows, into, src, group))
     value = got.to(home(context, head))
     return head.finish(value if got is memory else value.clone())  # it may be a view
@@ -326,7 +323,7 @@ def all_to_all(value: Any, group: GroupLike = None, *, async_op: bool = False) -
 
     def call() -> Tensor:
         check(context, "all_to_all", value, members)
-        mine = carriers.lend(context, value, carry(context, value, members))
+        mine = carriers.lend(context, value, members)
         rows = mine.view(size, value.shape[0] // size, *value.shape[1:])
         tensors = carry(context, rows, members)
         carrier, restore = carriers.movement(tensors, rows)
@@ -346,6 +343,7 @@ def _swap_values(context: ContextState, values: Any, group: Group | None) -> lis
         return encode([len(frame) for frame in frames])
 
     own_lengths = frame_or_reason(lengths)
+    # All frames are padded to the longest of any rank, whose length only an exchange can tell.
     lengths_of_all = swap(context, "all_to_all of values", own_lengths, group)
     raise_failures(lengths_of_all, lambda: ranks, "all_to_all")
     sizes = [decode(frame, context.model.device) for frame in lengths_of_all]

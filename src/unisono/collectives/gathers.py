@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from operator import index
@@ -79,11 +80,11 @@ def all_gather(
 
     def call() -> Any:
         parts = _gather(context, tensor, members, "all_gather")
-        if isinstance(parts, Tensor) and uneven:
-            return [part.clone() for part in parts]
-        if uneven or not isinstance(tensor, Tensor):
-            return list(parts)
-        return _joined(parts, context, members, tensor)
+        if not isinstance(tensor, Tensor):
+            return parts
+        if not uneven:
+            return _joined(parts, context, members, tensor)
+        return [part.clone() for part in parts] if isinstance(parts, Tensor) else parts
 
     return call
 
@@ -99,7 +100,8 @@ def _gather(
     device = context.model.device
     values = [decode(frame, device) for frame in frames]
     if TensorHeader not in map(type, values):
-        return values
+        return values  # each was short enough to arrive whole
+    # From here on all ranks decide by the same headers: they raise together, or gather together.
     ranks = context.model.topology.members(group)
     if not all(isinstance(item, (TensorHeader, Tensor)) for item in values):
         kinds = ", ".join(f"rank {r}: {_name(item)}" for r, item in zip(ranks, values, strict=True))
@@ -119,16 +121,17 @@ def _rows(
     context: ContextState, tensor: Tensor, shapes: Sequence[tuple[int, ...]], group: Group | None
 ) -> Tensor:
     """Gather the elements of all ranks' tensors, each row padded to the longest."""
-    longest = max(_numel(shape) for shape in shapes)
-    mine = carriers.lend(context, tensor, carry(context, tensor, group)).reshape(-1)
+    longest = max(math.prod(shape) for shape in shapes)
+    mine = carriers.lend(context, tensor, group).reshape(-1)
     if mine.numel() < longest:
         mine = torch.cat([mine, mine.new_zeros(longest - mine.numel())])
-    return carriers.all_gather(context, mine, group).to(tensor.device)
+    # Of the copy, which may be on another device, and be padded.
+    return carriers.all_gather(carry(context, mine, group), mine, group).to(tensor.device)
 
 
 def _cut(rows: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     cut = zip(rows, shapes, strict=True)
-    return [row[: _numel(shape)].reshape(shape).clone() for row, shape in cut]
+    return [row[: math.prod(shape)].reshape(shape).clone() for row, shape in cut]
 
 
 def _frame(context: ContextState, value: Any, call: str, group: Group | None) -> bytes:
@@ -146,10 +149,6 @@ def _name(item: object) -> str:
 
 def _listed(heads: Sequence[TensorHeader], ranks: Sequence[int]) -> str:
     return ", ".join(f"rank {rank}: {head}" for rank, head in zip(ranks, heads, strict=True))
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
 
 
 def _joined(
@@ -291,8 +290,8 @@ def gather(value: Any, dst: int = 0, group: GroupLike = None, *, async_op: bool 
 
     def call() -> Any:
         parts = _gather(context, value, members, f"gather to {dst}")
-        is_one = isinstance(value, Tensor)
-        whole = _joined(parts, context, members, value) if is_one else list(parts)
+        # Every rank joins them, so that all raise if the shapes don't fit.
+        whole = _joined(parts, context, members, value) if isinstance(value, Tensor) else parts
         return whole if context.model.topology.rank == dst else None
 
     return call

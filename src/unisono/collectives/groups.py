@@ -82,7 +82,7 @@ def local_group() -> Group:
         with context.calls.call("local_group"):
             frames = swap(context, "local_group", encode(node), None)
         nodes = [decode(frame, context.model.device) for frame in frames]
-        for other in dict.fromkeys(nodes):
+        for other in dict.fromkeys(nodes):  # all ranks create the groups of all nodes, in order
             ranks = [rank for rank, place in enumerate(nodes) if place == other]
             made = resolve(context, ranks)
             if other == node and made is not None:

@@ -20,7 +20,7 @@ def make(context: ContextState, ranks: tuple[int, ...], **options: Any) -> Group
     """Create a group; an empty one needs no communicator. Collective at creation."""
     if not ranks:
         return Group((), context_id=context.context_id)
-    context.settle()
+    context.settle()  # creation is a collective of all ranks, in order with pending calls
     context.control.begin_group(ranks)
     context.forget_ended()
     group = context.model.new_group(ranks, **options).of_context(context.context_id)
@@ -66,7 +66,7 @@ def resolve(context: ContextState, group: GroupLike) -> Group | None:
         if made is None:
             ordered = checked(context, ranks)
             made = context.groups.get(ordered) or make(context, ordered)
-            context.groups[ordered] = context.groups[ranks] = made
+            context.groups[ordered] = context.groups[ranks] = made  # later it isn't sorted again
         return made
     adopted = context.model.adopt_group(group)
     if adopted is None:

@@ -49,19 +49,16 @@ def send(value: Any, dst: int, group: GroupLike = None) -> None:
     """
     context, members = _pair(group, dst, "dst")
     with context.calls.message("send", context.model.topology.rank, dst, value):
-        _send(context, members, value, dst)
-
-
-def _send(context: ContextState, members: Group | None, value: Any, dst: int) -> None:
-    frame = frame_or_reason(frame_of, context, value, members)
-    head = as_frame(frame)
-    context.model.send(_as_row(context, head), dst, members)
-    if inline_part(head) is None:
-        context.model.send(_as_row(context, frame), dst, members)
-    raise_failures([frame], lambda: [context.model.topology.rank], "send")
-    if frame[:1] == b"h":  # the tensor follows its header
-        carrier, _ = carriers.movement(context.model, carriers.own(context, value))
-        context.model.send(carrier, dst, members)
+        frame = frame_or_reason(frame_of, context, value, members)
+        head = as_frame(frame)
+        context.model.send(_as_row(context, head), dst, members)
+        if inline_part(head) is None:
+            context.model.send(_as_row(context, frame), dst, members)
+        # Only now, as the peer waits for the frame and raises the same error.
+        raise_failures([frame], lambda: [context.model.topology.rank], "send")
+        if frame[:1] == b"h":  # the tensor follows its header
+            carrier, _ = carriers.movement(context.model, carriers.own(context, value))
+            context.model.send(carrier, dst, members)
 
 
 @guarded
@@ -94,22 +91,19 @@ def recv(src: int, group: GroupLike = None) -> Any:
     """
     context, members = _pair(group, src, "src")
     with context.calls.message("recv", src, context.model.topology.rank):
-        return _receive(context, members, src)
-
-
-def _receive(context: ContextState, members: Group | None, src: int) -> Any:
-    head = to_bytes(context.model.recv(_as_row(context, bytes(FRAME_BYTES)), src, members).cpu())
-    frame = inline_part(head)
-    if frame is None:
-        room = _as_row(context, bytes(length_of(head)))
-        frame = to_bytes(context.model.recv(room, src, members).cpu())
-    raise_failures([frame], lambda: [src], "recv")
-    value = decode(frame, context.model.device)
-    if not isinstance(value, TensorHeader):
-        return value
-    carrier, restore = carriers.movement(context.model, memory_for(context, value))
-    got = restore(context.model.recv(carrier, src, members))
-    return value.finish(got.to(home(context, value)))
+        row = _as_row(context, bytes(FRAME_BYTES))
+        head = to_bytes(context.model.recv(row, src, members).cpu())
+        frame = inline_part(head)
+        if frame is None:
+            row = _as_row(context, bytes(length_of(head)))
+            frame = to_bytes(context.model.recv(row, src, members).cpu())
+        raise_failures([frame], lambda: [src], "recv")
+        value = decode(frame, context.model.device)
+        if not isinstance(value, TensorHeader):
+            return value
+        carrier, restore = carriers.movement(context.model, memory_for(context, value))
+        got = restore(context.model.recv(carrier, src, members))
+        return value.finish(got.to(home(context, value)))
 
 
 def _pair(group: GroupLike, peer: int, role: str) -> tuple[ContextState, Group | None]:

@@ -160,11 +160,12 @@ def _check_sum(op: ReduceOp) -> None:
 def _all_reduce(context: ContextState, tensor: Tensor, op: ReduceOp, group: Group | None) -> Tensor:
     """Reduce a tensor to a new one."""
     host = carry(context, tensor, group)
+    # Only memory of one host reads the tensor and writes the result elsewhere: no copy is needed.
     if not isinstance(host, HostCollectives) or not is_direct(host, tensor, op):
         mine = carriers.own(context, tensor)
         return carriers.all_reduce(context, mine, op, group, tensor.device)
     check(context, f"all_reduce {op.name}", tensor, group, host)
-    mine = carriers.lend(context, tensor, host)
+    mine = carriers.lend(context, tensor, group)
     return host.all_reduce(mine, op, group, memory.new(mine, mine.shape))
 
 
@@ -260,6 +261,7 @@ def all_reduce_(
     carriers.check_reducible(tensor, operation)
     if async_op:
         context.settle(members)
+    # Before the first call over a group, `route` would wait for its other ranks.
     is_met = not async_op or context.control.has_met(members)
     tensors = route(context, tensor, members) if is_met else None
     is_ready = (
@@ -269,7 +271,7 @@ def all_reduce_(
         and tensor.is_contiguous()
         and not (tensor.is_neg() or tensor.is_conj())
     )
-    if not is_ready:
+    if not is_ready:  # else it is contiguous
         carriers.check_writable(tensor, "all_reduce_")
     if async_op:
         is_ready = is_ready and tensors is context.model
@@ -359,7 +361,7 @@ def reduce(
 
     def call() -> Any:
         if isinstance(value, Tensor):
-            if context.model.topology.rank == dst:  # it becomes the result
+            if context.model.topology.rank == dst:  # the tensor becomes the result
                 mine = carriers.own(context, value)
             else:
                 mine = _lend(context, value, operation, members)
@@ -429,9 +431,8 @@ def reduce_scatter(
 
 
 def _lend(context: ContextState, tensor: Tensor, op: ReduceOp, group: Group | None) -> Tensor:
-    carrier = carry(context, tensor, group)
-    if is_direct(carrier, tensor, op):
-        return carriers.lend(context, tensor, carrier)
+    if is_direct(carry(context, tensor, group), tensor, op):
+        return carriers.lend(context, tensor, group)
     return carriers.own(context, tensor)  # it is overwritten
 
 

@@ -133,6 +133,7 @@ def _map_together(
                 fd = memory.open_at(address, writes=True)
                 stack.callback(os.close, fd)
                 mapped = mmap.mmap(fd, size_bytes)
+        # Position 0 keeps its descriptor open until every rank has opened the memory, or failed.
         votes = swap(context, call, b"" if mapped is None else _HAS, group)
     return mapped if all(votes) else None
 

@@ -6,8 +6,6 @@ computation model to it that calls the facade. Imports pytorch-ignite.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 from ignite.distributed import utils
@@ -35,41 +33,31 @@ def install() -> None:
         utils.registered_computation_models += (_FacadeModel,)
 
 
-def _answers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function as a method that ignores `self`."""
-
-    @functools.wraps(function)
-    def method(_self: ComputationModel, *args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    return method
-
-
 class _FacadeModel(ComputationModel):  # type: ignore[misc]  # ignite has no types
     """An ignite computation model that calls the facade each time, so it is never stale."""
 
     name = "unisono"
     available_backends = ()
 
-    get_local_rank = _answers(facts.get_local_rank)
-    get_rank = _answers(facts.get_rank)
-    get_world_size = _answers(facts.get_world_size)
-    get_nproc_per_node = _answers(facts.get_nproc_per_node)
-    get_nnodes = _answers(facts.get_nnodes)
-    get_node_rank = _answers(facts.get_node_rank)
-    _compute_nproc_per_node = _answers(facts.get_nproc_per_node)
-    device = _answers(facts.device)
-    backend = _answers(facts.backend)
-    finalize = _answers(finalize)
-    barrier = _answers(groups.barrier)
-    all_reduce = _answers(reductions.all_reduce)
-    all_gather = _answers(gathers.all_gather)
-    new_group = _answers(groups.new_group)
-    _do_all_reduce = _answers(reductions.all_reduce)
-    _do_all_gather = _answers(gathers.all_gather)
-    _do_all_gather_object = _answers(gathers.all_gather)
-    _do_broadcast = _answers(broadcasts.broadcast)
-    _do_new_group = _answers(groups.new_group)
+    get_local_rank = staticmethod(facts.get_local_rank)
+    get_rank = staticmethod(facts.get_rank)
+    get_world_size = staticmethod(facts.get_world_size)
+    get_nproc_per_node = staticmethod(facts.get_nproc_per_node)
+    get_nnodes = staticmethod(facts.get_nnodes)
+    get_node_rank = staticmethod(facts.get_node_rank)
+    _compute_nproc_per_node = staticmethod(facts.get_nproc_per_node)
+    device = staticmethod(facts.device)
+    backend = staticmethod(facts.backend)
+    finalize = staticmethod(finalize)
+    barrier = staticmethod(groups.barrier)
+    all_reduce = staticmethod(reductions.all_reduce)
+    all_gather = staticmethod(gathers.all_gather)
+    new_group = staticmethod(groups.new_group)
+    _do_all_reduce = staticmethod(reductions.all_reduce)
+    _do_all_gather = staticmethod(gathers.all_gather)
+    _do_all_gather_object = staticmethod(gathers.all_gather)
+    _do_broadcast = staticmethod(broadcasts.broadcast)
+    _do_new_group = staticmethod(groups.new_group)
 
     def broadcast(self, tensor: Any, src: int = 0, safe_mode: bool = False) -> Any:
         """Send a value of global rank `src` to all ranks. Collective over all ranks."""
