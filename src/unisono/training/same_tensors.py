@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +21,13 @@ OVERLAPS = -1
 """The owner of a tensor that overlaps another in part, or itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
+class _Span(NamedTuple):  # made for each tensor of a step, and faster than a dataclass
     """The memory of a tensor in a list."""
 
     device: str
     begin: int
     end: int
-    index: int
+    position: int  # in the list
     tensor: Tensor
 
 
@@ -45,7 +45,7 @@ def aliases(names: Sequence[object], tensors: Sequence[Tensor | None]) -> list[i
         elif begin:  # tensors without an address are compared by identity only
             spans.append(_Span(str(tensor.device), begin, begin + size, index, tensor))
     # Of spans with one begin the longest comes first, as it owns the others.
-    spans.sort(key=lambda span: (span.device, span.begin, -span.end, span.index))
+    spans.sort(key=lambda span: (span.device, span.begin, -span.end, span.position))
     owner: _Span | None = None
     for span in spans:
         if owner is None or span.device != owner.device or span.begin >= owner.end:
@@ -54,7 +54,7 @@ def aliases(names: Sequence[object], tensors: Sequence[Tensor | None]) -> list[i
         is_within = span.end <= owner.end and span.tensor.dtype is owner.tensor.dtype
         # An owner with gaps, such as a column, doesn't hold all elements within its span.
         has_no_gaps = owner.end - owner.begin == owner.tensor.nbytes
-        owners[span.index] = owner.index if is_within and has_no_gaps else OVERLAPS
+        owners[span.position] = owner.position if is_within and has_no_gaps else OVERLAPS
     return [index if index == OVERLAPS else owners[index] for index in owners]
 
 
