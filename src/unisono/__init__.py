@@ -119,7 +119,11 @@ if TYPE_CHECKING:
         broadcast_optimizer_state as broadcast_optimizer_state,
         broadcast_params as broadcast_params,
     )
-    from unisono.training.batch_size import find_executable_batch_size as find_executable_batch_size
+    from unisono.training.batch_size import (
+        find_executable_batch_size as find_executable_batch_size,
+        get_current_memory_gb as get_current_memory_gb,
+        get_device_memory_gb as get_device_memory_gb,
+    )
     from unisono.training.batchnorm import (
         SyncBatchNorm as SyncBatchNorm,
         convert_sync_batchnorm as convert_sync_batchnorm,
@@ -143,6 +147,11 @@ if TYPE_CHECKING:
         DistributedProxySampler as DistributedProxySampler,
         auto_dataloader as auto_dataloader,
     )
+    from unisono.training.output import (
+        RankFilter as RankFilter,
+        RankFormatter as RankFormatter,
+        print as print,
+    )
     from unisono.training.preemption import (
         preemptible as preemptible,
         preemption_point as preemption_point,
@@ -155,13 +164,8 @@ if TYPE_CHECKING:
         set_rng_state as set_rng_state,
         sync_random_seed as sync_random_seed,
     )
-    from unisono.training.states import ByRank as ByRank
-    from unisono.training.toolbox import (
-        RankFilter as RankFilter,
-        RankFormatter as RankFormatter,
-        get_current_memory_gb as get_current_memory_gb,
-        get_device_memory_gb as get_device_memory_gb,
-        print as print,
+    from unisono.training.states import ByRank as ByRank, unwrap_model as unwrap_model
+    from unisono.training.value_reductions import (
         reduce_dict as reduce_dict,
         reduce_mean as reduce_mean,
         reduce_sum as reduce_sum,
@@ -172,7 +176,6 @@ if TYPE_CHECKING:
         join as join,
         no_sync as no_sync,
         register_wrapper as register_wrapper,
-        unwrap_model as unwrap_model,
     )
 
     registered_computation_models: tuple[type[ComputationModel], ...]

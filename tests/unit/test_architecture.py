@@ -244,7 +244,7 @@ STATE = {
     "training.clipping: _settled": "optimizers whose gradients are averaged already",
     "training.data_parallel: _alive": "wrapped modules whose gradients are averaged",
     "training.loading: _drawing": "the sampler that draws in this thread",
-    "training.preemption: _noted _told _watched": "signals of the process",
+    "training.preemption: _received _reported _watched": "signals of the process",
     "training.states: _custom": "states that programs register",
     "training.wrapping: _averaging": "optimizers whose step averages gradients",
     "training.wrapping: _wrappers": "what plug-ins and programs bring",

@@ -62,7 +62,12 @@ def write_whole(target: Path, write: Callable[[Any], object]) -> None:
     except BaseException:  # Ctrl-C too: no partial file remains
         part.unlink(missing_ok=True)
         raise
-    _sync_folder(target.parent)
+    if os.name == "posix":  # other systems can't open a folder
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # else a crash of the system may undo the renaming
+        finally:
+            os.close(folder)
 
 
 def _fill(file: IO[bytes], write: Callable[[Any], object], target: Path) -> None:
@@ -97,31 +102,21 @@ def _remove_leftovers(target: Path, start: str, own: Path) -> None:
     with suppress(OSError):  # a folder may be writable but not readable
         names = os.listdir(target.parent)
     for name in names:
-        is_one = name.startswith(start) and name.endswith(".tmp") and len(name) == len(own.name)
-        with suppress(OSError):  # another writer removed it, or it is another user's
-            path = target.with_name(name)
-            if is_one and name != own.name and (_is_old(path) or _is_left(path)):
-                path.unlink()
+        path = target.with_name(name)
+        is_of_target = name.startswith(start) and name.endswith(".tmp")
+        if is_of_target and len(name) == len(own.name) and path != own:
+            with suppress(OSError):  # another writer removed it, or it is another user's
+                if _is_abandoned(path):
+                    path.unlink()
 
 
-def _is_old(path: Path) -> bool:
-    return time.time() - path.stat().st_mtime > _DAY_S
-
-
-def _is_left(path: Path) -> bool:
+def _is_abandoned(path: Path) -> bool:
+    """Return whether a temporary file has no writer: it is a day old, or written and unlocked."""
+    if time.time() - path.stat().st_mtime > _DAY_S:
+        return True
     with open(path, "r+b") as file:
         # A new one is empty until it is locked.
         return os.fstat(file.fileno()).st_size > 0 and _lock(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    if os.name != "posix":  # other systems can't open a folder
-        return
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def check_archive(file: IO[bytes], name: str) -> None:

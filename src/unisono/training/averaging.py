@@ -66,20 +66,30 @@ def reduce_params(
     bucket_size_mb: float,
     op: OpLike | str,
     group: GroupLike,
+    *,
+    of_grads: bool = False,
     cuts_means: bool = False,
 ) -> None:
-    """Run `all_reduce_params`, with means of integers cut towards 0 if `cuts_means`."""
+    """Reduce tensors or their gradients; means of integers are cut towards 0 if `cuts_means`."""
     # Collective over `group`.
     limit = _limit(coalesce, bucket_size_mb)
     operation = parse_op(op)
     context, group, is_member = team(group)
     if not is_member:
         return
-    mine = listed(params)
-    call = f"all_reduce_params {operation.name} in {_buckets(limit)}"
-    with context.calls.call("all_reduce_params", group):
-        described = agree(context, call, mine, group)
-        _reduce(context, _works(mine.likes, described), operation, limit, group, cuts_means)
+    mine = listed(params, of_grads=of_grads)
+    name = "all_reduce_grads" if of_grads else "all_reduce_params"
+    buckets_text = "our buckets" if limit is None else f"buckets of {limit} bytes"
+    with context.calls.call(name, group):
+        described = agree(context, f"{name} {operation.name} in {buckets_text}", mine, group)
+        tensors: Sequence[Tensor | None] = mine.likes
+        if of_grads:
+            for like, is_present in zip(mine.likes, described.present, strict=True):
+                if is_present and like.grad is None:  # another rank has one
+                    like.grad = torch.zeros_like(like)
+            tensors = [like.grad for like in mine.likes]
+        with torch.no_grad():
+            _reduce(context, _works(tensors, described), operation, limit, group, cuts_means)
 
 
 def all_reduce_grads(
@@ -115,20 +125,7 @@ def all_reduce_grads(
         >>> model(torch.ones(1, 2)).sum().backward()
         >>> idist.all_reduce_grads(model.parameters())
     """
-    limit = _limit(coalesce, bucket_size_mb)
-    operation = parse_op(op)
-    context, group, is_member = team(group)
-    if not is_member:
-        return
-    mine = listed(params, of_grads=True)
-    call = f"all_reduce_grads {operation.name} in {_buckets(limit)}"
-    with context.calls.call("all_reduce_grads", group):
-        described = agree(context, call, mine, group)
-        for like, is_present in zip(mine.likes, described.present, strict=True):
-            if is_present and like.grad is None:
-                like.grad = torch.zeros_like(like)
-        gradients = [like.grad for like in mine.likes]
-        _reduce(context, _works(gradients, described), operation, limit, group)
+    reduce_params(params, coalesce, bucket_size_mb, op, group, of_grads=True)
 
 
 def _works(tensors: Sequence[Tensor | None], described: Described) -> list[buckets.Work]:
@@ -139,10 +136,6 @@ def _works(tensors: Sequence[Tensor | None], described: Described) -> list[bucke
         for tensor, is_present, layout, is_alone in rows
         if tensor is not None and is_present and is_alone
     ]
-
-
-def _buckets(limit: int | None) -> str:
-    return "our buckets" if limit is None else f"buckets of {limit} bytes"
 
 
 def _limit(coalesce: bool, bucket_size_mb: float) -> int | None:
@@ -164,15 +157,14 @@ def _reduce(
     op: ReduceOp,
     limit: int | None,
     group: Group | None,
-    cuts_means: bool = False,
+    cuts_means: bool,
 ) -> None:
-    with torch.no_grad():
-        if op is ReduceOp.AVERAGE:
-            integers = [t for t, _ in works if not (t.is_floating_point() or t.is_complex())]
-            if integers:
-                _average_integers(context, integers, group, cuts_means)
-            works = [work for work in works if work[0].is_floating_point() or work[0].is_complex()]
-        buckets.reduce_all(context, works, op, context.model.topology.size(group), limit, group)
+    if op is ReduceOp.AVERAGE:
+        integers = [t for t, _ in works if not (t.is_floating_point() or t.is_complex())]
+        if integers:
+            _average_integers(context, integers, group, cuts_means)
+        works = [work for work in works if work[0].is_floating_point() or work[0].is_complex()]
+    buckets.reduce_all(context, works, op, context.model.topology.size(group), limit, group)
 
 
 def _average_integers(
@@ -287,7 +279,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0, group: GroupLi
     ]
     with torch.no_grad():
         buckets.broadcast_all(context, works, src, group)
-    if rank != src:
+    if rank != src:  # last, as a class of the user may refuse the state on this rank alone
         optimizer.load_state_dict(state)
         _keep_dtypes(optimizer, state)
 

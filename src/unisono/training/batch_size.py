@@ -1,9 +1,10 @@
-"""Search for the largest batch size that fits into the memory of every rank."""
+"""Memory use, and search for the largest batch size that fits on every rank."""
 
 from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import math
 import traceback
 from collections.abc import Callable
@@ -15,11 +16,12 @@ from typing_extensions import ParamSpec
 from unisono.accelerators import accelerator
 from unisono.arguments import check_count
 from unisono.collectives.outcomes import agreed, exchange
-from unisono.context import communicator
+from unisono.context import communicator, current_model
 from unisono.errors import CollectiveMismatchError, PeerFailedError, UnisonoError
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_GIB = 2**30
 _NAME = "find_executable_batch_size"
 _TEXTS = (
     "out of memory",
@@ -101,6 +103,8 @@ def _try(call: Callable[[], T], size: int) -> tuple[bool, T]:
         error = raised if has_room else None  # a reference would keep its frames' objects
     context = communicator()
     with context.calls.call(_NAME):
+        # A rank out of memory calls this while others are in the function's collectives: these fail
+        # with a mismatch, each of which is a miss, until the others call this, too.
         replies = exchange(context, f"{_NAME}: {size}", has_room, misses=math.inf)
     if not all(replies):
         if error is not None:  # the raising thread may still hold it and its frames
@@ -109,6 +113,8 @@ def _try(call: Callable[[], T], size: int) -> tuple[bool, T]:
     try:
         agreed(context, f"a function with batch size {size}", error)
     except PeerFailedError as failed:
+        # A rank raises its own error below, with its own cause; but not a mismatch that only
+        # followed from the failure of another rank.
         is_named = failed.rank == context.model.topology.rank
         if error is None or (isinstance(error, CollectiveMismatchError) and not is_named):
             raise
@@ -135,3 +141,48 @@ def _free() -> None:
         empty = getattr(module, "empty_cache", None)
         if empty is not None:
             empty()
+
+
+def get_current_memory_gb() -> float:
+    """Measure the host memory that only this process uses.
+
+    Returns:
+        GiB: the process's unique set size, or its resident set size where the system doesn't
+        report that.
+
+    Example:
+        >>> import unisono as idist
+        >>> 0 < idist.get_current_memory_gb() < 1000
+        True
+    """
+    psutil: Any = importlib.import_module("psutil")
+    process = psutil.Process()
+    try:
+        used = process.memory_full_info().uss
+    except (psutil.Error, AttributeError):
+        used = process.memory_info().rss
+    return float(used / _GIB)
+
+
+def get_device_memory_gb(peak: bool = False) -> float:
+    """Measure the device memory that torch's tensors use.
+
+    Args:
+        peak: whether to return the maximum so far.
+
+    Returns:
+        GiB; 0.0 on a CPU, and where this torch doesn't report it.
+
+    Example:
+        >>> import unisono as idist
+        >>> idist.get_device_memory_gb() >= 0
+        True
+    """
+    device = current_model().device
+    name = "max_memory_allocated" if peak else "memory_allocated"
+    # until torch 2.9 torch.accelerator doesn't have it, but the device's own module does
+    measure: Any = getattr(torch.accelerator, name, None)
+    measure = measure or getattr(getattr(torch, device.type, None), name, None)
+    if device.type == "cpu" or measure is None:
+        return 0.0
+    return float(measure(device) / _GIB)

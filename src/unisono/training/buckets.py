@@ -53,12 +53,15 @@ def buckets(tensors: Sequence[Tensor], limit_bytes: int) -> Iterator[list[Tensor
 
 
 @contextmanager
-def packed(context: ContextState, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Copy tensors of one dtype and device into a flat buffer for exclusive use."""
+def packed(
+    context: ContextState, tensors: Sequence[Tensor], *, copies_back: bool = True
+) -> Iterator[Tensor]:
+    """Copy tensors of one dtype and device into a flat buffer for exclusive use, and back."""
     # The context keeps one buffer for each dtype and device, and lends it to one call at a
     # time, as threads with different groups may average concurrently. After an error it is dropped,
     # as the failed operation may still write to it.
-    first, count = tensors[0], sum(tensor.numel() for tensor in tensors)
+    sizes = [tensor.numel() for tensor in tensors]
+    first, count = tensors[0], sum(sizes)
     key = (first.dtype, first.device)
     buffer = context.flat_buffers.pop(key, None)
     if buffer is None or buffer.numel() < count:
@@ -66,19 +69,11 @@ def packed(context: ContextState, tensors: Sequence[Tensor]) -> Iterator[Tensor]
     flat = buffer[:count]
     torch.cat([tensor.detach().reshape(-1) for tensor in tensors], out=flat)
     yield flat
+    if copies_back:
+        for tensor, part in zip(tensors, torch.split(flat, sizes), strict=True):
+            tensor.detach().copy_(part.view(tensor.shape))
     if len(tensors) > 1 or buffer.nbytes <= _BUCKET_BYTES:  # else a huge buffer would be kept
         context.flat_buffers[key] = buffer
-
-
-def unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy a flat buffer back into its tensors."""
-    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-    for tensor, part in zip(tensors, parts, strict=True):
-        tensor.detach().copy_(part.view(tensor.shape))
-
-
-def _is_ready(context: ContextState, tensor: Tensor) -> bool:
-    return tensor.dtype in context.model.dtypes and tensor.device == context.model.transport_device
 
 
 def _split(
@@ -86,10 +81,12 @@ def _split(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Split tensors into large ones, as memory [numel], and those for buckets."""
     alone, together = [], []
+    model = context.model
     for tensor, layout in works:
         memory = as_memory(tensor, layout)
         is_large = tensor.nbytes >= min(_LARGE_BYTES, bucket_bytes)
-        if memory is not None and is_large and _is_ready(context, tensor):
+        is_ready = tensor.dtype in model.dtypes and tensor.device == model.transport_device
+        if memory is not None and is_large and is_ready:
             alone.append(memory)
         elif tensor.numel():
             together.append(tensor)
@@ -105,12 +102,12 @@ def _reduce_on_host(
 ) -> list[Work]:
     """Reduce tensors that shared memory supports, without a copy; return the others."""
     # Collective over `group`.
+    if context.model.device.type != "cpu":  # else ranks may differ in devices
+        return list(works)
     large: list[Tensor] = []
     small: list[Tensor] = []
     others: list[Work] = []
     host = None
-    if context.model.device.type != "cpu":  # else ranks may differ in devices
-        return list(works)
     for tensor, layout in works:
         carrier, memory = memory_of(context, tensor, group), as_memory(tensor, layout)
         is_taken = carrier is not None and tensor.numel() and is_direct(carrier, tensor, op)
@@ -129,7 +126,6 @@ def _reduce_on_host(
                 continue
             with packed(context, run) as flat:
                 host.all_reduce(flat, op)
-                unpack(flat, run)
     return others
 
 
@@ -169,7 +165,6 @@ def reduce_all(
         with packed(context, run) as flat:
             start(flat)
             finish(0)
-            unpack(flat, run)
     finish(0)
 
 
@@ -182,7 +177,5 @@ def broadcast_all(
         broadcast_(memory, src, group)
     is_src = context.model.topology.rank == src
     for run in buckets(together, _BUCKET_BYTES):
-        with packed(context, run) as flat:
+        with packed(context, run, copies_back=not is_src) as flat:
             broadcast_(flat, src, group)
-            if not is_src:
-                unpack(flat, run)

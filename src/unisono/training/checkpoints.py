@@ -36,8 +36,8 @@ from unisono.training.equality import differing, digest
 from unisono.training.loader import moved
 from unisono.training.restoring import Plan, refuse_lost_states
 from unisono.training.states import (
+    BY_RANK,
     ByRank,
-    by_rank,
     entries,
     has_shards,
     own_states,
@@ -98,11 +98,12 @@ def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | Non
         (3, ['weight', 'bias'])
     """
     target, context = Path(path), communicator()
-    look = partial(_look, obj, sharded)
-    (states, is_sharded), told = together(context, _SAVE, look, refusal=_refusal(context))
-    _settle(context, obj, states, told)
+    refusal = f"rank {context.model.topology.rank} can't save its checkpoint: "
+    collect = partial(_collected, obj, sharded)
+    (states, is_sharded), of_ranks = together(context, _SAVE, collect, refusal=refusal)
+    _merge_ranks(context, obj, states, of_ranks)
     if is_sharded:
-        _save_shards(context, obj, states, target)
+        _save_shards(context, obj, states, target, refusal)
         return
     _save_file(obj, states, target, rank)
     is_own = context.model.topology.rank == rank
@@ -111,11 +112,7 @@ def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | Non
         warnings.warn(f"{target}: {unread}", UserWarning, stacklevel=2)
 
 
-def _refusal(context: ContextState) -> str:
-    return f"rank {context.model.topology.rank} can't save its checkpoint: "
-
-
-def _look(obj: Any, sharded: bool | None) -> tuple[tuple[dict[int, Any], bool], Any]:
+def _collected(obj: Any, sharded: bool | None) -> tuple[tuple[dict[int, Any], bool], Any]:
     """Return states and whether to shard, and for other ranks digests and by-rank states."""
     states = own_states(obj)
     named = entries(obj, states)
@@ -131,17 +128,19 @@ def _look(obj: Any, sharded: bool | None) -> tuple[tuple[dict[int, Any], bool], 
     return (states, is_sharded), (digests, split)
 
 
-def _settle(context: ContextState, obj: Any, states: dict[int, Any], told: list[Any]) -> None:
-    """Raise if states differ between ranks; collect all ranks' states for each `ByRank`."""
+def _merge_ranks(
+    context: ContextState, obj: Any, states: dict[int, Any], of_ranks: list[Any]
+) -> None:
+    """Raise if states differ between ranks; set all ranks' states for each `ByRank`."""
     named = entries(obj, states)
     own = {name: states[id(item)] for name, item in named.items()}
-    found = differing(context, "save_checkpoint", own, [digests for digests, _ in told])
+    found = differing(context, _SAVE, own, [digests for digests, _ in of_ranks])
     if found:
         raise CollectiveMismatchError(
             f"save_checkpoint would keep the state of one rank, but {found}. Put what differs into "
             "ByRank(...), which keeps each rank's, or make it the same on all ranks"
         )
-    splits = [split for _, split in told]
+    splits = [split for _, split in of_ranks]
     for name in {name: None for split in splits for name in split}:
         without = [rank for rank, split in enumerate(splits) if name not in split]
         if without:
@@ -149,7 +148,8 @@ def _settle(context: ContextState, obj: Any, states: dict[int, Any], told: list[
                 f"save_checkpoint has {name} in ByRank, but not on ranks {without}: put it in on "
                 "every rank"
             )
-        states[id(named[name])] = by_rank([split[name] for split in splits])
+        # A tuple, as it is one value in shards, whatever its items are.
+        states[id(named[name])] = {BY_RANK: tuple(split[name] for split in splits)}
 
 
 def _save_file(obj: Any, states: dict[int, Any], target: Path, rank: int) -> None:
@@ -172,41 +172,41 @@ def _save_file(obj: Any, states: dict[int, Any], target: Path, rank: int) -> Non
         raise PayloadError(f"{target} can't be saved by rank {rank}: {refused}") from cause
 
 
-def _save_shards(context: ContextState, obj: Any, states: dict[int, Any], target: Path) -> None:
+def _save_shards(
+    context: ContextState, obj: Any, states: dict[int, Any], target: Path, refusal: str
+) -> None:
     library = _shard_library()
-    look = partial(_state_of_shards, obj, states)
-    state, _ = together(context, _SAVE, look, refusal=_refusal(context))
+
+    def state_to_save() -> tuple[Any, None]:
+        if context.model.topology.world_size > 1:
+            refuse_pickle("to save shards, which ranks agree on,")
+        state = plain(obj, states)
+        refuse_lost_shards(obj, state)
+        return state, None
+
+    state, _ = together(context, _SAVE, state_to_save, refusal=refusal)
     name = broadcast(f"{_SHARDS}{uuid.uuid4().hex[:12]}")
     folder = target / name
     run_on_rank(partial(folder.mkdir, parents=True))
     try:
         with warnings.catch_warnings():  # torch warns of a single process
             warnings.filterwarnings("ignore", "torch.distributed is ", UserWarning)
-            library.save(state, folder)
+            library.save(state, checkpoint_id=str(folder))
     except library.CheckpointException as error:  # torch raises it on every rank
         shutil.rmtree(folder, ignore_errors=True)
         kinds = [failure for failure, _ in error.failures.values()]
         if any(isinstance(kind, _UNPICKLABLE) for kind in kinds):
             raise PayloadError(f"shards for {target} can't be pickled: {error}") from error
         raise PeerFailedError(f"shards for {target} couldn't be written: {error}") from error
-    run_on_rank(partial(_let_count, target, name))
 
+    def replace_old_shards() -> None:
+        library.seal(folder)
+        write_whole(target / _POINTER, lambda file: file.write(name.encode()))
+        for other in target.glob(f"{_SHARDS}*"):
+            if other != folder:
+                shutil.rmtree(other, ignore_errors=True)
 
-def _state_of_shards(obj: Any, states: dict[int, Any]) -> tuple[Any, None]:
-    if current_model().topology.world_size > 1:
-        refuse_pickle("to save shards, which ranks agree on,")
-    state = plain(obj, states)
-    refuse_lost_shards(obj, state)
-    return state, None
-
-
-def _let_count(target: Path, name: str) -> None:
-    _shard_library().seal(target / name)
-    text = name.encode()
-    write_whole(target / _POINTER, lambda file: file.write(text))
-    for folder in target.glob(f"{_SHARDS}*"):
-        if folder.name != name:
-            shutil.rmtree(folder, ignore_errors=True)
+    run_on_rank(replace_old_shards)
 
 
 def is_whole(target: Path) -> bool:
@@ -292,7 +292,7 @@ def load_checkpoint(
             state, absent = _from_shards(target, into, weights_only, strict, step)
             plan = step(lambda: Plan(into, state, strict, undo, absent))
         else:
-            file = _opened(target) if src is None else _received(sent, target, src)
+            file = _opened(target, src, sent)
             read = partial(_read, file, weights_only, map_location)
             plan = step(lambda: Plan(into, read(), strict, undo))
         undo.pop_all()
@@ -317,7 +317,14 @@ def _step(where: str, is_together: bool, call: Callable[[], T]) -> T:
     return together(communicator(), "load_checkpoint", read, refusal="")[0]
 
 
-def _opened(target: Path) -> IO[bytes]:
+def _opened(target: Path, src: int | None, sent: Any) -> IO[bytes]:
+    """Open a file, or the bytes that `src` sent."""
+    if src is not None:
+        if sent is None:
+            raise ArgumentError(
+                f"rank {src} has no checkpoint {target}: save one with save_checkpoint"
+            )
+        return io.BytesIO(sent.cpu().numpy())
     try:
         return target.open("rb")
     except FileNotFoundError as error:
@@ -336,34 +343,24 @@ def _sent(target: Path) -> Any:
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
-def _received(sent: Any, target: Path, src: int) -> IO[bytes]:
-    """Return the result of `_sent` as a file."""
-    if sent is None:
-        raise ArgumentError(f"rank {src} has no checkpoint {target}: save one with save_checkpoint")
-    return io.BytesIO(sent.cpu().numpy())
-
-
 def _read(file: IO[bytes], weights_only: bool, map_location: Any) -> Any:
-    device = current_model().device if map_location is None else map_location
-    place = device if map_location is not None or _restores(device) else "cpu"
+    untyped: Any = torch
+    device = map_location
+    if map_location is None:
+        device = current_model().device
+        try:
+            untyped.serialization.default_restore_location(untyped.UntypedStorage(0), str(device))
+            map_location = device
+        except RuntimeError:  # torch can't load onto XLA's devices
+            map_location = "cpu"
     with file:
         check_archive(file, "it")
         try:
-            state = torch.load(file, map_location=place, weights_only=weights_only)
+            state = torch.load(file, map_location=map_location, weights_only=weights_only)
         except pickle.UnpicklingError as error:
             file.seek(0)
             raise PayloadError(_unread(file) or str(error)) from error
-    return state if place is device else moved(state, device)
-
-
-def _restores(device: torch.device) -> bool:
-    """Return whether torch loads a file onto a device; not onto XLA's."""
-    untyped: Any = torch
-    try:
-        untyped.serialization.default_restore_location(untyped.UntypedStorage(0), str(device))
-    except RuntimeError:
-        return False
-    return True
+    return state if map_location is device else moved(state, device)
 
 
 def _unread(file: Path | IO[bytes]) -> str:

@@ -104,14 +104,11 @@ class Averager:
         # Backward reaches the last parameters first.
         parameters = [p for p in module.parameters() if p.requires_grad][::-1]
         self.parameter_ids: set[int] = {id(parameter) for parameter in parameters}
-        self._bucket_bytes = bucket_bytes
+        self.bucket_bytes = bucket_bytes
         self._runs = runs = list(buckets(parameters, bucket_bytes))
-        self._name = name or name_of_gradients(context, module, None)
+        self.name = name or name_of_gradients(context, module, None)
         self._bucket_of = {id(p): i for i, run in enumerate(runs) for p in run}
-        self._sizes = [len(run) for run in runs]
-        self._hooks = _hook(self, parameters)
-        self.release: weakref.finalize[..., Any] = weakref.finalize(self, _remove, self._hooks)
-        self.release.atexit = False
+        self.release: weakref.finalize[..., Any] = _hook(self, parameters, self)
         self.is_syncing = True
         self._touched: set[int] = set()  # since the last sum, also while not syncing
         self._fired: set[int] = set()  # in this backward
@@ -124,26 +121,14 @@ class Averager:
     def _buckets(self) -> list[_Bucket]:  # lazily: averaging weights never needs their memory
         notes = [0] * (len(self._runs) - 1) + [len(self._runs)]
         return [
-            _Bucket(f"{self._name}, bucket {i}", run, count)
+            _Bucket(f"{self.name}, bucket {i}", run, count)
             for i, (run, count) in enumerate(zip(self._runs, notes, strict=False))
         ]
-
-    def for_copy(self, module: nn.Module) -> Averager:
-        """Create an averager for a copy of the module; other ranks need not create one."""
-        return Averager(module, self._bucket_bytes, self._name)
 
     @property
     def is_current(self) -> bool:
         """Whether the context of this averager is active."""
         return current().context_id == self._context_id
-
-    def check_context(self) -> None:
-        """Raise if another context is active."""
-        if not self.is_current:
-            raise ContextError(
-                "this model was wrapped in a context other than the active one "
-                f"({current_model().name}): call auto_model again after initialize"
-            )
 
     def reset(self) -> None:
         """Wait for buckets in flight of an interrupted backward, and discard its state."""
@@ -166,8 +151,13 @@ class Averager:
         self._touched.add(key)
         if not self.is_syncing:
             return
-        if not self._is_running:
-            self._begin()
+        if not self._is_running:  # the first gradient of this backward
+            self._is_running = True
+            self._next = 0
+            self._fired.clear()
+            self._late.clear()
+            self._missing = [len(run) for run in self._runs]
+            _queue(self._end)
         index = self._bucket_of[key]
         if key not in self._fired:
             self._fired.add(key)
@@ -177,14 +167,6 @@ class Averager:
         with torch.no_grad():
             while self._next < len(self._buckets) - 1 and self._missing[self._next] == 0:
                 self._start_next(self._touched)
-
-    def _begin(self) -> None:
-        self._is_running = True
-        self._next = 0
-        self._fired.clear()
-        self._late.clear()
-        self._missing = list(self._sizes)
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _start_next(self, touched: set[int] | None) -> None:
         bucket = self._buckets[self._next]
@@ -202,6 +184,7 @@ class Averager:
                 self._start_next(touched)
             for bucket in self._buckets:
                 bucket.wait()
+            # The same on every rank, as it was summed: all send these buckets again, or none does.
             again = self._buckets[-1].notes.tolist() if len(self._buckets) > 1 else []
             for bucket, count in zip(self._buckets, again, strict=False):
                 if count:
@@ -231,7 +214,7 @@ class UnannouncedAverager:
     def __init__(self, module: nn.parallel.DistributedDataParallel, group: Group | None) -> None:
         self._module, self._group = weakref.ref(module), group
         parameters = [p for p in module.parameters() if p.requires_grad]
-        weakref.finalize(module, _remove, _hook(self, parameters)).atexit = False
+        _hook(self, parameters, module)
         module.register_forward_pre_hook(self)
         self._is_announced, self._announced = False, 0
         self._backward = -1
@@ -249,13 +232,11 @@ class UnannouncedAverager:
         if backward == self._backward or module is None or not module.require_backward_grad_sync:
             return
         self._backward = backward
-        self._queue(self._wait if self._is_announced else self._average)
-
-    def _queue(self, call: Callable[[], None]) -> None:
-        torch.autograd.Variable._execution_engine.queue_callback(call)
-
-    def _wait(self) -> None:
-        self._queue(self._note_end)  # after torch's own callback, queued since
+        if self._is_announced:
+            # Twice: torch queues its own callback after this hook, and before the second one.
+            _queue(lambda: _queue(self._note_end))
+        else:
+            _queue(self._average)
 
     def _note_end(self) -> None:
         """Record that torch has averaged; within reentrant checkpointing it has not yet."""
@@ -283,9 +264,9 @@ class _Forgotten:
 
 
 def _hook(
-    averager: Averager | UnannouncedAverager, parameters: Sequence[Tensor]
-) -> list[RemovableHandle]:
-    """Register gradient hooks that do not keep the averager alive."""
+    averager: Averager | UnannouncedAverager, parameters: Sequence[Tensor], owner: object
+) -> weakref.finalize[..., Any]:
+    """Hook gradients; the hooks keep nothing alive, and are removed by a call or with `owner`."""
     reference = weakref.ref(averager)
 
     def on_gradient(parameter: Tensor) -> None:
@@ -293,10 +274,18 @@ def _hook(
         if alive is not None:
             alive.on_gradient(id(parameter), parameter)
 
-    return [
+    hooks: list[RemovableHandle] = [
         parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
         for parameter in parameters
     ]
+    remove = weakref.finalize(owner, _remove, hooks)
+    remove.atexit = False
+    return remove
+
+
+def _queue(call: Callable[[], None]) -> None:
+    """Call a function at the end of the running backward."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:
@@ -366,7 +355,11 @@ class Replicated(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. Collective over all ranks in training, where it has buffers."""
         if torch.is_grad_enabled():
-            self._averager.check_context()
+            if not self._averager.is_current:
+                raise ContextError(
+                    "this model was wrapped in a context other than the active one "
+                    f"({current_model().name}): call auto_model again after initialize"
+                )
             self._averager.reset()
             src = 0
             if self._is_joining:
@@ -429,7 +422,8 @@ class Replicated(nn.Module):
         made = memo[id(self)] = type(self).__new__(type(self))
         state = {name: item for name, item in self.__dict__.items() if name != "_averager"}
         made.__dict__.update(copy.deepcopy(state, memo))
-        made._averager = self._averager.for_copy(made.module)
+        own = self._averager  # the others need not create one, so the number is the same
+        made._averager = Averager(made.module, own.bucket_bytes, own.name)
         _alive.add(made)
         return made
 

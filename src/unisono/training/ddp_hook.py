@@ -42,8 +42,8 @@ class Averaging:
     """Registers the hook and is its state; looks up the active context at each call."""
 
     def __init__(self, group: Group | None = None, name: str = "") -> None:
-        self._group, self._name = group, name
-        self._module: Callable[[], Any] = _nothing
+        self.group, self._name = group, name
+        self.module: Callable[[], Any] = lambda: None
         self._is_live = False
         self._started: list[tuple[Handle[Tensor], torch.futures.Future[Tensor]]] = []
 
@@ -51,11 +51,11 @@ class Averaging:
         """Register the hook at the first forward; record that this rank has inputs."""
         if not torch.is_grad_enabled():
             return
-        self._is_live, is_done = True, self._module() is not None
+        self._is_live, is_done = True, self.module() is not None
         self._started.clear()  # of a backward that failed
         if is_done:
             return
-        self._module = weakref.ref(module)
+        self.module = weakref.ref(module)
         if not module._comm_hooks:
             try:
                 module.register_comm_hook(self, average)
@@ -64,22 +64,18 @@ class Averaging:
                 if "once" not in str(error):
                     raise
 
-    def host(self) -> HostCollectives | None:
-        """Wait for background calls; return the ranks' shared memory, None between hosts."""
-        return communicator(self._group).control.host(self._group)
-
     def reduce(
         self, index: int, flat: Tensor, op: ReduceOp, host: HostCollectives | None
     ) -> torch.futures.Future[Tensor]:
         """Reduce one bucket in place; only start it between hosts. Collective over the group."""
-        context, done = communicator(self._group), torch.futures.Future[Tensor]()
+        context, done = communicator(self.group), torch.futures.Future[Tensor]()
         call = f"{self._name}, bucket {index}"
         with called(call):
-            token = context.calls.begin("gradients", self._group, flat, host is None)
+            token = context.calls.begin("gradients", self.group, flat, host is None)
             try:
-                check(context, call, flat, self._group, host)
+                check(context, call, flat, self.group, host)
                 if host is None:
-                    handle = context.start_all_reduce(flat, op, self._group)
+                    handle = context.start_all_reduce(flat, op, self.group)
                     self._started.append((token.started(handle), done))
                     return done
                 plane_is("memory")
@@ -93,24 +89,15 @@ class Averaging:
     def divisor(self, host: HostCollectives | None) -> Tensor | None:
         """Return the number of ranks with inputs if torch divides by it, else None."""
         # Collective over the group if so: in ``join(divide_by_initial_world_size=False)``.
-        module = self._module()
+        module = self.module()
         if module is None or not module._join_config.enable:
             return None
         if module._divide_by_initial_world_size:
             return None
         live = torch.tensor([float(self._is_live)], device="cpu")
         if host is None:
-            return communicator(self._group).model.all_reduce(live, ReduceOp.SUM, self._group)
+            return communicator(self.group).model.all_reduce(live, ReduceOp.SUM, self.group)
         return host.all_reduce(live, ReduceOp.SUM)
-
-    def size(self) -> int:
-        """Return the number of ranks in the group."""
-        return communicator(self._group).model.topology.size(self._group)
-
-    def library_group(self) -> Any:
-        """Return torch's own group of the module."""
-        module = self._module()
-        return None if module is None else module.process_group
 
     def end_step(self) -> None:
         """Wait for started reductions; clear the inputs mark, which the next forward sets."""
@@ -119,7 +106,7 @@ class Averaging:
             done.set_result(handle.wait())
 
     def __deepcopy__(self, memo: object) -> Self:
-        return type(self)(self._group, self._name)
+        return type(self)(self.group, self._name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), ())
@@ -127,10 +114,12 @@ class Averaging:
 
 def average(state: Averaging, bucket: Any) -> torch.futures.Future[Tensor]:
     """Average one bucket of gradients in place: a communication hook. Collective over the group."""
-    flat = bucket.buffer()
+    flat, group = bucket.buffer(), state.group
     if flat.layout is not torch.strided:  # sparse gradients
-        return default_hooks.allreduce_hook(state.library_group(), bucket)
-    host, op = state.host(), ReduceOp.SUM
+        module = state.module()
+        return default_hooks.allreduce_hook(module and module.process_group, bucket)
+    # Waits for background calls. The ranks' shared memory; None between hosts.
+    host, op = communicator(group).control.host(group), ReduceOp.SUM
     with torch.no_grad():
         divisor = state.divisor(host)
         if divisor is not None:
@@ -138,15 +127,11 @@ def average(state: Averaging, bucket: Any) -> torch.futures.Future[Tensor]:
         elif host is not None and folds(flat.dtype, ReduceOp.AVERAGE):
             op = ReduceOp.AVERAGE
         else:
-            flat.div_(state.size())  # the module may no longer exist
+            flat.div_(communicator(group).model.topology.size(group))
         done = state.reduce(bucket.index(), flat, op, host)
     if bucket.is_last():
         state.end_step()
     return done
-
-
-def _nothing() -> None:
-    return
 
 
 average.__annotations__.clear()  # torch compares them with its classes; ours are strings

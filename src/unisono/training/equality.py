@@ -59,7 +59,12 @@ def assert_equal(tree: Any, group: GroupLike = None) -> None:
     trees: dict[str, Any] = {}
 
     def described() -> bytes:
-        trees[""] = _states_of(tree)
+        try:
+            opened = _opened(tree)
+        except RecursionError as error:
+            text = "a container contains itself, or is nested too deep"
+            raise PayloadError(text) from error
+        trees[""] = plain(opened, own_states(opened))  # stateful objects as their states
         return encode(digest(trees[""]))
 
     frame = frame_or_reason(described)
@@ -117,15 +122,6 @@ def differing(
     more = f"; and {len(lines) - _NAMED} others differ" if len(lines) > _NAMED else ""
     text = f"{len(lines)} of {count} values differ between ranks: "
     return f"{text}{'; '.join(lines[:_NAMED])}{more}" if lines else ""
-
-
-def _states_of(tree: Any) -> Any:
-    """Replace stateful objects by their states."""
-    try:
-        tree = _opened(tree)
-    except RecursionError as error:
-        raise PayloadError("a container contains itself, or is nested too deep") from error
-    return plain(tree, own_states(tree))
 
 
 def _leaves(tree: Any) -> dict[str, Leaf]:

@@ -218,6 +218,7 @@ def evaluate(fn: Callable[[Any], Any], data: Any, dst: int | None = None, **kwar
 
     # One miss: an absent rank has left evaluate by then, for instance as its batch was too large.
     columns, kinds = together(context, "evaluate", results, misses=1)
+    # Before the first gather, which would wait for ranks that have no results of this name.
     if any(other != kinds[0] for other in kinds):
         raise CollectiveMismatchError(f"evaluate: results differ in kind between ranks: {kinds}")
     made: Columns = dict.fromkeys(columns)
@@ -269,9 +270,12 @@ def _results(fn: Callable[[Any], Any], loader: Any) -> list[Columns]:
 
 
 def _check_results(name: str | None, part: Any, count: int) -> None:
+    def is_column(value: Any) -> bool:
+        return isinstance(value, Tensor) and value.dim() > 0 and len(value) == count
+
     if not isinstance(part, (Tensor, list, tuple)) or (isinstance(part, Tensor) and not part.dim()):
         shown = "a 0-dim tensor" if isinstance(part, Tensor) else f"a {type(part).__qualname__}"
-    elif isinstance(part, tuple) and part and all(_is_column(each, count) for each in part):
+    elif isinstance(part, tuple) and part and all(map(is_column, part)):
         shown = f"a tuple of {len(part)} tensors for all of them"
     elif len(part) != count:
         shown = f"{len(part)} results"
@@ -281,10 +285,6 @@ def _check_results(name: str | None, part: Any, count: int) -> None:
         f"evaluate: a batch of {count} samples gave {shown}{f' as {name!r}' if name else ''}: "
         "return one result for each, in a tensor or a list, or a dict of several of these"
     )
-
-
-def _is_column(value: Any, count: int) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and len(value) == count
 
 
 def _joined(batches: list[Columns]) -> Columns:

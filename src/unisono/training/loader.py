@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import islice
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,10 +79,10 @@ class ReplicaLoader(DataLoader[Any]):
             begin, start = self._begin
             self._position.begin(epoch, start if self._passed and epoch == begin else 0)
             self._passed = 0
-        self._tell()
+        self._pass_epoch_on()
 
-    def _tell(self) -> None:
-        self._position.tell()
+    def _pass_epoch_on(self) -> None:
+        self._position.set_epoch_of_sampler()
         for dataset in _with_epochs(self.dataset):
             dataset.set_epoch(self._position.order)
 
@@ -93,8 +93,8 @@ class ReplicaLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         at = self._position
-        if at.said != at.told:  # the program has called the sampler's set_epoch
-            self.set_epoch(at.said)
+        if at.epoch_of_sampler != at.epoch_passed_on:  # the program called its set_epoch
+            self.set_epoch(at.epoch_of_sampler)
         at.begin(at.order, at.start)
         left_out = at.start if isinstance(self.dataset, IterableDataset) else 0
         if _with_epochs(self.dataset):
@@ -103,6 +103,7 @@ class ReplicaLoader(DataLoader[Any]):
         return _Batches(batches, at, left_out, self._target, self.pin_memory)
 
     def _get_iterator(self) -> Any:  # called by torch's loader
+        # torch's iterator draws the workers' seed from `generator`, when it is created.
         given, self.generator = self.generator, self._seeds()
         try:
             made: Any = super()._get_iterator()
@@ -139,23 +140,21 @@ class ReplicaLoader(DataLoader[Any]):
         """
         at = self._position
         if at.batches and not self._repeats():
-            self._refuse()
+            if self._has_own_batches():
+                kind = type(self.batch_sampler)
+                remedy = "give it a set_epoch that chooses the order"
+            else:
+                kind = type(self.sampler)
+                remedy = "leave the sampler out, or wrap it in a DistributedProxySampler"
+            raise UnsupportedOperation(
+                current_model().name,
+                f"a position within an epoch of a {kind.__qualname__}, which draws another order "
+                "each time",
+                remedy,
+            )
         is_dealt = self._is_dealt_in_turn()
         position = (at.order - self._passed, at.order, at.batches, is_dealt, *self._shape())
         return dict(zip(_KEYS, position, strict=True))
-
-    def _refuse(self) -> NoReturn:
-        if self._has_own_batches():
-            kind, remedy = type(self.batch_sampler), "give it a set_epoch that chooses the order"
-        else:
-            kind = type(self.sampler)
-            remedy = "leave the sampler out, or wrap it in a DistributedProxySampler"
-        raise UnsupportedOperation(
-            current_model().name,
-            f"a position within an epoch of a {kind.__qualname__}, which draws another order each "
-            "time",
-            remedy,
-        )
 
     def _has_own_batches(self) -> bool:
         return type(self.batch_sampler) not in (BatchSampler, type(None))
@@ -194,7 +193,7 @@ class ReplicaLoader(DataLoader[Any]):
         self._begin = (epoch, self._batches_here(batches, *shape) if batches else 0)
         self._passed, self._counts = order - epoch, False
         self._position.begin(order, self._begin[1])
-        self._tell()
+        self._pass_epoch_on()
 
     def _batches_here(
         self,
@@ -262,18 +261,18 @@ class _Position:
     turn: int = 0  # number of the iterator that moves the position: the latest
 
     def __post_init__(self) -> None:
-        self.order = self.told = self.said  # the epoch of its order
+        self.order = self.epoch_passed_on = self.epoch_of_sampler  # the epoch of its order
 
     @property
-    def said(self) -> int:
-        """The sampler's epoch."""
+    def epoch_of_sampler(self) -> int:
+        """The epoch that the sampler has now."""
         return int(getattr(self.sampler, "epoch", 0))
 
-    def tell(self) -> None:
+    def set_epoch_of_sampler(self) -> None:
         """Set the sampler's epoch."""
         if self.sampler is not None:
             self.sampler.set_epoch(self.order)
-            self.told = self.said
+            self.epoch_passed_on = self.epoch_of_sampler
 
     def begin(self, order: int, start: int) -> None:
         """Set the position to batch `start` of an epoch, for a new iterator."""
@@ -311,7 +310,7 @@ class _Batches:
         except StopIteration:
             if self._turn == position.turn:
                 position.begin(position.order + 1, 0)
-                position.tell()
+                position.set_epoch_of_sampler()
             raise
         except Exception:  # of the dataset: the next call returns the batch after this one
             self._count(is_new)
@@ -360,7 +359,6 @@ def moved(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
         return batch.to(device, non_blocking=non_blocking)
     if callable(getattr(batch, "to", None)) and not isinstance(batch, type):
         return batch.to(device)
-
     if isinstance(batch, (dict, list, tuple)):
         return mapped(batch, lambda item: moved(item, device, non_blocking))
     if not is_dataclass(batch) or isinstance(batch, type):

@@ -96,7 +96,11 @@ def auto_dataloader(
     if world_size > 1:
         introduce(context, "auto_dataloader")
         if not per_replica:
-            _divide(kwargs, world_size)
+            if kwargs.get("batch_size") is not None:
+                kwargs["batch_size"] = _share(batch_size, world_size)
+            n_local, workers = facts.get_nproc_per_node(), kwargs.get("num_workers", 0)
+            if workers >= n_local:
+                kwargs["num_workers"] = math.ceil(workers / n_local)
     _order(dataset, kwargs, world_size)
     kwargs.setdefault("pin_memory", hooks.can_pin_memory)
     device = context.model.device if to_device and context.model.device.type != "cpu" else None
@@ -159,15 +163,6 @@ def _order_of(sampler: Any) -> dict[str, Any]:
     if is_plain and sampler.num_samples == len(sampler.data_source):
         return {"shuffle": True}
     return {"sampler": sampler}
-
-
-def _divide(kwargs: dict[str, Any], world_size: int) -> None:
-    """Divide batch size and number of workers among replicas."""
-    if kwargs.get("batch_size") is not None:
-        kwargs["batch_size"] = _share(kwargs["batch_size"], world_size)
-    n_local = facts.get_nproc_per_node()
-    if kwargs.get("num_workers", 0) >= n_local:
-        kwargs["num_workers"] = (kwargs["num_workers"] + n_local - 1) // n_local
 
 
 def _order(dataset: Any, kwargs: dict[str, Any], world_size: int) -> None:

@@ -14,8 +14,8 @@ from unisono.context import communicator
 from unisono.errors import ArgumentError, UnsupportedOperation
 
 _watched: dict[int, Any] = {}  # recorded signals, with their previous handlers
-_noted: list[int] = []  # signals received
-_told: list[int] = []  # signals reported by a preemption_point, received or not
+_received: list[int] = []  # signals received
+_reported: list[int] = []  # signals reported by a preemption_point, received or not
 _NO, _YES, _CANNOT = b"n", b"y", b"c"
 
 
@@ -54,13 +54,15 @@ def preemptible(*signals: int) -> Iterator[None]:
             _watch(number)
         yield
     finally:
-        is_untold = [number for number in _noted if number in before and number not in _told]
+        unreported = [
+            number for number in _received if number in before and number not in _reported
+        ]
         for number, handler in before.items():
             if handler is None and number in _watched:
                 signal.signal(number, _watched.pop(number))
-        _noted[:] = [number for number in _noted if number in _watched]
-        _told[:] = [number for number in _told if number in _watched]
-        for number in is_untold:
+        _received[:] = [number for number in _received if number in _watched]
+        _reported[:] = [number for number in _reported if number in _watched]
+        for number in unreported:
             if number not in _watched:
                 os.kill(os.getpid(), number)
 
@@ -76,7 +78,7 @@ def _watch(number: int) -> None:
 
 
 def _note(number: int, frame: Any) -> None:
-    _noted.append(number)
+    _received.append(number)
 
 
 def _after_fork() -> None:
@@ -84,8 +86,8 @@ def _after_fork() -> None:
     for number, handler in _watched.items():
         signal.signal(number, handler)
     _watched.clear()
-    _noted.clear()
-    _told.clear()
+    _received.clear()
+    _reported.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -124,8 +126,8 @@ def preemption_point() -> bool:
     context = communicator()
     if not _watched and _is_main():
         _watch(signal.SIGTERM)
-    _told[:] = _noted
-    mark = _CANNOT if not _watched else _YES if _told else _NO
+    _reported[:] = _received
+    mark = _CANNOT if not _watched else _YES if _reported else _NO
     with context.calls.call("preemption_point", None):
         marks = [bytes(each) for each in swap(context, "preemption_point", mark, None)]
     if _CANNOT in marks:
@@ -138,5 +140,5 @@ def preemption_point() -> bool:
             "file on rank 0 and broadcast the result: idist.broadcast(path.exists())",
         )
     if _YES in marks:
-        _told[:] = _watched  # a signal sent to all ranks may reach some later
+        _reported[:] = _watched  # a signal sent to all ranks may reach some later
     return _YES in marks

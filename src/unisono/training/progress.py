@@ -60,14 +60,15 @@ def progress(
 def _logged(iterable: Iterable[T], total: int | None, label: str, out: TextIO) -> Iterator[T]:
     """Yield the items; write a line after each tenth, or one at the end without a total."""
     begin, count = time.monotonic(), 0
+
+    def write(progress: str) -> None:
+        rate = count / max(time.monotonic() - begin, 1e-9)
+        out.write(f"{label}{progress}, {rate:.1f}/s\n")
+        out.flush()
+
     for count, item in enumerate(iterable, 1):
         yield item
         if total and count * 10 // total > (count - 1) * 10 // total:
-            _write(out, f"{label}{count}/{total}", count, begin)
+            write(f"{count}/{total}")
     if not total:
-        _write(out, f"{label}{count}", count, begin)
-
-
-def _write(out: TextIO, text: str, count: int, begin: float) -> None:
-    out.write(f"{text}, {count / max(time.monotonic() - begin, 1e-9):.1f}/s\n")
-    out.flush()
+        write(f"{count}")

@@ -80,16 +80,12 @@ def seed_everything(seed: int | None = None, per_rank: bool = False) -> int:
     """
     shared = sync_random_seed(seed)
     mine = (shared + (current_model().topology.rank if per_rank else 0)) % _LIMIT
-    _seed(mine)
-    return shared
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    torch.manual_seed(seed)
+    random.seed(mine)
+    torch.manual_seed(mine)
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
-        numpy.random.seed(seed)
+        numpy.random.seed(mine)
+    return shared
 
 
 def _generators() -> dict[

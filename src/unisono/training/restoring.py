@@ -50,8 +50,8 @@ class Plan:
         self.fills: list[Step] = []
         self.left_out: list[str] = [_place(path) for path in absent]
         self.made: Any = self.of(into, saved, "the checkpoint")
-        for load, take_back in self.trials:
-            undo.callback(_quietly, take_back)
+        for load, revert in self.trials:
+            undo.callback(revert)  # before the load, which may fail half-way
             load()
 
     def fill(self) -> Any:
@@ -65,18 +65,20 @@ class Plan:
     def of(self, into: Any, saved: Any, where: str) -> Any:
         """Plan the load of `saved` into `into`; return the object that replaces `into`."""
         _check_split(into, isinstance(saved, Mapping) and saved.keys() == {BY_RANK}, where)
+        load: Step
         if isinstance(into, ByRank):
-            self._try(partial(into.load, _own(saved[BY_RANK], where)), into.state, into.load, where)
+            load = partial(into.load, _own(saved[BY_RANK], where))
+            self._add_trial(load, _loads_copy(into.state, into.load), where)
         elif isinstance(into, nn.Module):
             self._module(hidden_module(into), saved, where)
         elif isinstance(into, torch.optim.Optimizer):
             load = partial(into.load_state_dict, optimizer_parts(into, saved, where))
             # Loading replaces these objects, so they need no copy.
             kept = {name: getattr(into, name) for name in ("state", "param_groups")}
-            self.trials.append((_said(load, where), partial(vars(into).update, kept)))
+            self._add_trial(load, partial(vars(into).update, kept), where)
         elif has_state(into):
             load = partial(into.load_state_dict, saved)
-            self._try(load, into.state_dict, into.load_state_dict, where)
+            self._add_trial(load, _loads_copy(into.state_dict, into.load_state_dict), where)
         elif isinstance(into, dict):
             self._dict(into, saved, where)
         elif isinstance(into, (list, tuple)) and is_kept(into):
@@ -87,13 +89,14 @@ class Plan:
             return saved
         return into
 
-    def _try(
-        self, load: Step, state: Callable[[], Any], take: Callable[[Any], object], where: str
-    ) -> None:
-        take_back: Step = lambda: None  # noqa: E731
-        with suppress(Exception):  # there may be no state yet, or none here, or no copy
-            take_back = partial(take, copy.deepcopy(state()))
-        self.trials.append((_said(load, where), take_back))
+    def _add_trial(self, load: Step, revert: Step, where: str) -> None:
+        """Add a step that may fail half-way, as one of the user's classes may."""
+
+        def undo() -> None:
+            with suppress(Exception):
+                revert()
+
+        self.trials.append((_with_place(load, where), undo))
 
     def _module(self, module: nn.Module, saved: Any, where: str) -> None:
         own = module.state_dict()
@@ -106,13 +109,16 @@ class Plan:
             self.left_out += [f"{where}[{key!r}]" for key in dict.fromkeys((*absent, *misfits))]
         for key in made:
             made[key] = local_part(own.get(key), made[key], f"{where}[{key!r}]")
-        load = _said(partial(module.load_state_dict, made, strict=self.is_strict), where)
+        load = partial(module.load_state_dict, made, strict=self.is_strict)
         is_sure = all(_fits(own.get(key), item) for key, item in made.items())
         if is_sure and (not self.is_strict or made.keys() == own.keys()):
-            self.fills.append(load)
+            self.fills.append(_with_place(load, where))  # without a copy of the module in memory
             return
-        before = {key: _copied(item) for key, item in own.items()}
-        self.trials.append((load, partial(module.load_state_dict, before)))
+        before = {
+            key: item.detach().clone() if isinstance(item, Tensor) else copy.deepcopy(item)
+            for key, item in own.items()
+        }
+        self._add_trial(load, partial(module.load_state_dict, before), where)
 
     def _dict(self, into: dict[Any, Any], saved: Any, where: str) -> None:
         parts = {key: _entry(saved, key) for key in into}
@@ -154,12 +160,15 @@ def _place(path: Sequence[Any]) -> str:
     return f"the checkpoint{''.join(f'[{key!r}]' for key in path)}"
 
 
-def _quietly(take_back: Step) -> None:
-    with suppress(Exception):  # raised by the user's classes
-        take_back()
+def _loads_copy(state: Callable[[], Any], load: Callable[[Any], object]) -> Step:
+    """Return a step that loads the present state again, if there is one that can be copied."""
+    try:
+        return partial(load, copy.deepcopy(state()))
+    except Exception:  # raised by the user's classes
+        return lambda: None
 
 
-def _said(load: Step, where: str) -> Step:
+def _with_place(load: Step, where: str) -> Step:
     """Return a step whose error names `where`."""
 
     def step() -> None:
@@ -174,10 +183,6 @@ def _said(load: Step, where: str) -> Step:
 def _fits(own: Any, saved: Any) -> bool:
     """Return whether a module certainly accepts a saved tensor for its own."""
     return isinstance(own, Tensor) and isinstance(saved, Tensor) and own.shape == saved.shape
-
-
-def _copied(item: Any) -> Any:
-    return item.detach().clone() if isinstance(item, Tensor) else copy.deepcopy(item)
 
 
 def _entry(saved: Any, key: Any) -> Any:

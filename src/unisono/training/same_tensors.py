@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,30 +21,41 @@ OVERLAPS = -1
 """The owner of a tensor that overlaps another in part, or itself."""
 
 
+class _Span(NamedTuple):  # made for each tensor of a step, and faster than a dataclass
+    """The memory of a tensor in a list."""
+
+    device: str
+    begin: int
+    end: int
+    position: int  # in the list
+    tensor: Tensor
+
+
 def aliases(names: Sequence[object], tensors: Sequence[Tensor | None]) -> list[int]:
     """Return for each tensor the index of the tensor that owns its memory, or `OVERLAPS`."""
     first_with: dict[int, int] = {}
     owners = [first_with.setdefault(id(name), index) for index, name in enumerate(names)]
-    places = []
+    spans = []
     for index, tensor in enumerate(tensors):
         if tensor is None or owners[index] != index or not tensor.numel():
             continue
-        end = tensor.data_ptr() + reach_bytes(tensor)
-        if end - tensor.data_ptr() < tensor.nbytes:
+        begin, size = tensor.data_ptr(), reach_bytes(tensor)
+        if size < tensor.nbytes:  # its own elements share memory
             owners[index] = OVERLAPS
-        elif tensor.data_ptr():  # tensors without an address are compared by identity only
-            places.append((str(tensor.device), tensor.data_ptr(), -end, index, tensor))
-    places.sort(key=lambda place: place[:-1])
-    first = places[:1]
-    for place in places:
-        (owner,) = first
-        if place[0] != owner[0] or place[1] >= -owner[2]:
-            first = [place]
-        elif place is not owner:
-            is_within = -place[2] <= -owner[2] and place[-1].dtype is owner[-1].dtype
-            is_dense = -owner[2] - owner[1] == owner[-1].nbytes
-            owners[place[3]] = owner[3] if is_within and is_dense else OVERLAPS
-    return [owner if owner == OVERLAPS else owners[owner] for owner in owners]
+        elif begin:  # tensors without an address are compared by identity only
+            spans.append(_Span(str(tensor.device), begin, begin + size, index, tensor))
+    # Of spans with one begin the longest comes first, as it owns the others.
+    spans.sort(key=lambda span: (span.device, span.begin, -span.end, span.position))
+    owner: _Span | None = None
+    for span in spans:
+        if owner is None or span.device != owner.device or span.begin >= owner.end:
+            owner = span
+            continue
+        is_within = span.end <= owner.end and span.tensor.dtype is owner.tensor.dtype
+        # An owner with gaps, such as a column, doesn't hold all elements within its span.
+        has_no_gaps = owner.end - owner.begin == owner.tensor.nbytes
+        owners[span.position] = owner.position if is_within and has_no_gaps else OVERLAPS
+    return [index if index == OVERLAPS else owners[index] for index in owners]
 
 
 _NONE = b"n"
@@ -61,10 +73,10 @@ _REFUSED = {
         "leave one of them out, or give a clone(), or the tensor that both are views of",
     ),
 }
-_LAYOUTS = (
-    (b"c", torch.contiguous_format),
-    (b"l", torch.channels_last),
-    (b"d", torch.channels_last_3d),
+_LAYOUTS = (  # code, memory format, and the number of dimensions that it needs
+    (b"c", torch.contiguous_format, None),
+    (b"l", torch.channels_last, 4),
+    (b"d", torch.channels_last_3d, 5),
 )
 _OTHER = b"o"
 _LIST = b"l"
@@ -99,11 +111,9 @@ def listed(params: object, *, of_grads: bool = False) -> Listed:
     except Exception as error:  # the user's own iterable may raise anything
         text = f"it can't be listed: {type(error).__name__}: {error}"
         return Listed([], [], ArgumentError(text))
-    return Listed(likes, [_gradient(item) for item in likes] if of_grads else likes)
-
-
-def _gradient(tensor: Tensor) -> Tensor | None:
-    return tensor.grad if tensor.requires_grad else None
+    if of_grads:
+        return Listed(likes, [item.grad if item.requires_grad else None for item in likes])
+    return Listed(likes, likes)
 
 
 def is_sharded(value: object) -> bool:
@@ -130,14 +140,6 @@ def as_tensors(params: object) -> list[Tensor]:
     return tensors
 
 
-def _layout(tensor: Tensor) -> bytes:
-    for code, layout in _LAYOUTS:
-        rank = {b"c": None, b"l": 4, b"d": 5}[code]
-        if rank in (None, tensor.dim()) and tensor.is_contiguous(memory_format=layout):
-            return code
-    return _OTHER
-
-
 def _state(tensor: Tensor | None, owner: int) -> bytes:
     if tensor is None:
         return _NONE
@@ -145,7 +147,12 @@ def _state(tensor: Tensor | None, owner: int) -> bytes:
         return _SHARDED
     if not is_dense(tensor):
         return _SPARSE if tensor.layout is not torch.strided else _FOREIGN
-    return _OVERLAPPING if owner == OVERLAPS else _layout(tensor)
+    if owner == OVERLAPS:
+        return _OVERLAPPING
+    for code, layout, dims in _LAYOUTS:
+        if dims in (None, tensor.dim()) and tensor.is_contiguous(memory_format=layout):
+            return code
+    return _OTHER
 
 
 def _line(index: int, like: Tensor, owner: int) -> str:
@@ -164,7 +171,8 @@ def agree(
     owners = aliases(listed.likes, [item if is_dense(item) else None for item in listed.tensors])
     lines = [_line(i, *each) for i, each in enumerate(zip(listed.likes, owners, strict=True))]
     states = b"".join(map(_state, listed.tensors, owners))
-    blob = _LIST + _digest(lines) + states if listed.error is None else failure(str(listed.error))
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=_DIGEST_BYTES).digest()
+    blob = _LIST + digest + states if listed.error is None else failure(str(listed.error))
     frames = swap(context, call, blob, group)
     if listed.error is not None:
         raise listed.error
@@ -177,16 +185,12 @@ def agree(
     columns = list(zip(*(frame[_START:] for frame in frames), strict=True))
     for index, column in enumerate(columns):
         _check(column, f"tensor {index} of {len(lines)} ({lines[index]})", call, ranks)
-    table = {code[0]: layout for code, layout in _LAYOUTS}
+    table = {code[0]: layout for code, layout, _ in _LAYOUTS}
     return Described(
         [any(code != _NONE[0] for code in column) for column in columns],
         [table.get(column[0]) if len(set(column)) == 1 else None for column in columns],
         [owner == index for index, owner in enumerate(owners)],
     )
-
-
-def _digest(lines: list[str]) -> bytes:
-    return hashlib.blake2b("\n".join(lines).encode(), digest_size=_DIGEST_BYTES).digest()
 
 
 def _check(column: Sequence[int], name: str, call: str, ranks: Sequence[int]) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException as CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadItemType
-from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save
 
 from unisono.errors import PayloadError
 from unisono.training.atomic_files import check_archive, write_whole
@@ -46,11 +46,6 @@ _CLASSES: dict[tuple[str, str], Any] = {
     )
 }
 _PATHS = frozenset({"Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"})
-
-
-def save(state: dict[str, Any], folder: Path) -> None:
-    """Write this rank's shard. Collective over torch's default group."""
-    save_shards(state, checkpoint_id=str(folder))
 
 
 def seal(folder: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from unisono.errors import ArgumentError, PayloadError
 from unisono.payload.pytree import mapped
 from unisono.training.data_parallel import Replicated
+from unisono.training.same_tensors import is_sharded
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, Replicated)
 _COMPILED = "_orig_mod"  # where torch.compile keeps the module
@@ -38,9 +39,21 @@ def _inner_name(module: nn.Module) -> str | None:
     return _COMPILED if is_compiled else _custom.get(module)
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module within all wrappers."""
-    return _within(module, _inner_name)
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """Return the module inside any wrappers.
+
+    Args:
+        model: wrapped or not, also in several wrappers, such as ``torch.compile``'s.
+
+    Returns:
+        The plain module, whose state dict has the same keys in every wrapper.
+
+    Example:
+        >>> import torch, unisono as idist
+        >>> idist.unwrap_model(idist.auto_model(torch.nn.Identity()))
+        Identity()
+    """
+    return _within(model, _inner_name)
 
 
 def hidden_module(module: nn.Module) -> nn.Module:
@@ -68,33 +81,29 @@ def _hidden_name(module: nn.Module) -> str | None:
     return None if own or has_extra else name
 
 
-def _shown(module: nn.Module) -> list[tuple[str, str]]:
-    """List the key prefixes that wrappers add, longest first, with their replacements."""
+def _names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
+    """Return the keys of a module's state, mapped to the keys without wrapper prefixes."""
     prefixes = []
-    for name, part in module.named_modules(remove_duplicate=False):
+    for path, part in module.named_modules(remove_duplicate=False):
         inner = _hidden_name(part)
         if inner is not None:
-            own = f"{name}." if name else ""
-            prefixes.append((f"{own}{inner}.", own))
-    return sorted(prefixes, key=lambda pair: len(pair[0]), reverse=True)
-
-
-def _without(key: str, shown: list[tuple[str, str]]) -> str:
-    for prefix, own in shown:
-        if key.startswith(prefix):
-            key = own + key[len(prefix) :]
-    return key
+            start = f"{path}." if path else ""
+            prefixes.append((f"{start}{inner}.", start))
+    # Longest first: the prefixes of outer wrappers are still there within those of inner ones.
+    prefixes.sort(key=lambda pair: len(pair[0]), reverse=True)
+    names = {}
+    for key in _keys(state):
+        name = key
+        for prefix, start in prefixes:
+            if name.startswith(prefix):
+                name = start + name[len(prefix) :]
+        names[key] = name
+    return names
 
 
 def _keys(state: Mapping[str, Any]) -> list[str]:
     """List the keys of a module's state, and the prefixes of its submodules."""
     return [*state, *(f"{path}." for path in getattr(state, "_metadata", ()) if path)]
-
-
-def _names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the keys of a module's state, mapped to the keys without wrapper prefixes."""
-    shown = _shown(module)
-    return {key: _without(key, shown) for key in _keys(state)}
 
 
 def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> OrderedDict[str, Any]:
@@ -108,11 +117,6 @@ def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> OrderedDict[
         )
     made: OrderedDict[str, Any] = renamed
     return made
-
-
-def _state_of(module: nn.Module) -> OrderedDict[str, Any]:
-    state = module.state_dict()
-    return _renamed(state, _names(module, state))
 
 
 def with_own_keys(
@@ -170,11 +174,6 @@ class ByRank:
         self.load: Callable[[Any], object] = load
 
 
-def by_rank(states: Sequence[Any]) -> dict[str, Any]:
-    """Build the entry that a checkpoint has for the states of all ranks."""
-    return {BY_RANK: tuple(states)}  # a tuple is one value in shards, with any items
-
-
 def own_states(obj: Any) -> dict[int, Any]:
     """Return the states of modules and other stateful objects, by the objects' ids."""
     # Local, unless a module's state_dict() is collective. Without optimizers, as some have their
@@ -183,10 +182,12 @@ def own_states(obj: Any) -> dict[int, Any]:
     found = [leaf for _, leaf in leaves(obj)]
     for leaf in found:  # first, as it may be collective; the rest may fail on one rank alone
         if isinstance(leaf, nn.Module) and id(leaf) not in states:
-            states[id(leaf)] = _state_of(hidden_module(leaf))
+            module = hidden_module(leaf)
+            state = module.state_dict()
+            states[id(leaf)] = _renamed(state, _names(module, state))
     for leaf in found:
         if isinstance(leaf, ByRank):
-            states[id(leaf)] = by_rank(())
+            states[id(leaf)] = {BY_RANK: ()}  # all ranks' states are known later
         elif has_state(leaf) and not isinstance(leaf, (nn.Module, torch.optim.Optimizer)):
             states[id(leaf)] = leaf.state_dict()
     return states
@@ -228,7 +229,7 @@ def has_shards(obj: Any, states: Mapping[int, Any]) -> bool:
             tensors = list(states[id(leaf)].values())
         elif isinstance(leaf, torch.optim.Optimizer):
             tensors = [item for group in leaf.param_groups for item in group["params"]]
-        if any(isinstance(item, Tensor) and hasattr(item, "device_mesh") for item in tensors):
+        if any(map(is_sharded, tensors)):
             return True
     return False
 

@@ -31,7 +31,7 @@ from unisono.training.averaging import broadcast_optimizer_state
 from unisono.training.batchnorm import convert_sync_batchnorm
 from unisono.training.data_parallel import Replicated, UnannouncedAverager, owners
 from unisono.training.ddp_hook import average_by_name
-from unisono.training.states import remember_wrapper, unwrapped
+from unisono.training.states import remember_wrapper
 
 Wrapper = Callable[..., nn.Module]
 _DDP = nn.parallel.DistributedDataParallel
@@ -336,20 +336,3 @@ def join(model: nn.Module) -> Iterator[None]:
             f"join of a {type(model).__qualname__}",
             "give every rank the same number of batches, as auto_dataloader does",
         )
-
-
-def unwrap_model(model: nn.Module) -> nn.Module:
-    """Return the module inside any wrappers.
-
-    Args:
-        model: wrapped or not, also in several wrappers, such as ``torch.compile``'s.
-
-    Returns:
-        The plain module, whose state dict has the same keys in every wrapper.
-
-    Example:
-        >>> import torch, unisono as idist
-        >>> idist.unwrap_model(idist.auto_model(torch.nn.Identity()))
-        Identity()
-    """
-    return unwrapped(model)

@@ -1,40 +1,30 @@
-"""Rank-aware printing and logging, reductions of values, and memory use."""
+"""Sums, means and other reductions of numbers, tensors and containers."""
 
 from __future__ import annotations
 
-import builtins
-import importlib
-import io
-import logging
-import os
-import sys
-from collections.abc import Collection, Mapping
-from typing import Any, TextIO, TypeVar, overload
+from collections.abc import Mapping
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
-from typing_extensions import TypedDict, Unpack
 
 from unisono.arguments import check_count
 from unisono.collectives.call import swap
-from unisono.collectives.reductions import (
+from unisono.collectives.reductions import all_reduce
+from unisono.collectives.value_types import (
     Container,
     Inexact,
     NumpyScalar,
     Summed,
-    all_reduce,
 )
 from unisono.context import communicator, current_model
 from unisono.errors import PayloadError
-from unisono.launchers.job.output import RankStream
 from unisono.model.reduction import FoldLike, OpLike, ReduceOp, parse_op
 from unisono.payload.pytree import flatten, unflatten
 from unisono.payload.tensors import is_dense
-from unisono.topology import PREFIXED
 from unisono.training.same_tensors import is_sharded
 
 Meant = TypeVar("Meant", Tensor, float, complex, float | Tensor)
-_GIB = 2**30
 
 
 @overload
@@ -216,133 +206,3 @@ def _narrowed(total: Any, like: Any, op: ReduceOp) -> Any:
             "it to a wider type, or to a float"
         )
     return total.to(like.dtype)
-
-
-def get_current_memory_gb() -> float:
-    """Measure the host memory that only this process uses.
-
-    Returns:
-        GiB: the process's unique set size, or its resident set size where the system doesn't
-        report that.
-
-    Example:
-        >>> import unisono as idist
-        >>> 0 < idist.get_current_memory_gb() < 1000
-        True
-    """
-    psutil: Any = importlib.import_module("psutil")
-    process = psutil.Process()
-    try:
-        used = process.memory_full_info().uss
-    except (psutil.Error, AttributeError):
-        used = process.memory_info().rss
-    return float(used / _GIB)
-
-
-def get_device_memory_gb(peak: bool = False) -> float:
-    """Measure the device memory that torch's tensors use.
-
-    Args:
-        peak: whether to return the maximum so far.
-
-    Returns:
-        GiB; 0.0 on a CPU, and where this torch doesn't report it.
-
-    Example:
-        >>> import unisono as idist
-        >>> idist.get_device_memory_gb() >= 0
-        True
-    """
-    device = current_model().device
-    name = "max_memory_allocated" if peak else "memory_allocated"
-    # until torch 2.9 torch.accelerator doesn't have it, but the device's own module does
-    ask: Any = getattr(torch.accelerator, name, None)
-    ask = ask or getattr(getattr(torch, device.type, None), name, None)
-    if device.type == "cpu" or ask is None:
-        return 0.0
-    return float(ask(device) / _GIB)
-
-
-class _PrintOptions(TypedDict, total=False):
-    sep: str | None
-    end: str | None
-    file: TextIO | None
-    flush: bool
-
-
-def print(*args: Any, all: bool = False, **kwargs: Unpack[_PrintOptions]) -> None:
-    """Print once on each node, or on every rank with its number.
-
-    Args:
-        args: as the built-in's.
-        all: whether every rank prints; else the one with local rank 0 does.
-        kwargs: ``sep``, ``end``, ``file`` and ``flush``, as the built-in's. With several replicas
-            each line begins with ``[rank N]``, unless a pool or ``unisono run`` adds the
-            rank, and is written in one call.
-
-    Example:
-        >>> import unisono as idist
-        >>> idist.print("loss", 0.5, sep=": ")
-        loss: 0.5
-    """
-    options: dict[str, Any] = {**kwargs}
-    topology = current_model().topology
-    local_rank = topology.rank if topology.local_rank is None else topology.local_rank
-    if not all and local_rank != 0:
-        return
-    file = options.pop("file", None)
-    flush = options.pop("flush", False)
-    text = io.StringIO()
-    builtins.print(*args, file=text, **options)
-    out: TextIO | None = sys.stdout if file is None else file
-    if out is None:
-        return
-    is_passed_on = out in (sys.stdout, sys.stderr) and os.environ.get(PREFIXED)
-    is_marked = isinstance(out, RankStream) or is_passed_on == str(topology.rank)
-    mark = f"[rank {topology.rank}] " if topology.world_size > 1 and not is_marked else ""
-    out.write(mark + text.getvalue())
-    if flush:
-        out.flush()
-
-
-class RankFilter(logging.Filter):
-    """Filters records by rank, and sets ``rank`` and ``world_size`` on each.
-
-    Args:
-        ranks: global ranks that may log; None for all.
-        level: records of at least this level pass on every rank.
-    """
-
-    def __init__(
-        self, ranks: Collection[int] | None = (0,), level: int = logging.CRITICAL + 1
-    ) -> None:
-        super().__init__()
-        self._ranks = ranks
-        self._level = level
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a record passes."""
-        topology = current_model().topology
-        record.rank, record.world_size = topology.rank, topology.world_size
-        is_chosen = self._ranks is None or topology.rank in self._ranks
-        return is_chosen or record.levelno >= self._level
-
-
-class RankFormatter(logging.Formatter):
-    """A formatter with the fields ``%(rank)s``, ``%(world_size)s`` and ``%(local_rank)s``.
-
-    Args:
-        fmt: as ``logging.Formatter``'s; the default begins with ``[rank N/M]``.
-        datefmt: as ``logging.Formatter``'s.
-    """
-
-    def __init__(self, fmt: str | None = None, datefmt: str | None = None) -> None:
-        line = "[rank %(rank)s/%(world_size)s] %(asctime)s %(name)s %(levelname)s: %(message)s"
-        super().__init__(line if fmt is None else fmt, datefmt)
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the formatted record."""
-        topology = current_model().topology
-        record.rank, record.world_size = topology.rank, topology.world_size
-        record.local_rank = topology.local_rank
-        return super().format(record)
