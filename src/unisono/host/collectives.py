@@ -125,7 +125,7 @@ class HostCollectives(Turns):
 
     # They accept contiguous CPU tensors without gradient, and overwrite only those that they
     # return; other results are new. Those that only move data accept any dtype. All raise the
-    # errors of `monitor`.
+    # errors of `monitor`. `group` is there because models have it: the memory is of one group.
 
     dtypes: frozenset[torch.dtype] = DTYPES
     large_bytes: int = 1 << 16
