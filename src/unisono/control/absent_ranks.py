@@ -58,11 +58,15 @@ class Missing:
         line, _, frames = self.stack.partition("\n")
         if state or line:
             head += f": {state or f'it is at {line}'}"
-        lines = [head, *([frames] if frames and not state else [])]
+        lines = [head]
+        if frames and not state:  # the stack of a stopped process is an old one
+            lines.append(frames)
         known = [f"its last collective was {self.last}"] if self.last else []
         if self.pid is not None:
             known.append(f"its process is {self.pid} on this host")
-        return "\n".join([*lines, *(["  " + "; ".join(known)] if known else [])])
+        if known:
+            lines.append("  " + "; ".join(known))
+        return "\n".join(lines)
 
 
 def report(call: str, arrived: Mapping[int, str], missing: Sequence[Missing]) -> str:

@@ -2,7 +2,7 @@
 
     message    kind B   sequence number Q   length of the body Q   body
     body       of GIVE and ALL: the size of each blob Q..., then the blobs, both in the order of
-               places, which both ends know; of all other kinds: JSON or text
+               positions, which both ends know; of all other kinds: JSON or text
 
 All integers are little-endian. In a mailbox, kind and sequence number are the stamp, and the length
 is the word after it. Of a blob over the group's inline limit, the body holds only the first bytes,
@@ -37,7 +37,7 @@ _SIZE_BYTES = 8
 Frame = tuple[int, int, bytes]
 """Kind, sequence number and body."""
 Blobs = tuple[Sequence[bytes], Sequence[int]]
-"""Blobs by place, and their sizes; of a long one only the start."""
+"""Blobs by position, and their sizes; of a long one only the start."""
 
 
 def join_blobs(blobs: Sequence[bytes], sizes: Sequence[int]) -> bytes:

@@ -66,17 +66,17 @@ class Hub:
         self.warn_after_s: float = warn_after_s
         self.peers: Peers = peers
         weakref.finalize(self, peers.close).atexit = False
-        below, place = peers.links.below, peers.place
+        below, position = peers.links.below, peers.position
         self._size = len(peers.ranks)
-        self._below = {down: sorted(places) for down, places in below.items()}
-        self._subtree = sorted((place, *(far for each in below.values() for far in each)))
+        self._below = {down: sorted(positions) for down, positions in below.items()}
+        self._subtree = sorted((position, *(far for each in below.values() for far in each)))
         self._connections = peers.rounds
         self._kind = NOTICE  # of the messages that `peers.waits` is about
         self._poll = select.poll()
-        self._place_of = {connection.fd: other for other, connection in self._connections.items()}
-        self._place_of |= {fd: other for other, fd in peers.pidfds.items()}
-        self._ended: list[int] = []  # ended places of this host that aren't neighbours
-        for fd in self._place_of:
+        self._position_of = {each.fd: other for other, each in self._connections.items()}
+        self._position_of |= {fd: other for other, fd in peers.pidfds.items()}
+        self._ended: list[int] = []  # ranks of this host that aren't neighbours
+        for fd in self._position_of:
             self._poll.register(fd, select.POLLIN)
         # Where spinning was in vain, the next waits sleep at once: twice as many each time.
         self._naps, self._next_naps = 0, 1
@@ -88,7 +88,7 @@ class Hub:
         return all(connection.mailbox is not None for connection in self._connections.values())
 
     def exchange(self, blob: bytes, until: float) -> Blobs:
-        """Return the blobs of all ranks in order of places. Collective over the group."""
+        """Return the blobs of all ranks in order of positions. Collective over the group."""
         peers, size = self.peers, len(blob)
         given = blob if size <= self.inline_bytes else blob[:START_BYTES]
         try:  # an interrupt may come just after the acquire: the lock knows its owner
@@ -117,8 +117,8 @@ class Hub:
         gathered: Blobs = (blob,), (size,)
         if downs:
             blobs, sizes = [b""] * self._size, [0] * self._size
-            place = self.peers.place
-            blobs[place], sizes[place] = blob, size
+            position = self.peers.position
+            blobs[position], sizes[position] = blob, size
             for down, given in self._receive(GIVE, downs, until).items():
                 for far, each, each_size in zip(self._below[down], *given, strict=True):
                     blobs[far], sizes[far] = each, each_size
@@ -134,56 +134,56 @@ class Hub:
                 self._send(ALL, down, body, until)
         return gathered
 
-    def _receive(self, kind: int, places: tuple[int, ...], until: float) -> dict[int, Blobs]:
-        """Wait for one message of `kind` from each of `places`; return their blobs."""
+    def _receive(self, kind: int, positions: tuple[int, ...], until: float) -> dict[int, Blobs]:
+        """Wait for one message of `kind` from each of `positions`; return their blobs."""
         got: dict[int, Blobs] = {}
-        self._kind, self.peers.waits = kind, (places, got)
+        self._kind, self.peers.waits = kind, (positions, got)
         if self._naps:
             self._naps -= 1
         else:
             spin_until = time.monotonic() + _SPIN_S
-            for place in places:
-                self._spin(place, spin_until)
-            has_arrived = len(got) == len(places)
+            for position in positions:
+                self._spin(position, spin_until)
+            has_arrived = len(got) == len(positions)
             self._naps = 0 if has_arrived else self._next_naps
             self._next_naps = 1 if has_arrived else min(2 * self._next_naps, _MAX_NAPS)
-        if len(got) < len(places):
+        if len(got) < len(positions):
             later_s = _WARN_LATER_S if kind == ALL else 0.0
             self._sleep(until, time.monotonic() + host_s(self.warn_after_s) + later_s)
         return got
 
-    def _spin(self, place: int, until: float) -> None:
+    def _spin(self, position: int, until: float) -> None:
         """Wait for the message of one neighbour without sleeping."""
-        connection, (_, got) = self._connections[place], self.peers.waits
+        connection, (_, got) = self._connections[position], self.peers.waits
         mailbox = connection.mailbox  # where there is one, the socket is read only before sleeping
         take = connection.take if mailbox is None else mailbox.take
         try:
-            while place not in got:
+            while position not in got:
                 frame = take()
                 if frame is not None:
-                    self._accept(frame, place)
+                    self._accept(frame, position)
                 elif time.monotonic() > until:
                     break
                 elif self._yields:
                     os.sched_yield()
         except (ConnectionClosed, ValueError) as closed:
-            raise self.peers.fail_gone(place, str(closed)) from None
+            raise self.peers.fail_gone(position, str(closed)) from None
 
     def _sleep(self, until: float, warn_at: float) -> None:
         """Wait asleep until all messages have arrived; neighbours wake this rank."""
         kind, peers = self._kind, self.peers
-        places, got = peers.waits
+        positions, got = peers.waits
         wait_s = _FIRST_SLEEP_S
         suspect_at, has_grace = time.monotonic() + _SUSPECT_S, kind == ALL
-        for place in places:
-            self._connections[place].sleep(True)
+        for position in positions:
+            self._connections[position].sleep(True)
         self._take_all()  # frames that were sent before the senders saw that this rank sleeps
-        while len(got) < len(places):
+        while len(got) < len(positions):
             now = time.monotonic()
             if now >= until:
                 states = peers.ask()
                 self._take_all()  # a rank that answered may have given up first
-                if len(got) == len(places):
+                if len(got) == len(positions):
                     break
                 is_there = bool(states) and all(s.seq >= peers.seq for s in states.values())
                 if not (has_grace and is_there):
@@ -192,7 +192,7 @@ class Hub:
                 has_grace, until = False, time.monotonic() + _GRACE_S
             if kind == ALL and self._ended and now >= suspect_at:
                 suspect_at = now + _SUSPECT_S
-                state = peers.ask().get(places[0])
+                state = peers.ask().get(positions[0])
                 if state is not None and state.seq < peers.seq:  # so it left without an answer
                     raise peers.fail_gone(self._ended[0])
             if now >= warn_at:
@@ -205,61 +205,61 @@ class Hub:
             if not events:
                 wait_s = LONGEST_WAIT_S
                 self._take_all()
-        for place in places:
-            self._connections[place].sleep(False)
+        for position in positions:
+            self._connections[position].sleep(False)
 
     def _take_all(self) -> None:
         """Process messages that arrived while this rank was busy or going to sleep."""
-        places, got = self.peers.waits
-        for place in places:
-            if place not in got:
-                self._take(place)
+        positions, got = self.peers.waits
+        for position in positions:
+            if position not in got:
+                self._take(position)
 
     def _on_event(self, fd: int) -> None:
-        place = self._place_of[fd]
-        if place in self._connections:
-            self._take(place, is_gone=fd != self._connections[place].fd)
+        position = self._position_of[fd]
+        if position in self._connections:
+            self._take(position, is_gone=fd != self._connections[position].fd)
         else:
             self._poll.unregister(fd)
-            self._ended.append(place)
+            self._ended.append(position)
 
-    def _take(self, place: int, is_gone: bool = False) -> None:
+    def _take(self, position: int, is_gone: bool = False) -> None:
         """Process a neighbour's frames; raise if it is gone or sent an invalid one."""
         how = ""
         try:
-            while (frame := self._connections[place].take()) is not None:
-                if self._accept(frame, place) and not is_gone:
+            while (frame := self._connections[position].take()) is not None:
+                if self._accept(frame, position) and not is_gone:
                     return
         except (ConnectionClosed, ValueError) as closed:
             is_gone, how = True, str(closed)
         # A peer that sent GIVE still waits for ALL, so its exit is a failure; one that sent ALL
         # may exit.
-        if is_gone and not (self._kind == ALL and place in self.peers.waits[1]):
-            raise self.peers.fail_gone(place, how)
+        if is_gone and not (self._kind == ALL and position in self.peers.waits[1]):
+            raise self.peers.fail_gone(position, how)
 
-    def _accept(self, frame: Frame, place: int) -> bool:
+    def _accept(self, frame: Frame, position: int) -> bool:
         """Process one frame of a neighbour; return whether it is the awaited one."""
         kind, seq, body = frame
         if kind == NOTICE:
             downs = self.peers.links.downs
-            self.peers.forward_warning(body, [down for down in downs if down != place])
+            self.peers.forward_warning(body, [down for down in downs if down != position])
             return False
         if kind == FAIL:
-            raise self.peers.fail(read_failure(body), place)
-        places, got = self.peers.waits
-        is_awaited = (kind, seq) == (self._kind, self.peers.seq) and place in places
-        if not is_awaited or place in got:
+            raise self.peers.fail(read_failure(body), position)
+        positions, got = self.peers.waits
+        is_awaited = (kind, seq) == (self._kind, self.peers.seq) and position in positions
+        if not is_awaited or position in got:
             raise ConnectionClosed(f"it sent frame {kind} of round {seq}")
-        count = self._size if kind == ALL else len(self._below[place])
-        got[place] = split_blobs(body, count, self.inline_bytes)
+        count = self._size if kind == ALL else len(self._below[position])
+        got[position] = split_blobs(body, count, self.inline_bytes)
         return True
 
-    def _send(self, kind: int, place: int, body: bytes, until: float) -> None:
+    def _send(self, kind: int, position: int, body: bytes, until: float) -> None:
         try:
-            self._connections[place].send(kind, self.peers.seq, body, until)
+            self._connections[position].send(kind, self.peers.seq, body, until)
         except ConnectionClosed as closed:
             self.peers.waits = (), {}  # no frame of a round counts any more
-            self._take(place)  # it may have reported why
-            raise self.peers.fail_gone(place, str(closed)) from None
+            self._take(position)  # it may have reported why
+            raise self.peers.fail_gone(position, str(closed)) from None
         except TimeoutError:
-            raise self.peers.fail_blocked(place) from None
+            raise self.peers.fail_blocked(position) from None

@@ -53,7 +53,7 @@ _NOTHING: tuple[tuple[int, ...], dict[int, Blobs]] = (), {}
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A rank's position."""
+    """A rank's progress."""
 
     stack: str = ""
     last: str = ""
@@ -90,7 +90,7 @@ class Peers:
     # One that left, and had done its part in the step that this rank waits for, isn't missed.
     #
     # Frames of the sideband:
-    #   ASK, ANSWER   name a place: handled there, elsewhere forwarded one hop towards it
+    #   ASK, ANSWER   name a rank: handled there, elsewhere forwarded one hop towards it
     #   FAIL, LATE    flooded: the first one is kept, and sent to all neighbours but its source
     #   LEAVE         a farewell: kept; if it is of this host, sent to neighbours of this host
     # The thread serves until `close` writes to its pipe; then it closes the connections.
@@ -98,20 +98,20 @@ class Peers:
     def __init__(
         self,
         ranks: tuple[int, ...] | range,
-        place: int,
+        position: int,
         links: Links,
         connections: tuple[Mapping[int, Connection], Mapping[int, Connection]],
         pids: Mapping[int, int],
         steps: SequenceNumbers,
     ) -> None:
         self.ranks: tuple[int, ...] | range = ranks
-        self.place: int = place
+        self.position: int = position
         self.links: Links = links
         self.rounds: Mapping[int, Connection] = connections[0]
         self.sideband: Mapping[int, Connection] = connections[1]
         self.pids: Mapping[int, int] = pids
         self.pidfds: Mapping[int, int] = _open_pidfds(pids)
-        """By place of this host, a descriptor readable once its process has ended."""
+        """By position, for ranks of this host: a descriptor readable once the process has ended."""
         self.lock: Any = threading.RLock()
         """Held in a round, and while another thread uses the connections of the rounds."""
         self.failure: CollectiveError | None = None
@@ -121,7 +121,7 @@ class Peers:
         """Number of the round that this rank is in, or was in last."""
         self.is_in_round: bool = False
         self.waits: tuple[tuple[int, ...], dict[int, Blobs]] = _NOTHING
-        """The places that this rank waits for in its round, and their blobs."""
+        """Positions of the ranks that this one waits for in its round, and their blobs."""
         self._blob, self._thread_id = b"", threading.get_ident()
         self._steps = steps
         self._absent: Absent | None = None
@@ -139,7 +139,7 @@ class Peers:
         threading.Thread(target=self._serve, name=SIDEBAND, daemon=True).start()
 
     def __str__(self) -> str:
-        return f"rank {self.ranks[self.place]} of {len(self.ranks)}"
+        return f"rank {self.ranks[self.position]} of {len(self.ranks)}"
 
     def close(self, farewell: str = "") -> None:
         """Close all connections; a second call does nothing."""
@@ -177,7 +177,7 @@ class Peers:
         if not self.seq:
             text = f"{how} before its first collective"
         farewell = Farewell(text, dict(self._steps.counts))
-        self._flood(LEAVE, _encode_farewell(self.place, farewell))
+        self._flood(LEAVE, _encode_farewell(self.position, farewell))
 
     def enter(self, blob: bytes) -> None:
         """Start a round of this thread with its `blob`."""
@@ -246,9 +246,9 @@ class Peers:
 
     def _raise_if_gone(self, ranks: Collection[int] | None, group: str, step: int) -> None:
         # A reported failure comes first: some ranks may have left because of it.
-        among = self._places(ranks)
-        ended = [place for place in among if self._has_ended(place)]
-        ended = [place for place in ended if not self._is_done(place, group, step)]
+        among = self._positions(ranks)
+        ended = [position for position in among if self._has_ended(position)]
+        ended = [position for position in ended if not self._is_done(position, group, step)]
         wait_s = _REPORT_S if len(ended) > 1 else 0.0
         self._condition.wait(lambda: self._flooded is not None, wait_s)
         if self._flooded is not None:
@@ -257,44 +257,44 @@ class Peers:
                 raise self.fail(failure)
         if ended:
             raise self.fail_gone(ended[0])
-        for place, connection in self.rounds.items():  # frames of rounds stay where they are
-            is_closed = place in among and connection.is_closed()
-            if is_closed and not self._is_done(place, group, step):
-                raise self.fail_gone(place, "it closed the connection")
+        for position, connection in self.rounds.items():  # frames of rounds stay where they are
+            is_closed = position in among and connection.is_closed()
+            if is_closed and not self._is_done(position, group, step):
+                raise self.fail_gone(position, "it closed the connection")
 
-    def _places(self, ranks: Collection[int] | None) -> list[int]:
-        return [place for place, rank in enumerate(self.ranks) if ranks is None or rank in ranks]
+    def _positions(self, ranks: Collection[int] | None) -> list[int]:
+        return [at for at, rank in enumerate(self.ranks) if ranks is None or rank in ranks]
 
-    def _has_ended(self, place: int) -> bool:
-        if place not in self.pidfds:
+    def _has_ended(self, position: int) -> bool:
+        if position not in self.pidfds:
             return False
         readable = select.poll()
-        readable.register(self.pidfds[place], select.POLLIN)
+        readable.register(self.pidfds[position], select.POLLIN)
         return bool(readable.poll(0))
 
-    def _is_done(self, place: int, group: str, step: int) -> bool:
+    def _is_done(self, position: int, group: str, step: int) -> bool:
         """Return whether a departed rank isn't needed any more, as far as is known."""
-        farewell = self._farewell(place)
+        farewell = self._farewell(position)
         if farewell is not None:
             return 0 < step <= farewell.steps.get(group, 0)
         # Its fate is unknown here: if it died, the backend reports that to its neighbours.
-        return step > 0 and place not in self._departures and self._is_cut_off(place)
+        return step > 0 and position not in self._departures and self._is_cut_off(position)
 
-    def _farewell(self, place: int) -> Farewell | None:
+    def _farewell(self, position: int) -> Farewell | None:
         """Wait for the farewell of a rank that has left; return None if it sent none."""
         self._condition.wait(
-            lambda: place in self._departures or self._is_cut_off(place), _FAREWELL_S
+            lambda: position in self._departures or self._is_cut_off(position), _FAREWELL_S
         )
-        return self._departures.get(place)
+        return self._departures.get(position)
 
-    def _is_cut_off(self, place: int) -> bool:
+    def _is_cut_off(self, position: int) -> bool:
         """Return whether a rank can't be reached because the one between has left."""
-        hop = self._next_hop(place)
-        return hop != place and hop in self._departures
+        hop = self._next_hop(position)
+        return hop != position and hop in self._departures
 
     def late(self, ranks: Collection[int] | None, group: str, step: int, is_over: bool) -> str:
         """Return a report on ranks that haven't begun an operation; waits 1 s at most."""
-        asked = [place for place in self._places(ranks) if place != self.place][:_MAX_ASKED]
+        asked = [at for at in self._positions(ranks) if at != self.position][:_MAX_ASKED]
         states = self._ask(asked, group)
         reported = self._reported(group, step)
         if reported:
@@ -305,7 +305,7 @@ class Peers:
         if not absent:
             reported = self._reported(group, step, _LATE_S) if is_over else ""
             absent = silent
-        text = reported or "\n".join(self._missing(place, states).text() for place in absent)
+        text = reported or "\n".join(self._missing(at, states).text() for at in absent)
         if text and is_over:
             self._note_late(group, step, text)
         return text
@@ -331,13 +331,13 @@ class Peers:
             text = f"{self} is still waiting: {self._report(self.ask())}"
             self.forward_warning(text.encode("utf-8", "backslashreplace"), self.waits[1])
 
-    def forward_warning(self, body: bytes, places: Iterable[int]) -> None:
+    def forward_warning(self, body: bytes, positions: Iterable[int]) -> None:
         """Log a warning about a long wait and send it to neighbours."""
         self._has_warned = True
         _log.warning("%s", body.decode("utf-8", "replace"))
-        for place in places:
+        for position in positions:
             with contextlib.suppress(ConnectionClosed, TimeoutError):
-                self.rounds[place].send(NOTICE, 0, body, time.monotonic() + _SEND_S)
+                self.rounds[position].send(NOTICE, 0, body, time.monotonic() + _SEND_S)
 
     def ask(self) -> dict[int, State]:
         """Return the states of the ranks that this round waits for, after 0.4 s at most."""
@@ -347,7 +347,7 @@ class Peers:
         """Record that this rank was interrupted in a collective."""
         # How far the others got with it is unknown, so this rank's next calls raise, and ranks that
         # wait for it learn of its absence.
-        rank = self.ranks[self.place]
+        rank = self.ranks[self.position]
         error = CollectiveError(
             f"{self}: {how}, so the ranks are out of step: end the job, or finalize() "
             "and initialize again"
@@ -372,12 +372,12 @@ class Peers:
             finally:
                 self.lock.release()
 
-    def fail_gone(self, place: int, how: str = "") -> CollectiveError:
+    def fail_gone(self, position: int, how: str = "") -> CollectiveError:
         """Record that a rank is gone; return the error."""
-        rank, pid = self.ranks[place], self.pids.get(place)
+        rank, pid = self.ranks[position], self.pids.get(position)
         who = f"rank {rank}" if pid is None else f"rank {rank} (pid {pid} on this host)"
-        text = f"{who} has ended" if self._has_ended(place) else f"{who} is gone: {how}"
-        farewell = self._farewell(place)
+        text = f"{who} has ended" if self._has_ended(position) else f"{who} is gone: {how}"
+        farewell = self._farewell(position)
         if farewell is not None:
             text = f"{who} {farewell.how}"
         return self.fail(FailureReport("peer", text, rank))
@@ -386,9 +386,9 @@ class Peers:
         """Record that ranks of this round are late, given states from `ask`; return the error."""
         return self.fail(FailureReport("timeout", self._report(states)))
 
-    def fail_blocked(self, place: int) -> CollectiveError:
+    def fail_blocked(self, position: int) -> CollectiveError:
         """Record that a neighbour doesn't read its messages; return the error."""
-        late = Missing(self.ranks[place], pid=self.pids.get(place))
+        late = Missing(self.ranks[position], pid=self.pids.get(position))
         return self.fail(
             FailureReport("timeout", f"{late.text()}\n  it hasn't read what it was sent")
         )
@@ -412,8 +412,8 @@ class Peers:
         if self._unsent is None:
             return
         (body, source), self._unsent = self._unsent, None
-        for place, connection in self.rounds.items():
-            if place != source:
+        for position, connection in self.rounds.items():
+            if position != source:
                 with contextlib.suppress(ConnectionClosed, TimeoutError):
                     connection.send(FAIL, 0, body, time.monotonic() + _SEND_S)
 
@@ -432,93 +432,93 @@ class Peers:
         return "" if call == signatures.UNKNOWN else call
 
     def _state(self, group: str) -> State:
-        """Return this rank's position, and its progress in the named group."""
+        """Return this rank's progress, also in the named group."""
         last, step = self._steps.last or self._call(), self._steps.counts.get(group, 0)
         return State(stack_of(self._thread_id), last, self.seq, self._awaited(), step)
 
     def _awaited(self) -> list[int]:
-        places, got = self.waits
-        return [place for place in places if place not in got]
+        positions, got = self.waits
+        return [position for position in positions if position not in got]
 
-    def _ask(self, places: Iterable[int], group: str = "") -> dict[int, State]:
+    def _ask(self, positions: Iterable[int], group: str = "") -> dict[int, State]:
         """Return the states of other ranks that answer in time; a stopped one can't."""
-        asked = [place for place in places if place != self.place]
-        asked = [place for place in asked if not is_stopped(self.pids.get(place))]
+        asked = [position for position in positions if position != self.position]
+        asked = [position for position in asked if not is_stopped(self.pids.get(position))]
         with self._condition.lock:
-            for place in asked:
-                self._answers.pop(place, None)
-        for place in asked:
-            self._forward(ASK, {"to": place, "of": self.place, "group": group}, place)
-        self._condition.wait(lambda: all(place in self._answers for place in asked), _ASK_S)
+            for position in asked:
+                self._answers.pop(position, None)
+        for position in asked:
+            self._forward(ASK, {"to": position, "of": self.position, "group": group}, position)
+        self._condition.wait(lambda: all(position in self._answers for position in asked), _ASK_S)
         return {at: state for at in asked if (state := self._answers.get(at)) is not None}
 
-    def _missing(self, place: int, states: Mapping[int, State]) -> Missing:
-        state = states.get(place, State())
-        behind = () if place in states else self.links.below.get(place, ())[1:]
-        rank, pid = self.ranks[place], self.pids.get(place)
+    def _missing(self, position: int, states: Mapping[int, State]) -> Missing:
+        state = states.get(position, State())
+        behind = () if position in states else self.links.below.get(position, ())[1:]
+        rank, pid = self.ranks[position], self.pids.get(position)
         return Missing(rank, [self.ranks[far] for far in behind], pid, state.stack, state.last)
 
     def _report(self, states: dict[int, State]) -> str:
         """Return a description of the calls that arrived, and of the missing ranks."""
         absent, got = self._awaited(), self.waits[1]
-        arrived = {self.place: self._blob}
+        arrived = {self.position: self._blob}
         for source, (blobs, _) in got.items():
             arrived |= zip(sorted(self.links.below.get(source, ())), blobs, strict=False)
-        by_rank = {self.ranks[place]: signatures.describe(blob) for place, blob in arrived.items()}
+        by_rank = {self.ranks[at]: signatures.describe(blob) for at, blob in arrived.items()}
         missing = []
-        for place in absent:
-            state = states.get(place, State())
+        for position in absent:
+            state = states.get(position, State())
             if state.seq < self.seq:
-                missing.append(self._missing(place, states))
+                missing.append(self._missing(position, states))
                 continue
             # It has arrived, and waits for others itself.
-            by_rank[self.ranks[place]] = state.last or signatures.UNKNOWN
+            by_rank[self.ranks[position]] = state.last or signatures.UNKNOWN
             further = [far for far in state.waits_for if 0 <= far < len(self.ranks)]
             states |= self._ask(further)
             missing += [self._missing(far, states) for far in further]
         return report(signatures.name(self._blob), by_rank, missing)
 
-    def _next_hop(self, place: int) -> int:
-        """Return the neighbour through which a place is reached; -1 for none."""
-        return self._next_hops.get(place, -1 if self.links.up is None else self.links.up)
+    def _next_hop(self, position: int) -> int:
+        """Return the neighbour through which a rank is reached; -1 for none."""
+        return self._next_hops.get(position, -1 if self.links.up is None else self.links.up)
 
     def _flood(self, kind: int, body: bytes, source: int | None = None) -> None:
-        for place in self.sideband:
-            if place != source:
-                self._send(kind, body, place)
+        for position in self.sideband:
+            if position != source:
+                self._send(kind, body, position)
 
-    def _forward(self, kind: int, message: dict[str, Any], place: int) -> None:
-        self._send(kind, json.dumps(message).encode(), self._next_hop(place))
+    def _forward(self, kind: int, message: dict[str, Any], position: int) -> None:
+        self._send(kind, json.dumps(message).encode(), self._next_hop(position))
 
-    def _send(self, kind: int, body: bytes, place: int) -> None:
-        if place in self.sideband:
+    def _send(self, kind: int, body: bytes, position: int) -> None:
+        if position in self.sideband:
             with contextlib.suppress(ConnectionClosed, TimeoutError), self._condition.lock:
-                self.sideband[place].send(kind, 0, body, time.monotonic() + _SEND_S)
+                self.sideband[position].send(kind, 0, body, time.monotonic() + _SEND_S)
 
     def _serve(self) -> None:
-        places = {connection.fd: place for place, connection in self.sideband.items()}
+        positions = {connection.fd: position for position, connection in self.sideband.items()}
         readable = select.poll()
-        for fd in (self._wake_reader, *places):
+        for fd in (self._wake_reader, *positions):
             readable.register(fd, select.POLLIN)
         is_over = False
         while not is_over:
             for fd, _ in readable.poll():
-                if fd in places:
-                    self._serve_neighbour(places[fd], readable)
+                if fd in positions:
+                    self._serve_neighbour(positions[fd], readable)
                 else:
                     is_over = True
         os.close(self._wake_reader)
         for connection in self.sideband.values():
             connection.close()
 
-    def _serve_neighbour(self, place: int, readable: select.poll) -> None:
-        connection = self.sideband[place]
+    def _serve_neighbour(self, position: int, readable: select.poll) -> None:
+        connection = self.sideband[position]
         try:
             while (frame := connection.take()) is not None:
-                self._handle(frame[0], frame[2], place)
+                self._handle(frame[0], frame[2], position)
         except ConnectionClosed:
             readable.unregister(connection.fd)
-            self._note_departure(place, None, place)
+            self._note_departure(position, None, position)
 
     def _handle(self, kind: int, body: bytes, source: int) -> None:
         """Process one frame; raise ConnectionClosed for one that can't be read."""
@@ -530,11 +530,11 @@ class Peers:
             message = json.loads(body)
             if kind == LEAVE:
                 farewell = _read_farewell(message["farewell"])
-                self._note_departure(int(message["place"]), farewell, source)
+                self._note_departure(int(message["position"]), farewell, source)
             elif kind == LATE:
                 group, step, text = message["group"], message["step"], message["text"]
                 self._note_late(str(group), int(step), str(text), source)
-            elif int(message["to"]) == self.place:
+            elif int(message["to"]) == self.position:
                 self._take(kind, message)
             else:
                 self._forward(kind, message, int(message["to"]))
@@ -545,22 +545,22 @@ class Peers:
         """Process a message to this rank."""
         if kind == ASK:
             asker, state = int(message["of"]), asdict(self._state(str(message["group"])))
-            self._forward(ANSWER, {"to": asker, "of": self.place, "state": state}, asker)
+            self._forward(ANSWER, {"to": asker, "of": self.position, "state": state}, asker)
         elif kind == ANSWER:
             with self._condition.lock:
                 self._answers[int(message["of"])] = _read_state(message["state"])
                 self._condition.notify_all()
 
-    def _note_departure(self, place: int, farewell: Farewell | None, source: int) -> None:
+    def _note_departure(self, position: int, farewell: Farewell | None, source: int) -> None:
         """Record that a rank is gone; report it to ranks of its host not connected to it."""
         with self._condition.lock:
-            if place in self._departures:
+            if position in self._departures:
                 return
-            self._departures[place] = farewell
+            self._departures[position] = farewell
             self._condition.notify_all()
         # Ranks of its host see its process end, but not whether it left in good order.
-        if place in self.pids:
-            body = _encode_farewell(place, farewell)
+        if position in self.pids:
+            body = _encode_farewell(position, farewell)
             for other in self.sideband:
                 if other != source and other in self.pids:
                     self._send(LEAVE, body, other)
@@ -570,15 +570,15 @@ def _open_pidfds(pids: Mapping[int, int]) -> dict[int, int]:
     """Open a descriptor for each process that becomes readable when the process ends."""
     opened: dict[int, int] = {}
     if hasattr(os, "pidfd_open"):  # Linux only
-        for place, pid in pids.items():
+        for position, pid in pids.items():
             with contextlib.suppress(OSError):  # an old kernel, or it ended just now
-                opened[place] = os.pidfd_open(pid)
+                opened[position] = os.pidfd_open(pid)
     return opened
 
 
-def _encode_farewell(place: int, farewell: Farewell | None) -> bytes:
+def _encode_farewell(position: int, farewell: Farewell | None) -> bytes:
     fields = None if farewell is None else asdict(farewell)
-    return json.dumps({"place": place, "farewell": fields}).encode()
+    return json.dumps({"position": position, "farewell": fields}).encode()
 
 
 def _read_farewell(fields: Any) -> Farewell | None:
@@ -589,7 +589,6 @@ def _read_farewell(fields: Any) -> Farewell | None:
 
 
 def _read_state(fields: Any) -> State:
-    places = [int(place) for place in fields["waits_for"]]
-    return State(
-        str(fields["stack"]), str(fields["last"]), int(fields["seq"]), places, int(fields["step"])
-    )
+    stack, last = str(fields["stack"]), str(fields["last"])
+    waits_for = [int(position) for position in fields["waits_for"]]
+    return State(stack, last, int(fields["seq"]), waits_for, int(fields["step"]))

@@ -133,19 +133,19 @@ def _max_shared_bytes(control: SocketControlPlane) -> int:
 
 
 def _foreign_host_error(
-    adverts: Sequence[_Advertisement], ranks: Sequence[int], place: int
+    adverts: Sequence[_Advertisement], ranks: Sequence[int], position: int
 ) -> PeerRefusedError:
     """Return the error for a rank on another host, or another user's, in a one-host job."""
-    own = adverts[place]
+    own = adverts[position]
     other = next(at for at, advert in enumerate(adverts) if advert.host != own.host)
     if adverts[other].user != own.user:
         what = f"a process of user {adverts[other].user}"
     else:
         what = "on another host, or in another network namespace"
     return PeerRefusedError(
-        f"rank {ranks[place]} rejected rank {ranks[other]}, which is {what}: all ranks of this job "
-        "must run as this user on this host; for several hosts, set nnodes and a MASTER_ADDR other "
-        "than the loopback",
+        f"rank {ranks[position]} rejected rank {ranks[other]}, which is {what}: all ranks of this "
+        "job must run as this user on this host; for several hosts, set nnodes and a MASTER_ADDR "
+        "other than the loopback",
         ranks[other],
     )
 
@@ -193,7 +193,7 @@ def authenticate(
     # Collective over `group`. Gloo accepts any connection. Before the proof, the data plane carries
     # only tensors of fixed size that are never decoded: first a random number of each rank, then,
     # from each rank to each other directly, the HMAC of both their numbers.
-    ranks, place = model.topology.members(group), model.topology.position(group)
+    ranks, position = model.topology.members(group), model.topology.position(group)
     shape = (len(ranks), _NONCE_BYTES)
     device = model.transport_device if device is None else device
     own = from_bytes(secrets.token_bytes(_NONCE_BYTES), torch.uint8, shape[1:]).to(device)
@@ -204,17 +204,17 @@ def authenticate(
         text = struct.pack("<II", source, target) + nonces[source] + nonces[target] + subject
         return hmac.new(secret, text, "sha256").digest()
 
-    mine = b"".join(proof(place, other) for other in range(len(ranks)))
+    mine = b"".join(proof(position, other) for other in range(len(ranks)))
     received_rows = model.all_to_all(from_bytes(mine, torch.uint8, shape).to(device), group).cpu()
     proofs = [to_bytes(row) for row in received_rows]
     wrong = [
         ranks[other]
         for other in range(len(ranks))
-        if other != place and not hmac.compare_digest(proofs[other], proof(other, place))
+        if other != position and not hmac.compare_digest(proofs[other], proof(other, position))
     ]
     if wrong:
         raise PeerRefusedError(
-            f"rank {ranks[place]} rejected the process that answered as rank {wrong[0]}: "
+            f"rank {ranks[position]} rejected the process that answered as rank {wrong[0]}: "
             "authentication failed",
             wrong[0],
         )
@@ -234,7 +234,7 @@ def _connect_all(
         connector = _Connector(control, group, adverts, listeners)
         is_one_host = len(connector.hosts) == 1
         if control.is_one_host and not is_one_host:
-            raise _foreign_host_error(adverts, ranks, connector.place)
+            raise _foreign_host_error(adverts, ranks, connector.position)
         reasons, hub = _reasons_of(adverts), None
         if not reasons:
             hub, vote = connector.hub(inline_bytes)
@@ -243,7 +243,7 @@ def _connect_all(
     if hub is not None and not reasons:
         hub.all_share_memory = all(vote.shares_memory for vote in votes)
         if all(vote.has_arena for vote in votes):
-            hub.hosts = [[ranks[at] for at in places] for places in connector.hosts]
+            hub.hosts = [[ranks[at] for at in positions] for positions in connector.hosts]
         else:
             hub.arena = None
         hub.checks = checks_by([advert.debug for advert in adverts])
@@ -251,7 +251,7 @@ def _connect_all(
         return hub, is_one_host
     if hub is not None:
         hub.peers.close()
-    if connector.place == 0:
+    if connector.position == 0:
         text = "; ".join(f"rank {ranks[at]}: {why}" for at, why in reasons.items())
         remedy = _REMEDY_HERE if is_one_host else _REMEDY_BETWEEN
         _warn_once(text, remedy, _UNPROVED if control.secret is None else "")
@@ -259,15 +259,15 @@ def _connect_all(
 
 
 def _reasons_of(records: Sequence[_Advertisement | _Vote]) -> dict[int, str]:
-    """Return by place why ranks can't be connected."""
-    return {place: each.reason for place, each in enumerate(records) if each.reason}
+    """Return by position why ranks can't be connected."""
+    return {position: each.reason for position, each in enumerate(records) if each.reason}
 
 
 def _hosts_of(adverts: Sequence[_Advertisement]) -> list[list[int]]:
-    """Return the places on each host; hosts are in the order of their first ranks."""
+    """Return the positions on each host; hosts are in the order of their first ranks."""
     hosts: dict[str, list[int]] = {}
-    for place, advert in enumerate(adverts):
-        hosts.setdefault(advert.host, []).append(place)
+    for position, advert in enumerate(adverts):
+        hosts.setdefault(advert.host, []).append(position)
     return list(hosts.values())
 
 
@@ -280,7 +280,7 @@ def checks_by(settings: Sequence[str]) -> bool | None:
 
 def _inline_bytes(hub: Hub, size: int, inline_bytes: int) -> int:
     """Return the longest blob of a round, which carries those of all ranks."""
-    if hub.all_share_memory:
+    if hub.all_share_memory:  # a body that is too long for a mailbox goes over the socket
         return max(inline_bytes, MAILBOX_BYTES // size - _ENTRY_BYTES)
     return min(inline_bytes, MAILBOX_BYTES // size)
 
@@ -288,9 +288,9 @@ def _inline_bytes(hub: Hub, size: int, inline_bytes: int) -> int:
 class _RefusedError(OSError):
     """A process outside the job answered for a rank."""
 
-    def __init__(self, place: int, text: str) -> None:
+    def __init__(self, position: int, text: str) -> None:
         super().__init__(text)
-        self.place = place
+        self.position = position
 
 
 def _vote(
@@ -305,7 +305,7 @@ def _vote(
         if vote.refused:  # a process outside the job need not vote
             raise PeerRefusedError(vote.refused, vote.instead) from error
         raise
-    refusals = [place for place, each in enumerate(votes) if each.refused]
+    refusals = [position for position, each in enumerate(votes) if each.refused]
     if refusals:
         own = model.topology.position(group)
         at = own if own in refusals else refusals[0]  # this rank's comes first
@@ -373,7 +373,7 @@ class _Connector:
     #
     #   below                                        above
     #   connect                                      accept; a process of another user: closed
-    #   HELLO: place, channel; proof       <----->   proof; is that place expected? no: closed
+    #   HELLO: position, channel; proof    <----->   proof; is that rank expected? no: closed
     #   connected                          <------   on one host the mailbox of the rounds, and
     #                                                memory for tensors; else ACCEPTED
     #                                                connected
@@ -389,11 +389,11 @@ class _Connector:
     ) -> None:
         self._control, self._group = control, group
         self._adverts, self._listeners = adverts, listeners
-        self.place: int = control.model.topology.position(group)
+        self.position: int = control.model.topology.position(group)
         self.hosts: list[list[int]] = _hosts_of(adverts)
-        """The places on each host."""
-        self._here = next(places for places in self.hosts if self.place in places)
-        self._links = links(self.hosts, self.place)
+        """The positions on each host."""
+        self._here = next(positions for positions in self.hosts if self.position in positions)
+        self._links = links(self.hosts, self.position)
         keys = "".join(advert.key for advert in adverts).encode()
         self._secret = hashlib.sha256((control.secret or b"") + keys).digest()
         limit_s = limit_of(control.timeout_s)
@@ -407,7 +407,7 @@ class _Connector:
         try:
             hub = self._hub(inline_bytes)
         except _RefusedError as error:
-            instead = self._control.model.topology.members(self._group)[error.place]
+            instead = self._control.model.topology.members(self._group)[error.position]
             return None, _Vote(refused=str(error), instead=instead)
         except OSError as error:
             return None, _Vote(reason=_text_of(error))
@@ -422,15 +422,15 @@ class _Connector:
             for channel, limit in ((_ROUNDS, limit_bytes), (_SIDEBAND, 1 << 20))
         )
         peers = Peers(
-            *(ranks, self.place, self._links, (rounds, sideband), self._pids()),
+            *(ranks, self.position, self._links, (rounds, sideband), self._pids()),
             self._control.steps,
         )
-        return Hub(peers, self._arena, self._adverts[self.place].warn_after_s)
+        return Hub(peers, self._arena, self._adverts[self.position].warn_after_s)
 
     def _pids(self) -> dict[int, int]:
         """Return the pids of other ranks on this host that share its pid namespace."""
-        namespace = self._adverts[self.place].pid_namespace
-        others = [at for at in self._here if at != self.place and namespace]
+        namespace = self._adverts[self.position].pid_namespace
+        others = [at for at in self._here if at != self.position and namespace]
         shared = [at for at in others if self._adverts[at].pid_namespace == namespace]
         return {at: self._adverts[at].pid for at in shared}
 
@@ -467,7 +467,7 @@ class _Connector:
             if is_local and not (owner := peer(sock)).is_own_user:
                 text = f"{owner} is listening at a rank's address but does not belong to this job"
                 raise _RefusedError(up, text)
-            hello = _HELLO.pack(self.place, channel)
+            hello = _HELLO.pack(self.position, channel)
             if not call(sock, self._secret, hello, self._until):
                 text = f"the process listening at {address!r} does not belong to this job"
                 raise _RefusedError(up, text)
@@ -500,7 +500,7 @@ class _Connector:
                 if not expected:
                     return
         late = sorted({down for down, _ in expected})
-        text = f"places {late} of the group did not connect in time"
+        text = f"positions {late} of the group did not connect in time"
         if strangers:
             who = ", ".join(sorted(strangers))
             text += f", and these processes connected but do not belong to this job: {who}"
@@ -510,7 +510,7 @@ class _Connector:
     def _admit(
         self, expected: Collection[tuple[int, int]], strangers: set[str], sock: socket.socket
     ) -> tuple[tuple[int, int], Mailbox | None] | None:
-        """Return the place of a rank below that proves itself; send it the shared memory."""
+        """Return the position of a rank below that proves itself; send it the shared memory."""
         is_local = sock.family == socket.AF_UNIX
         if not is_local:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -519,21 +519,21 @@ class _Connector:
             who = str(peer(sock)) if is_local else f"a process at {sock.getpeername()[0]}"
             strangers.add(f"{who} without the job's secret")
             return None
-        place, channel = _HELLO.unpack(hello)
-        if (place, channel) not in expected:
+        position, channel = _HELLO.unpack(hello)
+        if (position, channel) not in expected:
             return None
         if not is_local or channel != _ROUNDS:
             sock.sendall(_ACCEPTED)
-            return (place, channel), None
+            return (position, channel), None
         box = mailbox.send(sock)
         memory.send(sock, self._arena_fd)
-        return (place, channel), box
+        return (position, channel), box
 
     def _make_arena(self) -> None:
         """Create the memory for tensors if this rank is the first of several on its host."""
         control = self._control
         is_used = len(self.hosts) == 1 or (control.has_levels and self._group is None)
-        if is_used and self._here[0] == self.place and len(self._here) > 1:
+        if is_used and self._here[0] == self.position and len(self._here) > 1:
             max_bytes = min(self._adverts[at].shared_bytes for at in self._here)
             made = arena.make(len(self._here), usable_cores(), max_bytes)
             if made is not None:
@@ -548,8 +548,7 @@ class _Connector:
                 raise
             return  # it arrived, but there is no room to map it
         if shared is not None:
-            position = self._here.index(self.place)
-            self._arena = arena.read(shared, len(self._here), position)
+            self._arena = arena.read(shared, len(self._here), self._here.index(self.position))
 
 
 def _connect_until(family: int, address: Any, until: float) -> socket.socket:

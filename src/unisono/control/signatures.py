@@ -66,7 +66,7 @@ class CallHistory:
 
     def __init__(self) -> None:
         self.sites: list[str] | None = None
-        """Its lines by place, if they hadn't differed in the round before; None if they agreed."""
+        """Its lines by position, if those of the round before agreed; None if its own agreed."""
         self._swaps: set[frozenset[str]] = set()
 
     def compare(self, sites: list[str], call: str, ranks: Sequence[int]) -> None:
@@ -74,17 +74,18 @@ class CallHistory:
         before, self.sites = self.sites, sites if self.sites is None else []
         if not before:
             return
-        for place, (old, new) in enumerate(zip(before, sites, strict=True)):
-            others = {pair for i, pair in enumerate(zip(before, sites, strict=True)) if i != place}
+        lines = [*zip(before, sites, strict=True)]
+        for position, (old, new) in enumerate(lines):
+            others = {pair for at, pair in enumerate(lines) if at != position}
             if len(others) > 1:
                 continue
             their_old, their_new = others.pop()
             is_behind, is_ahead = new == their_old, their_new == old
             if is_behind and is_ahead:
-                self._warn(ranks[place], call, old, new)
+                self._warn(ranks[position], call, old, new)
                 return
             if is_behind or is_ahead:
-                raise _shifted(ranks[place], is_behind, call, (old, new), (their_old, their_new))
+                raise _shifted(ranks[position], is_behind, call, (old, new), (their_old, their_new))
 
     def _warn(self, rank: int, call: str, one: str, other: str) -> None:
         if frozenset((one, other)) not in self._swaps:

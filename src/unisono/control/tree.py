@@ -1,6 +1,6 @@
 """The tree of a group's connections.
 
-A place is a rank's position in its group, from 0 to ``n - 1``.
+Ranks are numbered by their positions in the group, from 0 to ``n - 1``.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ FAN_OUT = 8
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """The places that one rank is connected to."""
+    """The positions that one rank is connected to."""
 
     up: int | None
     downs: tuple[int, ...]
     below: dict[int, tuple[int, ...]]
 
 
-def links(hosts: Sequence[Sequence[int]], place: int, fan_out: int = FAN_OUT) -> Links:
-    """Return one rank's links in the tree, given the places on each host."""
+def links(hosts: Sequence[Sequence[int]], position: int, fan_out: int = FAN_OUT) -> Links:
+    """Return one rank's links in the tree, given the positions on each host."""
     # Local: every rank computes the same tree.
-    node = next(node for node, places in enumerate(hosts) if place in places)
+    node = next(node for node, positions in enumerate(hosts) if position in positions)
     leader, *others = hosts[node]
-    if place != leader:
+    if position != leader:
         return Links(leader, (), {})
     up = None if node == 0 else hosts[(node - 1) // fan_out][0]
     below: dict[int, tuple[int, ...]] = {other: (other,) for other in others}
@@ -41,9 +41,9 @@ def _children(node: int, fan_out: int, count: int) -> range:
 
 
 def _beneath(node: int, fan_out: int, hosts: Sequence[Sequence[int]]) -> list[int]:
-    places: list[int] = []
+    positions: list[int] = []
     layer = [node]
     while layer:
-        places += [place for each in layer for place in hosts[each]]
+        positions += [position for each in layer for position in hosts[each]]
         layer = [child for each in layer for child in _children(each, fan_out, len(hosts))]
-    return places
+    return positions

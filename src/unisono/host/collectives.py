@@ -31,7 +31,7 @@ DTYPES: frozenset[torch.dtype] = COMMON_DTYPES | {
 """Dtypes that at least some operations reduce without conversion."""
 _COPIED_BYTES = 1 << 16
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
-_AS_IT_IS = nullcontext()
+_SAME_MODE = nullcontext()
 Copy = Callable[[int, int], None]
 """Copies block i from or to the slots of a parity."""
 
@@ -102,8 +102,9 @@ class Turns:
 
     def _run(self, call: str, work: Callable[[Check], None], target: Tensor | None = None) -> None:
         """Run an operation that overwrites `target`; after an interrupted one, all raise."""
-        is_apart = target is not None and target.is_inference()
-        with self._turn.of(call), torch.inference_mode() if is_apart else _AS_IT_IS:
+        # A tensor made in inference mode can be written to only in that mode.
+        is_inference = target is not None and target.is_inference()
+        with self._turn.of(call), torch.inference_mode() if is_inference else _SAME_MODE:
             self._turn.call = call
             if self._ended is not None:
                 raise type(self._ended)(f"{call}: {self._ended}")
@@ -124,7 +125,7 @@ class HostCollectives(Turns):
 
     # They accept contiguous CPU tensors without gradient, and overwrite only those that they
     # return; other results are new. Those that only move data accept any dtype. All raise the
-    # errors of `monitor`.
+    # errors of `monitor`. `group` is there because models have it: the memory is of one group.
 
     dtypes: frozenset[torch.dtype] = DTYPES
     large_bytes: int = 1 << 16
@@ -256,8 +257,8 @@ class HostCollectives(Turns):
 
         self._run(f"all_reduce {op.name}", work, total)
         parts = total.split_with_sizes([tensor.numel() for tensor in tensors])
-        is_apart = any(map(Tensor.is_inference, tensors))
-        with torch.inference_mode() if is_apart else _AS_IT_IS:
+        is_inference = any(map(Tensor.is_inference, tensors))
+        with torch.inference_mode() if is_inference else _SAME_MODE:
             torch._foreach_copy_(list(tensors), list(parts))
 
     def reduce_scatter(self, rows: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:

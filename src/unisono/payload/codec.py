@@ -328,7 +328,7 @@ _READERS: dict[int, Callable[[bytes, torch.device], Any]] = {
 
 def raise_failures(frames: Sequence[bytes], ranks: Callable[[], Sequence[int]], call: str) -> None:
     """Raise the same error on every rank if some rank had no value to send."""
-    for first in frames:
+    for first in frames:  # faster than any()
         if first[:1] == b"e":
             break
     else:
