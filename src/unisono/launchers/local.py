@@ -124,7 +124,7 @@ def launch(
 ) -> Any:
     """Run `entry` in as many processes as planned."""
     method = plan.start_method or _DEFAULT_METHOD
-    if method not in START_METHODS or (method != "spawn" and sys.platform == "win32"):
+    if method not in START_METHODS:
         raise ArgumentError(f"start_method={method!r}: use one of {', '.join(START_METHODS)}")
     check_streams()
     pickled = pickle_for_worker(entry)
