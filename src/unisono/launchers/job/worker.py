@@ -21,13 +21,13 @@ from unisono.errors import CollectiveError, PayloadError, PeerFailedError, Worke
 from unisono.launchers.job import channel as messages
 from unisono.launchers.job.failure import Failure
 from unisono.launchers.job.forkserver import die_with
-from unisono.launchers.job.lifetime import PEERS_S, Lifetime, flush, seed_generators, skip_ours
+from unisono.launchers.job.lifetime import PEERS_S, Lifetime, flush, seed_generators, traceback_of
 from unisono.launchers.job.pickling import load_from_parent
 from unisono.launchers.job.process_state import name_process
 from unisono.launchers.variables import rank_variables
 from unisono.pickling import dumps
 from unisono.topology import RankInfo
-from unisono.tracebacks import fold, summary
+from unisono.tracebacks import summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +166,8 @@ def describe(error: BaseException) -> Failure:
     except Exception:  # the traceback suffices
         cause = None
     headline, line = summary(error), WorkerFailedError.line_of(error)
-    text = fold(error, skip_ours(error.__traceback__))
     is_secondary, code = _is_about_a_peer(error), WorkerFailedError.exit_code_of(error)
-    return Failure(headline, text, code, is_secondary, cause, line)
+    return Failure(headline, traceback_of(error), code, is_secondary, cause, line)
 
 
 def _is_about_a_peer(error: BaseException | None) -> bool:
