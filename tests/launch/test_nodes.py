@@ -37,7 +37,6 @@ MPI = {  # what mpirun wants from root and for more ranks than cores, by Open MP
 }
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 RUN = (*UNISONO, "run")
-UNKNOWN = "--master-addr 'no-such-host.invalid' still doesn't resolve after 1 s"
 
 
 def three_and_one(found: list[dict[str, Any]]) -> None:
@@ -99,21 +98,16 @@ def test_two_hosts_of_different_size(
 
 
 @pytest.mark.parametrize(
-    ("rank", "address", "says"),
-    [
-        ("1", "127.0.0.1", "node 1 of 2 couldn't reach node 0 at 127.0.0.1:{port} in 1 s"),
-        *((rank, "no-such-host.invalid", f"node {rank}: {UNKNOWN}") for rank in ("0", "1")),
-    ],
+    ("rank", "address"),
+    [("1", "127.0.0.1"), ("0", "no-such-host.invalid"), ("1", "no-such-host.invalid")],
 )
-def test_a_master_that_cannot_be_reached_is_named_in_time(
-    rank: str, address: str, says: str
-) -> None:
+def test_a_master_that_cannot_be_reached_is_named_in_time(rank: str, address: str) -> None:
     where = ["--nnodes", "2", "--node-rank", rank, "--master-addr", address]
     port = str(free_port())
     done = run([*RUN, *where, "--master-port", port, "--timeout", "1", JOB, "facts"])
     assert done.code == 1
-    assert says.format(port=port) in done.err
-    assert ("correct it, or make the name known to this host" in done.err) == (UNKNOWN in says)
+    said = f"node {rank} of 2 couldn't reach node 0 at {address}:{port} in 1 s ([Errno "
+    assert said in done.err
     assert "Traceback" not in done.err
 
 

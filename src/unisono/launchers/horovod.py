@@ -22,12 +22,7 @@ from unisono.errors import ArgumentError
 from unisono.launchers.job.job import Job
 from unisono.launchers.job.output import show
 from unisono.launchers.job.wrapper import boot
-from unisono.launchers.script.remote_workers import (
-    ConnectedRank,
-    LauncherSpec,
-    RemoteWorkers,
-    run_function,
-)
+from unisono.launchers.script.remote_workers import LauncherSpec, RemoteWorkers, run_function
 from unisono.launchers.script.script import Script
 from unisono.launchers.variables import OF_HOROVOD, OF_MPI, OF_TORCH, without
 from unisono.topology import LaunchPlan, RankInfo
@@ -96,13 +91,8 @@ class _HorovodWorkers(RemoteWorkers):
         self._is_ending = True
         super().end(job)
 
-    def add_rank(self, job: Job[Any], arrival: ConnectedRank) -> None:
-        """Add a rank to the workers, with its node, which horovodrun doesn't pass on."""
-        assert isinstance(arrival.who, RankInfo)
-        node, nnodes = self._nodes[arrival.who.rank], self._nodes[-1] + 1
-        super().add_rank(
-            job, replace(arrival, who=replace(arrival.who, node_rank=node, nnodes=nnodes))
-        )
+    def with_node(self, who: RankInfo) -> RankInfo:
+        return replace(who, node_rank=self._nodes[who.rank], nnodes=self._nodes[-1] + 1)
 
     def doubt(self, rank: int) -> int:
         """Return 1 if a rank may have been aborted because of a peer."""

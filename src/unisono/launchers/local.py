@@ -44,14 +44,14 @@ _REQUEST_S = 300.0  # until the fork server accepts a request, which includes im
 _AT_LOAD = ("LD_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "PYTHON", "TORCH_", "PYTORCH_")
 
 
-def run(script: Script, environ: Mapping[str, str] | None = None) -> ScriptOutcome:
+def run(script: Script) -> ScriptOutcome:
     """Run a script in processes of this host, and again after a failure up to `max_restarts`."""
     if script.nnodes > 1 or script.max_nnodes > 1 or len(script.hosts) > 1:
         raise ArgumentError(
             "launcher 'processes' starts ranks on this host alone: use launcher 'torchrun' for "
             "several nodes, or 'slurm', 'mpi' or 'ray'"
         )
-    base = {**_LOOPBACK, **without(os.environ if environ is None else environ, OF_TORCH)}
+    base = {**_LOOPBACK, **without(os.environ, OF_TORCH)}
     for attempt in range(script.max_restarts + 1):
         outcome = _attempt(script, base, attempt)
         if outcome.code == 0 or outcome.interrupted is not None:
@@ -124,7 +124,7 @@ def launch(
 ) -> Any:
     """Run `entry` in as many processes as planned."""
     method = plan.start_method or _DEFAULT_METHOD
-    if method not in START_METHODS or (method != "spawn" and sys.platform == "win32"):
+    if method not in START_METHODS:
         raise ArgumentError(f"start_method={method!r}: use one of {', '.join(START_METHODS)}")
     check_streams()
     pickled = pickle_for_worker(entry)

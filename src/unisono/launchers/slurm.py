@@ -49,33 +49,25 @@ def why_unavailable() -> str | None:
 
 def argv(script: Script) -> list[str]:
     """Write srun's command line."""
-    arguments = [
-        "srun",
-        "--kill-on-bad-exit=1",
-        "--input=none",
-        *_places(script),
-        *_options(script),
-    ]
+    arguments = ["srun", "--kill-on-bad-exit=1", "--input=none"]
+    arguments += [*_shape(script), *_options(script)]
     if script.timeout_s is not None:
         arguments.append(f"--immediate={max(1, round(script.timeout_s))}")
     return [*arguments, *script.rank_argv()]
 
 
-def _places(script: Script) -> list[str]:
+def _shape(script: Script) -> list[str]:
+    """Write the options of how many tasks there are on which nodes."""
     script.refuse("slurm", "Slurm's nodes find it out", "node_rank")
     script.refuse("slurm", "use sbatch --requeue, or launcher 'torchrun'", "max_restarts")
     if script.hosts:
         names = ",".join(name for name, count in script.hosts for _ in range(count))
-        place = [f"--nodelist={names}", "--distribution=arbitrary"]
-        return [f"--nodes={len(script.hosts)}", f"--ntasks={script.world_size}", *place]
-    nodes = str(script.nnodes)
-    if script.max_nnodes > script.nnodes:
-        return [
-            f"--nodes={nodes}-{script.max_nnodes}",
-            f"--ntasks-per-node={script.nproc_per_node}",
-        ]
+        counts = [f"--nodes={len(script.hosts)}", f"--ntasks={script.world_size}"]
+        return [*counts, f"--nodelist={names}", "--distribution=arbitrary"]
     each = f"--ntasks-per-node={script.nproc_per_node}"
-    return [f"--nodes={nodes}", f"--ntasks={script.world_size}", each]
+    if script.max_nnodes > script.nnodes:
+        return [f"--nodes={script.nnodes}-{script.max_nnodes}", each]
+    return [f"--nodes={script.nnodes}", f"--ntasks={script.world_size}", each]
 
 
 def _options(script: Script) -> list[str]:
@@ -105,12 +97,12 @@ def environment(script: Script, environ: Mapping[str, str]) -> dict[str, str]:
 def batch_script(script: Script, name: str) -> str:
     """Write a script for ``sbatch`` that runs the same."""
     alone = replace(script, token="", is_coloured=False)
-    asked = [item for item in _places(alone) if not item.startswith("--distribution")]
+    shape = [item for item in _shape(alone) if not item.startswith("--distribution")]
     if alone.hosts:
-        asked[-1] = "--nodelist=" + ",".join(host for host, _ in alone.hosts)
+        shape[-1] = "--nodelist=" + ",".join(host for host, _ in alone.hosts)
     own = _options(alone)
     named = [] if any(item.startswith("--job-name") for item in own) else [f"--job-name={name}"]
-    options = [*named, *asked, *own]
+    options = [*named, *shape, *own]
     address = environment(alone, {})
     exports = [f"export {key}={shlex.quote(value)}" for key, value in address.items()]
     lines = ["#!/bin/bash", *(f"#SBATCH {shlex.quote(option)}" for option in options), *exports]

@@ -33,12 +33,7 @@ from unisono.launchers.job.lifetime import Lifetime, flush, seed_generators
 from unisono.launchers.job.pickling import load_from_parent
 from unisono.launchers.job.worker import describe, receive_task
 from unisono.launchers.job.wrapper import Link, boot
-from unisono.launchers.script.remote_workers import (
-    ConnectedRank,
-    LauncherSpec,
-    RemoteWorkers,
-    run_function,
-)
+from unisono.launchers.script.remote_workers import LauncherSpec, RemoteWorkers, run_function
 from unisono.launchers.script.script import Script
 from unisono.launchers.variables import OF_XLA, without
 from unisono.pickling import Pickler
@@ -134,11 +129,8 @@ class _Replicas(RemoteWorkers):
             )
         return super().problem_with(who)
 
-    def add_rank(self, job: Job[Any], arrival: ConnectedRank) -> None:
-        """Add a replica to the workers, with its node."""
-        assert isinstance(arrival.who, RankInfo)
-        who = replace(arrival.who, node_rank=self._plan.node_rank, nnodes=self._plan.nnodes)
-        super().add_rank(job, replace(arrival, who=who))
+    def with_node(self, who: RankInfo) -> RankInfo:
+        return replace(who, node_rank=self._plan.node_rank, nnodes=self._plan.nnodes)
 
 
 @dataclass(frozen=True, slots=True)

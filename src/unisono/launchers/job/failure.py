@@ -71,10 +71,8 @@ class Failure:
 class Failures:
     """The failures of one job, as they arrive."""
 
-    # A rank's fault is its report, an error about it, or None without either.
-
     doubt_of_lost: Callable[[int], int]
-    by_rank: dict[int, Fault | LaunchError | None] = field(default_factory=dict)
+    by_rank: dict[int, Fault | LaunchError | None] = field(default_factory=dict)  # None: no report
     began_at: float = 0.0
 
     def __bool__(self) -> bool:

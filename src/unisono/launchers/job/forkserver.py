@@ -102,7 +102,6 @@ class _Orphans:
     def __init__(self) -> None:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         self.are_ending: bool = False
-        """Whether some are still being ended."""
         self._left: set[int] = set()  # by workers that go on, or have ended well: they may stay
         self._signalled: set[int] = set()
         self._until = 0.0
@@ -118,6 +117,7 @@ class _Orphans:
             self.are_ending, self._until = True, time.monotonic() + _TERM_S
         doomed = _of_this_group(here - self._left) if self.are_ending else set()
         is_over = time.monotonic() >= self._until
+        # Descendants are found anew at each call: one that ends may leave children of its own.
         if is_over or not doomed:
             _signal(doomed, signal.SIGKILL)
             self._left, self._signalled, self.are_ending = here & before, set(), False

@@ -86,20 +86,17 @@ class Job(Generic[T]):
     ) -> None:
         self.ranks = ranks
         self.orders: Orders = Orders(grace_s or 0.0)
-        self.world_size: int = world_size
-        self.results: dict[int, bytes] = {}
-        self.failures: Failures = Failures(ranks.doubt)
-        self._own = tuple(range(world_size) if own is None else own)
+        self.reset(range(world_size) if own is None else own, world_size)
         self._takes = () if grace_s is None else ranks.takes
         self._error: LaunchError | None = None
         self._is_ended = False
 
     def reset(self, own: Iterable[int], world_size: int) -> None:
         """Expect results of these ranks, and discard those of earlier ones."""
-        self.world_size = world_size
+        self.world_size: int = world_size
+        self.results: dict[int, bytes] = {}
+        self.failures: Failures = Failures(self.ranks.doubt)
         self._own = tuple(own)
-        self.results.clear()
-        self.failures = Failures(self.ranks.doubt)
 
     @property
     def late(self) -> list[int]:
@@ -153,7 +150,7 @@ class Job(Generic[T]):
         try:
             is_over = self._wait(limit)
             if is_over and self._error is None:
-                self.ranks.see_out(self)
+                self.ranks.see_out(self)  # it may still fail: see `_wait_for_peers`
         except BaseException:  # Ctrl-C above all: no rank is left running
             self.terminate()
             raise

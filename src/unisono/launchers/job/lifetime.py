@@ -109,7 +109,7 @@ def _end_fork(error: BaseException | None) -> NoReturn:
     code = 0 if error is None else WorkerFailedError.exit_code_of(error)
     with contextlib.suppress(Exception):  # stderr may be closed, or anything a user put there
         if code is None and error is not None:
-            sys.stderr.write(fold(error, skip_ours(error.__traceback__)))
+            sys.stderr.write(traceback_of(error))
         elif isinstance(error, SystemExit) and not isinstance(error.code, int | None):
             sys.stderr.write(f"{error.code}\n")
     flush()
@@ -132,9 +132,9 @@ def seed_generators() -> None:
         numpy_random.seed()
 
 
-def skip_ours(frames: Any) -> Any:
-    """Remove this package's frames at the top, unless there are no others."""
-    inner = None if is_full() else frames
-    while inner is not None and is_ours(inner.tb_frame.f_code.co_filename):
-        inner = inner.tb_next
-    return inner or frames
+def traceback_of(error: BaseException) -> str:
+    """Return an exception's traceback from the first frame of the user on, if it has one."""
+    frames = None if is_full() else error.__traceback__
+    while frames is not None and is_ours(frames.tb_frame.f_code.co_filename):
+        frames = frames.tb_next
+    return fold(error, frames or error.__traceback__)

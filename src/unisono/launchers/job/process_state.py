@@ -10,7 +10,7 @@ from pathlib import Path
 from unisono.errors import LaunchError
 from unisono.plugins import load
 
-if sys.platform != "win32":
+if sys.platform != "win32":  # threads, which need no worker, may work there
     import resource
 
 
@@ -48,8 +48,6 @@ def umask() -> int | None:
 
 def inherited() -> tuple[object, ...]:
     """Return this process's state that a fork server keeps and passes to its workers."""
-    if sys.platform == "win32":
-        return ()
     affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
     names = sorted(name for name in dir(resource) if name.startswith("RLIMIT_"))
     limits = (resource.getrlimit(getattr(resource, name)) for name in names)

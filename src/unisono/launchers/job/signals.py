@@ -32,10 +32,6 @@ _TWICE_S = 1.0  # within it a second one is a repeat: Slurm and systemd signal a
 class SignalledError(BaseException):
     """Raised in the main thread by the signals that end a job."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
 
 @dataclass(slots=True)
 class Orders:
@@ -49,7 +45,7 @@ class Orders:
     def take(self, number: int, is_orphan: bool = False) -> int:
         """Record a signal; return the one for the ranks, 0 for none."""
         now = time.monotonic()
-        if number not in TO_END:
+        if number not in TO_END:  # only forwarded
             return number
         self.received.append(number)
         is_to_save = number in TO_SAVE and not is_orphan

@@ -21,13 +21,13 @@ from unisono.errors import CollectiveError, PayloadError, PeerFailedError, Worke
 from unisono.launchers.job import channel as messages
 from unisono.launchers.job.failure import Failure
 from unisono.launchers.job.forkserver import die_with
-from unisono.launchers.job.lifetime import PEERS_S, Lifetime, flush, seed_generators, skip_ours
+from unisono.launchers.job.lifetime import PEERS_S, Lifetime, flush, seed_generators, traceback_of
 from unisono.launchers.job.pickling import load_from_parent
 from unisono.launchers.job.process_state import name_process
 from unisono.launchers.variables import rank_variables
 from unisono.pickling import dumps
 from unisono.topology import RankInfo
-from unisono.tracebacks import fold, summary
+from unisono.tracebacks import summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def work(channel_fd: int, parent: int) -> NoReturn:
     messages.OWN.set(messages.OwnChannel(channel, tasks))
     Lifetime.begin()
     try:
-        _settle_in(task)
+        _set_up(task)
         name_process(task.info.rank, task.info.world_size, (task.argv or [""])[0])
         value = load_from_parent(task.entry)(task.info)
         body = _pickle(value)
@@ -112,16 +112,16 @@ def _wait_for_peers(
 
 def _pickle(result: object) -> bytes:
     try:
-        data: bytes = dumps(result)
+        return dumps(result)
     except Exception as error:  # an object's own __reduce__ may raise anything
         raise PayloadError(
             f"the result, a {type(result).__qualname__}, can't be pickled: "
             f"{type(error).__name__}: {error}"
         ) from error
-    return data
 
 
-def _settle_in(task: Task) -> None:
+def _set_up(task: Task) -> None:
+    """Take over the parent's state, as far as it isn't inherited."""
     os.environ.clear()
     os.environ.update(task.environ)
     sys.path[:] = task.path
@@ -146,15 +146,16 @@ def _watch(
     ended: threading.Event,
     all_done: threading.Event,
 ) -> None:
+    """Read further messages of the parent, and end this process once they end."""
     while (message := messages.receive(channel)) is not None and message[0] != messages.END:
         if message[0] == messages.DONE:
             all_done.set()
         else:
             tasks.put(message[1])
-    if message is None:
+    if message is None:  # the parent has ended, perhaps by a crash
         os.kill(os.getpid(), signal.SIGKILL)
     flush()
-    ended.set()
+    ended.set()  # a failed rank waits for this alone
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -165,9 +166,8 @@ def describe(error: BaseException) -> Failure:
     except Exception:  # the traceback suffices
         cause = None
     headline, line = summary(error), WorkerFailedError.line_of(error)
-    text = fold(error, skip_ours(error.__traceback__))
     is_secondary, code = _is_about_a_peer(error), WorkerFailedError.exit_code_of(error)
-    return Failure(headline, text, code, is_secondary, cause, line)
+    return Failure(headline, traceback_of(error), code, is_secondary, cause, line)
 
 
 def _is_about_a_peer(error: BaseException | None) -> bool:

@@ -102,7 +102,7 @@ def join() -> tuple[int, int]:
         status.close()
         return channel.detach(), own
     channel.close()
-    end_like(os.waitstatus_to_exitcode(supervise(status, pid, parent)))  # the launcher's child
+    end_like(os.waitstatus_to_exitcode(supervise(status, pid, parent)))
 
 
 def _who_am_i(names: Sequence[str]) -> RankInfo | str | None:

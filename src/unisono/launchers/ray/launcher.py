@@ -127,10 +127,6 @@ class _Actors:
     actors: list[Any]
     infos: list[RankInfo]
 
-    def kill(self) -> None:
-        while self.actors:
-            ray.kill(self.actors.pop())
-
 
 @contextlib.contextmanager
 def _ranks(counts: Sequence[int], hosts: Sequence[str], timeout_s: float) -> Iterator[_Actors]:
@@ -154,7 +150,8 @@ def _ranks(counts: Sequence[int], hosts: Sequence[str], timeout_s: float) -> Ite
                 ranks.infos = _infos_of(ranks.actors[0], group, counts)
                 yield ranks
             finally:
-                ranks.kill()
+                for actor in ranks.actors:
+                    ray.kill(actor)
 
 
 def _infos_of(first: Any, group: PlacementGroup, counts: Sequence[int]) -> list[RankInfo]:

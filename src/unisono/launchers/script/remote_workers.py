@@ -313,14 +313,22 @@ class RemoteWorkers(Workers):
             job.stop(LaunchError(f"ranks {missing} did not arrive in {limit_s:g} s"))
 
     def _admit_rank(self, job: Job[Any], arrival: ConnectedRank) -> None:
+        """Send a rank its task, unless the process isn't a rank of this job."""
         problem = self.problem_with(arrival.who)
         if problem:
             job.stop(LaunchError(problem))
         if problem or job.orders.received:  # after a signal to end, no rank begins
             arrival.channel.close()
             arrival.status.close()
-        else:
-            self.add_rank(job, arrival)
+            return
+        assert isinstance(arrival.who, RankInfo)
+        who = self.with_node(arrival.who)
+        self._begin_attempt(job, who, arrival.attempt)
+        variables = {**self._environ, **arrival.environ}
+        task = task_message(self._entry, who, variables, search_path(), os.getcwd())
+        self.workers.append(Worker(who.rank, arrival.channel, arrival.status, task))
+        if len(self.workers) == self._spec.n_ranks and not self._spec.may_start_again:
+            self._listener.sock.close()  # all have connected: no process is let in any more
 
     def problem_with(self, who: RankInfo | str | None) -> str:
         """Return why a process isn't a rank of this job; empty if it is."""
@@ -337,27 +345,22 @@ class RemoteWorkers(Workers):
             f"variables call {who or 'no rank'}: check the launcher"
         )
 
-    def add_rank(self, job: Job[Any], arrival: ConnectedRank) -> None:
-        """Add a rank to the workers, with its task."""
-        who = arrival.who
-        assert isinstance(who, RankInfo)
-        self._begin_attempt(job, who, arrival.attempt)
-        variables = {**self._environ, **arrival.environ}
-        task = task_message(self._entry, who, variables, search_path(), os.getcwd())
-        self.workers.append(Worker(who.rank, arrival.channel, arrival.status, task))
-        if len(self.workers) == self._spec.n_ranks and not self._spec.may_start_again:
-            self._listener.sock.close()
+    def with_node(self, who: RankInfo) -> RankInfo:
+        """Return a rank with its node, if the launcher doesn't pass that on."""
+        return who
 
     def _begin_attempt(self, job: Job[Any], who: RankInfo, attempt: tuple[object, ...]) -> None:
         """Begin an attempt with its first rank, and drop the ranks of an earlier one."""
-        is_here = who.rank in [worker.rank for worker in self.workers]
-        if self.workers and (is_here or attempt != self._attempt):
+        # A second process of one rank is of a new attempt, even where its variables are the same.
+        is_known = who.rank in [worker.rank for worker in self.workers]
+        if self.workers and (is_known or attempt != self._attempt):
             _log.warning("all ranks start again, since %s", self._why_again(job))
             while self.workers:
                 self.workers.pop().close()
         if not self.workers:
             self.world_size: int = who.world_size
             self._attempt, self._arrived_at = attempt, time.monotonic()
+            # An agent may number nodes differently in each attempt, and their ranks with them.
             first = 0 if self._spec.n_own is None else who.rank - (who.local_rank or 0)
             job.reset(range(first, first + self._spec.n_ranks), who.world_size)
 

@@ -128,7 +128,7 @@ class Supervisor(Programs):
         self._unsent: list[int] = []
         self._signalled: set[Any] = set()
         self._codes: list[int | None] = []
-        self._attempt = 0  # those before have been reported
+        self._attempt = 0  # earlier ones have been reported
         self._restart_at = math.inf
         self._of_launcher: list[bytes] = []
 
@@ -209,6 +209,7 @@ class Supervisor(Programs):
         begin = time.monotonic()
         self._codes = [process.poll() for process in self.processes]  # of those that end themselves
         self._forward_signals()
+        # Ranks that have received a signal get no second one yet: 0 only checks the process.
         first = 0 if is_signalled else signal.SIGTERM if self._infos else self._end_signal
         for number, wait_s in ((first, END_S), (self._end_signal, _KILL_S)):
             self._signal(number)
@@ -333,8 +334,9 @@ def failure(found: ScriptOutcome) -> list[str]:
         return []
     also = [f"also: {each.headline}" for each in found.others[:_MOST_ALSO]]
     left = len(found.others) - len(also)
-    more = [f"also: {left} more" if left else ""]
-    return [f"error: {found.failed.text()}", *also, *filter(None, more)]
+    if left:
+        also.append(f"also: {left} more")
+    return [f"error: {found.failed.text()}", *also]
 
 
 def restart(found: ScriptOutcome, number: int, most: int) -> None:
