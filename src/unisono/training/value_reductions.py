@@ -10,12 +10,12 @@ from torch import Tensor
 
 from unisono.arguments import check_count
 from unisono.collectives.call import swap
-from unisono.collectives.reductions import all_reduce
-from unisono.collectives.value_types import (
+from unisono.collectives.reductions import (
     Container,
     Inexact,
     NumpyScalar,
     Summed,
+    all_reduce,
 )
 from unisono.context import communicator, current_model
 from unisono.errors import PayloadError
