@@ -112,7 +112,7 @@ def test_unisono_run_meets_without_an_option(hosts: Hosts, job: str, tmp_path: P
     with named(hosts, dumps):
         done = on_both(hosts, words, *(variables(node, hosts, tmp_path) for node in dumps))
     who = "a node" if job in ELASTIC else "node 1"
-    assert f"unisono run: {who} of 2, as kubeflow says" in done[1].err
+    assert f"unisono run: {who} of 2, according to kubeflow" in done[1].err
     found = done[0].facts() + done[1].facts()
     if job in ELASTIC:  # where any node may be the first
         found.sort(key=lambda fact: int(fact["rank"]))
