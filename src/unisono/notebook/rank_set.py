@@ -34,7 +34,7 @@ from unisono.topology import named
 from unisono.tracebacks import fold_text, is_ours
 
 INTERRUPT, TIMEOUT, FAILURE = "interrupt", "timeout", "failure"
-_TICK_S = 0.05
+_TICK_S = 0.05  # between two looks at the output and the limits
 _ALONE_S = 1.0  # for the others, once a rank has failed, and after an interrupt
 _LEAVE_S = 3.0  # after an interrupt by a timeout or a failure, until ranks are ended
 _END_S = 10.0  # for ranks that have been killed
@@ -118,10 +118,10 @@ class RankSet:
             return ""
         again = f"{_STAY}. {_AGAIN}" if is_lost else _STAY
         late = named(run.given_up) if run.given_up else ""
-        if are_threads and not (late or is_lost or run.error):
-            return _STAY
-        if are_threads:  # their names are this process's, so that new threads have them, too
-            if not late:
+        if are_threads:  # their names are in this process, so that new threads have them, too
+            if not (late or is_lost or run.error):
+                return _STAY
+            if not late:  # else the call, which goes on in that thread, holds the pool's lock
                 end_replicas(self._pool)
             self._pool = self._new_pool()
             return f"{late} can't be interrupted there: left to itself. {_STAY}" if late else again
@@ -158,7 +158,7 @@ class CellRun:
         self._failed_at: float | None = None
         self._cut_at = 0.0
         self._is_started = self._is_repeated = False
-        self._turn = threading.Lock()  # held by the first thread that runs
+        self._turn = threading.Lock()  # held by the first thread that runs the cell
 
     def wait(self, pool: WorkerPool) -> None:
         """Wait for the cell, which another thread runs, and show the ranks' output."""
@@ -179,7 +179,7 @@ class CellRun:
         self.outcomes = dict(sorted(self.outcomes.items()))
 
     def _work(self, pool: WorkerPool) -> None:
-        if not self._turn.acquire(blocking=False):  # Ctrl-C came while another one was started
+        if not self._turn.acquire(blocking=False):  # after a Ctrl-C, another thread was started
             return
         try:
             self.error = outcome(pool, run_cell, (self._cell,), begun=self._begun).error

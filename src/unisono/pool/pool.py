@@ -7,7 +7,6 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, TypeVar
 
 from typing_extensions import ParamSpec, Unpack
@@ -218,12 +217,7 @@ class WorkerPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        frames: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _check_owner(self) -> None:
@@ -310,15 +304,15 @@ def outcome(
         try:
             call.run(pool._size)
         except LaunchError as error:
-            is_told = call.failures or isinstance(error, LateError)
-            call.error = None if is_told else error
+            is_known = call.failures or isinstance(error, LateError)  # by `failures` or `late`
+            call.error = None if is_known else error
         except BaseException:  # Ctrl-C, another plug-in's limit: the ranks are still busy
             pool._drop()
             raise
         if call.busy and call.error is None:
             call.stacks = replicas.stacks(call.busy)
         if not call.replicas_stay and not (keep and call.failures):
-            pool._drop()
+            pool._drop()  # after their stacks have been read
     return call
 
 

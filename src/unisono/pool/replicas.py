@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
-from traceback import FrameSummary
+from traceback import FrameSummary, walk_stack
 from typing import Any
 
 from unisono.deadlines import DEFAULT_TIMEOUT_S, end_of_block
@@ -31,7 +31,8 @@ __tracebackhide__ = hides
 _QUIT_S = 0.3  # for threads whose context has been aborted
 _LEAVE_S = 1.0  # for idle replicas to answer the end
 _STACK_S = 1.0  # for all processes to write their stacks
-_LEAST_S = 0.1  # for each
+_MIN_STACK_S = 0.1  # for each, however long the earlier ones took
+# Modules of ours that run a replica's function, but wait for no other rank.
 _NEVER_WAITS = re.compile(
     r"/unisono/(testing|notebook|pool|launchers|pickling\.py|tracebacks\.py)\b"
 )
@@ -83,7 +84,8 @@ class Replicas:
         return any(w.has_ended or channel.peek(w.channel) == b"" for w in self._workers.workers)
 
     def watch(self) -> None:
-        """Record the ends of idle replicas: a child of one may hold its channel open."""
+        """Record the ends of idle replicas."""
+        # By their status sockets: a child of one may hold its channel open.
         if any(channel.peek(worker.status) is not None for worker in self._workers.workers):
             self._job.poll(time.monotonic())
 
@@ -122,12 +124,11 @@ class Replicas:
     def _stack(self, rank: int, until: float) -> list[FrameSummary] | None:
         pid, thread_id, native_id, facts = self._ids[rank]
         if pid == os.getpid():
-            frames, frame = [], frame_of(thread_id)
-            while frame is not None:
-                frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-                frame = frame.f_back
+            frame = frame_of(thread_id)
+            walked = () if frame is None else walk_stack(frame)
+            frames = [(each.f_code.co_filename, line, each.f_code.co_name) for each, line in walked]
         else:
-            limit_s = max(until - time.monotonic(), _LEAST_S)
+            limit_s = max(until - time.monotonic(), _MIN_STACK_S)
             text = stack_signal.ask(pid, facts, native_id, limit_s)
             if text is None:
                 return None
@@ -199,7 +200,7 @@ class _Threads(Workers):
         self.abort()
         for worker in self.workers:
             if not worker.has_ended:
-                with suppress(OSError):  # a fork of this process may hold it open
+                with suppress(OSError):  # a fork may hold it open: closing it wouldn't end it
                     worker.channel.shutdown(socket.SHUT_RDWR)
                 worker.channel.close()
                 worker.is_silent = True
@@ -241,5 +242,5 @@ def _end(job: Job[Any], owner: int) -> None:
 
 
 def _may_wait(file: str) -> bool:
-    """Return whether code of a file may wait for other ranks."""
+    """Return whether code of a file may wait for other ranks: torch's or our collectives."""
     return "/torch/distributed/" in file or (is_ours(file) and not _NEVER_WAITS.search(file))
