@@ -577,12 +577,15 @@ def _limited(seconds: float) -> Iterator[None]:
     handler = signal.signal(_TOO_LONG, _raise_too_long)
     timer = threading.Timer(seconds, signal.pthread_kill, (threading.get_ident(), _TOO_LONG))
     timer.daemon = True
-    with contextlib.ExitStack() as stack:
-        stack.callback(signal.signal, _TOO_LONG, handler)
-        stack.callback(timer.join)  # a signal already sent arrives while our handler is set
-        stack.callback(timer.cancel)
-        timer.start()
+    timer.start()
+    try:
         yield
+    finally:  # no ExitStack, in which the signal could skip a callback
+        try:
+            timer.cancel()
+            timer.join()  # a signal already sent arrives while our handler is set
+        finally:
+            signal.signal(_TOO_LONG, handler)
 
 
 def _raise_too_long(*_: object) -> NoReturn:

@@ -105,7 +105,7 @@ def keep_laws(local_rank: int, names: Sequence[str], folder: str = "") -> list[K
     Args:
         local_rank: not used.
         names: laws to check, the same on every rank.
-        folder: folder for the each replica's current law; empty for none.
+        folder: folder for each replica's current law; empty for none.
 
     Returns:
         The result of each law.

@@ -58,7 +58,7 @@ def a_fork_of_a_rank_is_told_so_in_every_call(rank: int, size: int) -> None:
         # Read once, not to the end: forks of ranks that are threads hold the other end, too.
         reply = f"nothing within {_LIMIT_S:g} s"
         if select.select([reading], [], [], _LIMIT_S)[0]:
-            reply = os.read(reading, 4000).decode(errors="replace")
+            reply = os.read(reading, 4000).decode(errors="replace") or "it ended without a reply"
     finally:
         os.close(reading)
         os.kill(child, signal.SIGKILL)  # not yet waited for, so there is no other of this id
