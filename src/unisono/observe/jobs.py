@@ -187,7 +187,7 @@ def _rank(found: Sequence[_Page], meter: Meter, *, is_alone: bool) -> Rank:
     if vitals is None:
         return known
     own = meter.percent(known.pid, vitals.thread_id, vitals.at_ns, vitals.thread_s)
-    # Ranks that share a process have their threads' use each, not all of it.
+    # Ranks that share a process count the time of their own threads alone.
     whole = meter.percent(known.pid, 0, vitals.at_ns, vitals.process_s) if is_alone else own
     return replace(
         known,

@@ -285,7 +285,7 @@ def _odd_ones(ranks_of: Mapping[K, list[int]]) -> list[tuple[K, int]]:
     """Return all ranks but those of the most frequent call, the rarest call's first."""
     order = sorted(ranks_of.items(), key=lambda item: len(item[1]))
     fewest, most = len(order[0][1]), len(order[-1][1])
-    # Where as many ranks made each call, any of them may be wrong.
+    # If every call was made by equally many ranks, any of them may be the wrong one.
     return [
         (call, rank)
         for call, ranks in order
