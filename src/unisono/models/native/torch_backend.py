@@ -162,15 +162,11 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     @contextmanager
     def _operation(
         self, name: str, tensor: Tensor | None = None, plane: str = "memory"
-    ) -> Iterator[Token | None]:
+    ) -> Iterator[Token]:
         """Run an operation exclusively, without autograd and tensor subclasses, and record it."""
         self._check_process(name)
-        is_recorded = _is_ours(sys._getframe(2))  # by the facade, such as while a group connects
         with self._turn.of(name), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self._turn.call = name
-            if is_recorded:
-                yield None
-                return
             token = self._begin(name, tensor)
             if token is not UNRECORDED:  # else the plane is that of unisono's call
                 plane_is(plane)
@@ -201,8 +197,8 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     def _begin(
         self, name: str, tensor: Tensor | None, group: Group | None = None, state: int = CALLED
     ) -> Token:
-        """Record the start of a call, unless unisono itself makes it and has recorded its own."""
-        if _is_ours(sys._getframe(1)):
+        """Record the start of a call, unless unisono makes it, such as while a group connects."""
+        if _is_ours(sys._getframe(1)):  # the facade has recorded its own call
             return UNRECORDED
         return self._calls.begin(name, group or self._recorded, tensor, state)
 
@@ -427,11 +423,9 @@ for _name in set(dir(_Work)) - set(dir(object)) - set(vars(_Recorded)) - {"boxed
         setattr(_Recorded, _name, _delegate(_name))
 
 
-def _start_recorded(token: Token | None, start: Callable[[], Any]) -> Any:
+def _start_recorded(token: Token, start: Callable[[], Any]) -> Any:
     """Start a call that gloo carries; return the handle whose end is that of the call."""
-    if token is None or not token.goes_on("data"):
-        return start()
-    return _Recorded(start(), token)
+    return _Recorded(start(), token) if token.goes_on("data") else start()
 
 
 def _is_ours(frame: FrameType | None) -> bool:
