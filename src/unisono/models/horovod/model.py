@@ -162,7 +162,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
     def device(self) -> torch.device:
         if self._device.type == "cpu" or self._is_owner:
             return self._device
-        # A user's own program may change the current device after it was adopted.
+        # A program whose context was adopted may change its current device at any time.
         return torch.device(self._device.type, torch.accelerator.current_device_index())
 
     def wrap_optimizer(

@@ -228,11 +228,8 @@ class MpiModel(ComputationModel):
         is_whole = tensor.numel() <= self.largest_count and tensor.is_cpu
         if not is_whole or not self._calls.allows("MULTIPLE"):
             return None
-        calls, comm, native = (
-            self._calls,
-            self._over(group),
-            self._calls.native_op(op, tensor.dtype),
-        )
+        calls, comm = self._calls, self._over(group)
+        native = calls.native_op(op, tensor.dtype)
         args = (self._mpi.IN_PLACE, calls.buffer(tensor), native)
         return Handle(*calls.start("Iallreduce", comm, tensor, *args))
 
@@ -247,11 +244,8 @@ class MpiModel(ComputationModel):
     ) -> Tensor | None:
         if self._is_derived(tensor):
             return super().reduce(tensor, dst, op, group)
-        calls, comm, native = (
-            self._calls,
-            self._over(group),
-            self._calls.native_op(op, tensor.dtype),
-        )
+        calls, comm = self._calls, self._over(group)
+        native = calls.native_op(op, tensor.dtype)
         is_root, root = self._topology.rank == dst, self._topology.position(group, dst)
         for piece in self._pieces(tensor):
             mine = calls.buffer(piece)
