@@ -197,11 +197,9 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     def _begin(
         self, name: str, tensor: Tensor | None, group: Group | None = None, state: int = CALLED
     ) -> Token:
-        """Record the start of a call, unless unisono makes it, such as while a group connects.
-
-        It does so while a group of the facade connects, for example.
-        """
-        if _is_ours(sys._getframe(1)):  # the facade has recorded its own call
+        """Record the start of a call, unless unisono itself makes it."""
+        # Such as one of the facade, which has its own record, or while a group connects.
+        if _is_ours(sys._getframe(1)):
             return UNRECORDED
         return self._calls.begin(name, group or self._recorded, tensor, state)
 
