@@ -109,7 +109,8 @@ def own(context: ContextState, tensor: Tensor) -> Tensor:
 
 def lend(context: ContextState, tensor: Tensor, group: Group | None) -> Tensor:
     """Return the user's memory where its carrier only reads it, else a copy as `own` does."""
-    if type(carry(context, tensor, group)) is not HostCollectives:
+    # One on an accelerator has no carrier of its own: that of its copy is recorded.
+    if not tensor.is_cpu or type(carry(context, tensor, group)) is not HostCollectives:
         return own(context, tensor)
     return plain(tensor).resolve_conj().resolve_neg().contiguous()
 
