@@ -101,7 +101,7 @@ def own(context: ContextState, tensor: Tensor) -> Tensor:
     values = plain(tensor).resolve_conj().resolve_neg()
     moved = values.to(context.model.transport_device)
     is_copy = moved is not values or moved.data_ptr() != tensor.data_ptr()
-    # A tensor of at most one element is contiguous whatever its strides are; models may view it.
+    # At most one element is contiguous whatever its strides are; a model may view its bytes.
     if is_copy and moved.is_contiguous() and moved.numel() > 1:
         return moved
     return moved.clone(memory_format=torch.contiguous_format)
