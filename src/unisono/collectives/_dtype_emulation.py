@@ -101,7 +101,7 @@ def own(context: ContextState, tensor: Tensor) -> Tensor:
     values = plain(tensor).resolve_conj().resolve_neg()
     moved = values.to(context.model.transport_device)
     is_copy = moved is not values or moved.data_ptr() != tensor.data_ptr()
-    # A tensor of at most one element is contiguous whatever its strides are; models may view it.
+    # At most one element is contiguous whatever its strides are; a model may view its bytes.
     if is_copy and moved.is_contiguous() and moved.numel() > 1:
         return moved
     return moved.clone(memory_format=torch.contiguous_format)
@@ -109,7 +109,8 @@ def own(context: ContextState, tensor: Tensor) -> Tensor:
 
 def lend(context: ContextState, tensor: Tensor, group: Group | None) -> Tensor:
     """Return the user's memory where its carrier only reads it, else a copy as `own` does."""
-    if type(carry(context, tensor, group)) is not HostCollectives:
+    # One on an accelerator has no carrier of its own: that of its copy is recorded.
+    if not tensor.is_cpu or type(carry(context, tensor, group)) is not HostCollectives:
         return own(context, tensor)
     return plain(tensor).resolve_conj().resolve_neg().contiguous()
 

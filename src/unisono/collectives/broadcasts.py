@@ -343,7 +343,7 @@ def _swap_values(context: ContextState, values: Any, group: Group | None) -> lis
         return encode([len(frame) for frame in frames])
 
     own_lengths = frame_or_reason(lengths)
-    # All frames are padded to the longest of any rank, whose length only an exchange can tell.
+    # All frames are padded to the longest of any rank, whose length isn't known before.
     lengths_of_all = swap(context, "all_to_all of values", own_lengths, group)
     raise_failures(lengths_of_all, lambda: ranks, "all_to_all")
     sizes = [decode(frame, context.model.device) for frame in lengths_of_all]

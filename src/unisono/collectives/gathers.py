@@ -125,7 +125,7 @@ def _rows(
     mine = carriers.lend(context, tensor, group).reshape(-1)
     if mine.numel() < longest:
         mine = torch.cat([mine, mine.new_zeros(longest - mine.numel())])
-    # Of the copy, which may be on another device, and be padded.
+    # Routed again: the copy may be on another device, and longer.
     return carriers.all_gather(carry(context, mine, group), mine, group).to(tensor.device)
 
 
@@ -222,7 +222,7 @@ def all_gather_tensors_with_shapes(
     if not isinstance(tensor, Tensor):
         raise PayloadError(f"{name} takes a tensor, not a {type(tensor).__qualname__}")
     carriers.check_dense(tensor, name)
-    try:  # ints of any kind, for ranks compare the text of theirs
+    try:  # as Python's ints, whatever their type: ranks compare the text of their shapes
         expected = [tuple(index(size) for size in shape) for shape in shapes]
     except TypeError as error:
         raise ArgumentError(f"{name}: `shapes` should be a list of shapes: {error}") from error

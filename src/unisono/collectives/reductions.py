@@ -269,6 +269,8 @@ def all_reduce_(
         and is_direct(tensors, tensor, operation)
         and tensor.device == context.model.transport_device
         and tensor.is_contiguous()
+        # At most one element is contiguous whatever its strides are; a model may view its bytes.
+        and (tensor.numel() > 1 or tensor.stride()[-1:] in ((), (1,)))
         and not (tensor.is_neg() or tensor.is_conj())
     )
     if not is_ready:  # else it is contiguous

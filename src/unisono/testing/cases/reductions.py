@@ -221,6 +221,10 @@ def in_place_forms_change_their_argument(rank: int, size: int) -> None:
     idist.all_reduce_(strided[:, 0].add_(rank + 1))
     same(strided[:, 0], torch.full((4,), float(sum(range(1, size + 1)))))
     same(strided[:, 1], torch.zeros(4))
+    for at in (slice(0), slice(1)):  # such a column is contiguous, although its stride is 2
+        column = torch.ones(4, 2)[at, 0]
+        same(idist.all_reduce_(column), torch.full(column.shape, float(size)), at)
+        same(idist.all_reduce_(column, async_op=True).wait(), torch.full(column.shape, size**2.0))
     average = torch.full((2,), float(rank))
     same(idist.all_reduce_(average, "mean"), torch.full((2,), sum(range(size)) / size))
     same(average, torch.full((2,), sum(range(size)) / size))
