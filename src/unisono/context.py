@@ -153,6 +153,7 @@ class ContextState:
         self.settle()
 
 
+_NO_HINT = ContextHint()
 _OF_RANK = "unisono: of rank"
 _serial = ContextState(SerialModel())
 
@@ -243,16 +244,18 @@ def _find_context() -> ContextState:
 def _adopt() -> ContextState | None:
     """Adopt a context that was created outside unisono, once per process."""
     global _process, _previous
-    model = None
-    if registry.probe(ContextHint()) is not None:  # the environment's readers aren't loaded before
+    model = registry.probe(_NO_HINT)
+    if model is not None:  # the environment's readers aren't loaded before
         model = registry.probe(ContextHint(_local_rank, detect_environment()))
     previous, _previous = _previous, None
+    if model is None:  # at each call of a program that is alone: keep it short
+        if previous is not None and not previous.model.is_alive():
+            previous.release()
+        return None
     of_type = [each for each in (previous, _forked) if each and type(each.model) is type(model)]
     context = next((each for each in of_type if each.model.is_alive()), None)
     if previous is not None and previous is not context:
         previous.release()
-    if model is None:
-        return None
     if context is not None:
         context.renew(model)
     else:

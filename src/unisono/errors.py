@@ -63,9 +63,11 @@ _ABOUT_OTHERS = (
 class UnisonoError(Exception):
     """Base of every error that unisono raises."""
 
-    def __str__(self) -> str:
-        # Further arguments of the constructor, which pickle needs, are no part of the text.
-        return str(self.args[0]) if self.args else ""
+
+def _message(error: UnisonoError) -> str:
+    """Return an error's text: further arguments, which pickle needs, are no part of it."""
+    # Not of the base: other errors, also of plug-ins, show all of their arguments.
+    return str(error.args[0])
 
 
 class ArgumentError(UnisonoError, ValueError, TypeError):
@@ -134,6 +136,8 @@ class EnvironmentDetectionError(UnisonoError, ValueError, RuntimeError):
         self.variable = variable
         self.value = value
 
+    __str__ = _message
+
 
 class LaunchError(UnisonoError, RuntimeError):
     """Raised when replicas can't be started or their results can't be collected."""
@@ -163,6 +167,8 @@ class WorkerFailedError(LaunchError):
         self.exit_code = exit_code
         self.signal = signal
         self.traceback = traceback
+
+    __str__ = _message
 
     @classmethod
     def of(cls, error: BaseException, rank: int, world_size: int) -> WorkerFailedError:
@@ -256,6 +262,8 @@ class PeerRefusedError(CollectiveError):
         super().__init__(message, rank)
         self.rank = rank
 
+    __str__ = _message
+
 
 class PeerFailedError(CollectiveError):
     """Raised when another rank failed, or a guarded section did there.
@@ -270,3 +278,5 @@ class PeerFailedError(CollectiveError):
         super().__init__(message, rank, traceback)
         self.rank = rank
         self.traceback = traceback
+
+    __str__ = _message

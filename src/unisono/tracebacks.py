@@ -31,8 +31,10 @@ _PACKAGE = str(Path(__file__).parent) + os.sep
 _INSTALLED = re.compile(r"/(site-packages|dist-packages|lib/python3\.\d+)/|^<frozen")
 # Its frames are between a user's ``with`` and our frames.
 _BETWEEN = os.sep + "contextlib.py"
+# The margin is that of an exception group.
 _FRAME = re.compile(
-    r'^  File "([^"\n]*)", line (\d+)(?:, in (.*))?\n((?:    .*\n)*)(?:  \[Previous line .*\n)?',
+    r'^(?P<margin>(?: +\| )?)  File "(?P<file>[^"\n]*)", line (?P<line>\d+)(?:, in (?P<name>.*))?\n'
+    r"(?P<source>(?:(?P=margin)    .*\n)*)(?:(?P=margin)  \[Previous line .*\n)?",
     re.MULTILINE,
 )
 _HEAD = re.compile(r"^Traceback \(most recent call last\):$", re.MULTILINE)
@@ -146,9 +148,10 @@ def fold_text(text: str) -> str:
 
 def _folded(stack: re.Match[str]) -> str:
     frames = list(_FRAME.finditer(stack[0]))
-    lines = []
-    for is_hidden, indices in _runs([frame[1] for frame in frames]):
-        lines += [_note(len(indices))] if is_hidden else [frames[index][0] for index in indices]
+    lines: list[str] = []
+    for is_hidden, indices in _runs([frame["file"] for frame in frames]):
+        note = frames[indices[0]]["margin"] + _note(len(indices))
+        lines += [note] if is_hidden else [frames[index][0] for index in indices]
     return "".join(lines)
 
 
@@ -185,9 +188,12 @@ def last_exception(text: str, most_after: int) -> tuple[str, str]:
         return "", ""
     raised = own[stack.end() :].partition("\n")[0].strip()
     matches = list(_FRAME.finditer(stack[0]))
-    frames = [traceback.FrameSummary(m[1], int(m[2]), m[3] or "?", line="") for m in matches]
+    frames = [
+        traceback.FrameSummary(m["file"], int(m["line"]), m["name"] or "?", line="")
+        for m in matches
+    ]
     innermost = where(frames)
-    source = matches[-1][4].strip().partition("\n")[0]
+    source = matches[-1]["source"].strip().partition("\n")[0]
     if raised == "AssertionError" and source.startswith("assert "):
         raised = f"{raised}: {source}"
     return raised, "" if innermost is None else line_of(innermost)

@@ -69,6 +69,15 @@ def test_every_error_travels_with_its_message_and_attributes(
     assert str(error).startswith("what")
 
 
+def test_an_error_without_attributes_of_its_own_shows_all_its_arguments() -> None:
+    class PluginError(errors.LaunchError):
+        def __init__(self, rank: int, reason: str) -> None:
+            super().__init__(rank, reason)
+
+    assert str(PluginError(3, "no memory")) == "(3, 'no memory')"
+    assert str(UnisonoError()) == ""
+
+
 def test_a_worker_s_failure_carries_its_traceback() -> None:
     def fail() -> None:
         raise KeyError("gone")

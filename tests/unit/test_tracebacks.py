@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import gc
 import signal
 import sys
@@ -79,6 +80,21 @@ def test_runs_of_our_frames_are_one_line_in_causes_too() -> None:
     assert str(tracebacks.__file__).rpartition("/")[0] not in said
     assert fold(chained).count(FOLDED) == 1
     assert "The above exception was the direct cause" in fold(chained)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="there are no exception groups")
+def test_frames_within_exception_groups_are_folded_too() -> None:
+    group = vars(builtins)["ExceptionGroup"]
+
+    def grouped() -> None:
+        error = raised(lambda: unisono.initialize("nobody's"))
+        raise group("outer", [error, group("inner", [error])])
+
+    said = fold(grouped)
+    assert f"\n    |   ... 2 {FOLDED}" in said
+    assert f"\n      |   ... 2 {FOLDED}" in said
+    assert str(tracebacks.__file__).rpartition("/")[0] not in said
+    assert tracebacks.fold_text(said) == said
 
 
 def test_frames_of_a_section_are_ours_and_a_context_manager_of_the_users_is_not() -> None:
