@@ -185,7 +185,8 @@ class WorkerFailedError(LaunchError):
 
         If the exception names another rank as the cause, that rank comes first.
         """
-        summary = summary.removesuffix(":")  # of a list, which the traceback contains
+        # One line of the text: a list that its colon announces is only in the traceback.
+        summary = summary.removesuffix(":")
         kind, _, text = summary.partition(": ")
         if kind.startswith(_ABOUT_OTHERS) and text:
             raised = f"{who} raised {kind.rpartition('.')[2]}"

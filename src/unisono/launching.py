@@ -163,6 +163,7 @@ def _outcome(job: Job[Any], rank: int) -> bytes | Failure | LaunchError:
         job.finish()
     except LaunchError as error:
         failure = job.failures.by_rank.get(rank)
+        # A copy, for the traceback of the original refers to the job.
         return failure if isinstance(failure, Failure) else type(error)(*error.args)
     return job.results[rank]
 

@@ -44,6 +44,7 @@ def find_node(
             raise
         warn(f"this process continues alone: {error}")
         return None
+    # Only a platform that starts its script on the first host alone gives a node `hosts`.
     if node is None or is_asked or not node.hosts:
         return node
     if node.max_nnodes > 1:

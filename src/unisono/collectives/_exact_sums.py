@@ -170,6 +170,8 @@ def _are_normal_in_double(plan: Layout, form: Format) -> bool:
 
 def _add_normal_term(limbs: Tensor, term: Tensor, form: Format, plan: Layout) -> None:
     """Add a term as `_add_term` does, in fewer steps."""
+    # Exact, as `_are_normal_in_double` holds and all factors are powers of two. `_marks` records
+    # the infinities and NaN.
     finite = term.nan_to_num(0.0, 0.0, 0.0) if plan.is_marked else term
     rest = finite.double() * 2.0 ** (form.least - plan.low)
     for place in range(plan.limbs - 1, 0, -1):
@@ -273,13 +275,15 @@ def _leading(limbs: Tensor, plan: Layout) -> tuple[Tensor, Tensor]:
     value = limbs[-1]
     exponent = torch.full_like(value, plan.low + (plan.limbs - 1) * plan.limb_bits)
     mask, rest = (1 << plan.limb_bits) - 1, None
+    # `value` takes as many first bits of each limb as it has room for, `rest` collects the others.
     for limb in limbs[:-1].flip(0):
+        # A negative number is as long as its complement.
         room = (_ROOM_BITS - _length(value ^ (value >> 63))).clamp_(0, plan.limb_bits)
         exponent -= room
         cut = (limb << room).bitwise_and_(mask)
         rest = cut if rest is None else rest.bitwise_or_(cut)
         value = value << room
-        value |= limb >> room.neg_().add_(plan.limb_bits)
+        value |= limb >> room.neg_().add_(plan.limb_bits)  # in place: the last use of `room`
     return value if rest is None else value.bitwise_or_(rest != 0), exponent
 
 

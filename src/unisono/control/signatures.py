@@ -279,6 +279,7 @@ def _mismatch(frames: Sequence[bytes], ranks: Sequence[int]) -> CollectiveMismat
     odd = [rank for rank, kind in kinds.items() if called.count(kind) == 1]
     is_alone = len(odd) == 1 and len(set(called)) == 2
     one = odd[0] if is_alone else ranks[0]
+    # Damaged calls may have equal names: they differ in bytes that can't be decoded.
     other = next((rank for rank, kind in kinds.items() if kind != kinds[one]), ranks[-1])
     others = "the others" if is_alone else f"rank {other}"
     lines = "\n".join(f"  rank {rank}: {call}" for rank, call in calls.items())

@@ -67,8 +67,10 @@ def own_frame(frames: Sequence[Frame]) -> Frame | None:
 def folded(frames: Sequence[Frame]) -> tuple[Frame, ...]:
     """Remove unisono's own frames and their callees, in which the ranks of one call differ."""
     frames, own = _begun(frames), own_frame(frames)
-    if own is None or is_of_a_library(own.file):
+    if own is None or is_of_a_library(own.file):  # no code of the user's: all is shown
         return tuple(frames)
+    # The innermost is first: the last of ours before the user's frame is the call, and all frames
+    # before that one are its callees. Ours further out have started the user's code.
     ours = [at for at, frame in enumerate(frames[: frames.index(own)]) if _is_ours(frame.file)]
     begin = ours[-1] + 1 if ours else 0
     return tuple(frame for frame in frames[begin:] if not _is_ours(frame.file))

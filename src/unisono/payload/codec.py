@@ -301,7 +301,7 @@ def _failure_of(blob: bytes, _: torch.device) -> NoReturn:
 
 def _constant(value: Any) -> Callable[[bytes, Any], Any]:
     def read(blob: bytes, _: Any) -> Any:
-        if len(blob) != 1:
+        if len(blob) != 1:  # the byte of the kind is all
             raise PayloadError("received a damaged frame: bytes are left over")
         return value
 

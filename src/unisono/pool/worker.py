@@ -46,7 +46,7 @@ def serve(
         while task := own.next_task():
             channel.send(own.socket, *_outcome(local_rank, task, is_process))
         channel.send(own.socket, LEFT)
-        if ends:
+        if ends:  # a process sends it at its end: see `unisono.launchers.job.worker.work`
             channel.send(own.socket, channel.RESULT)
 
 

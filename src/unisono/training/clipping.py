@@ -100,13 +100,13 @@ def _largest(tensors: list[Tensor]) -> Tensor:
 
 def _settle(model: ComputationModel, optimizer: Optimizer) -> None:
     """Average now instead of in the optimizer's next step, unless a gradient arrives first."""
-    _unsettle(optimizer)
+    _unsettle(optimizer)  # of an earlier call without a step since
     undo = hooks_of(model).settle_gradients(optimizer)
     if undo is None:
         return
-    if optimizer not in _settled:
+    if optimizer not in _settled:  # its hooks stay, and so does its entry
         optimizer.register_step_post_hook(lambda each, *_: _unsettle(each))
-        reference = weakref.ref(optimizer)
+        reference = weakref.ref(optimizer)  # parameters must not keep it alive
         for item in [item for entry in optimizer.param_groups for item in entry["params"]]:
             if item.requires_grad:  # a scaler may skip the step
                 item.register_post_accumulate_grad_hook(lambda _: _unsettle(reference()))

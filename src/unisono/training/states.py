@@ -110,7 +110,7 @@ def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> OrderedDict[
     """Return a state dict with renamed keys, also in its ``_metadata``, the modules' versions."""
     renamed: Any = OrderedDict((names.get(key, key), value) for key, value in state.items())
     versions: Any = getattr(state, "_metadata", None)
-    if versions is not None:
+    if versions is not None:  # by module path; `names` has paths with a final dot
         renamed._metadata = OrderedDict(
             (names.get(f"{path}.", f"{path}.")[:-1] if path else path, version)
             for path, version in versions.items()

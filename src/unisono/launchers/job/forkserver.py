@@ -100,11 +100,11 @@ class _Orphans:
     """The processes that workers have left behind: they are children of this process then."""
 
     def __init__(self) -> None:
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # else they would become children of init
         self.are_ending: bool = False
         self._left: set[int] = set()  # by workers that go on, or have ended well: they may stay
         self._signalled: set[int] = set()
-        self._until = 0.0
+        self._until = 0.0  # then those that remain are killed
 
     def reap(self, workers: dict[socket.socket, int]) -> list[int]:
         """Remove workers that have ended, and end the processes that failed ones left behind."""

@@ -184,8 +184,8 @@ def show(target: int, line: bytes) -> None:
     """Print a line of a rank to stdout (1) or stderr (2) as it is."""
     stream = sys.stdout if target == 1 else sys.stderr
     buffer: IO[bytes] | None = getattr(stream, "buffer", None)
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # it may be closed
-        if buffer is None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
+        if buffer is None:  # replaced by a text stream, as in a notebook
             stream.write(line.decode(errors="replace"))
         else:
             buffer.write(line)

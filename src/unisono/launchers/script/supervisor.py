@@ -231,7 +231,7 @@ class Supervisor(Programs):
             has_ended = all(process.poll() is not None for process in self.processes)
             if has_ended and not self._pipes.open:
                 return
-            self.pass_on(job, self._pipes.read(_POLL_S / 4))
+            self.pass_on(job, self._pipes.read(_POLL_S / 4))  # at most so long over the limit
 
     def _forward_signals(self) -> None:
         """Send this process's signals to the ranks, as their launcher wouldn't pass them on."""

@@ -141,8 +141,8 @@ class MpiModel(ComputationModel):
         return world.why_unavailable()
 
     def finalize(self) -> None:
-        self._end.remove()
-        if self.is_alive():
+        self._end.remove()  # also of an aborted context, and if a call below raises
+        if self.is_alive():  # else pending operations may never end, or MPI is finalized
             is_finished = self._calls.finish()
             with self._calls.mapped_errors("Comm_free"):
                 for comm in self._comms if is_finished else ():  # MPI may still access them

@@ -71,6 +71,7 @@ def _in_memory(name: str, at: int, count: int, is_list: bool = True) -> Callable
             others = [each for each in args[:2] if is_list and isinstance(each, Tensor)]
             if others or named or not count <= len(args) <= count + 1:
                 return self._by_gloo(name, others[0] if others else None, by_gloo)
+            # Torch passes its options by name, or after the other arguments.
             opts, args = args[count] if len(args) > count else opts, args[:count]
             tensor = _single(args[at]) if is_list else args[at]
             host = self._shared if _has_memory(tensor) else None

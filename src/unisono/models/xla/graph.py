@@ -108,15 +108,15 @@ def run(
     """Run one collective as a separate graph, the same on every replica."""
     # Collective over all replicas.
     device_name = str(tensor.device)
-    _compute(tensor)
+    _compute(tensor)  # its history may differ between replicas, so it is no part of the graph
     # A token of an earlier graph would merge that graph into this one.
     _XLAC._set_all_reduce_token(device_name, None)
-    wait_for_all()
+    wait_for_all()  # before the launch, which has no time limit
     result = build(tensor)
     token = _XLAC._get_all_reduce_token(device_name)
     _XLAC._set_all_reduce_token(device_name, None)
     _compute(result)
-    del token
+    del token  # alive until here, as the module's third rule demands
     return result
 
 
