@@ -293,10 +293,11 @@ def _interrupt_anywhere(make: Callable[[int], Any], times: int, check: Callable[
 @pytest.mark.parametrize("make", [_job, _pool])
 def test_a_job_or_a_pool_that_is_interrupted_leaves_nothing(make: Callable[[int], Any]) -> None:
     """What is left is looked for by the fixtures of this folder, and ranks after each time."""
-    environ, gone_s = dict(os.environ), slack() * _GONE_S
+    environ, before, gone_s = dict(os.environ), _children(), slack() * _GONE_S
 
     def nothing_is_left() -> bool:
-        return not _ranks_left(gone_s) and dict(os.environ) == environ and make(4) == [16, 16]
+        left = _ranks_left(before, gone_s)
+        return not left and dict(os.environ) == environ and make(4) == [16, 16]
 
     _interrupt_anywhere(make, 6, nothing_is_left)
 
@@ -339,8 +340,15 @@ def test_a_message_that_an_interrupt_tore_is_never_taken_for_another() -> None:
                 assert inbox.take() == (channel.RESULT, b"first")
 
 
-def _ranks_left(within_s: float) -> list[int]:
-    """Give the processes of ranks that haven't ended a moment after their job."""
+def _children() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+def _ranks_left(before: set[psutil.Process], within_s: float) -> list[int]:
+    """Give the processes of ranks that haven't ended a moment after their job.
+
+    Those of `before` are none, such as multiprocessing's helpers of earlier tests in this session.
+    """
     helpers = {helper.process.pid for helper in local._fork_servers.values()}
-    ranks = [p for p in psutil.Process().children(recursive=True) if p.pid not in helpers]
+    ranks = [each for each in _children() - before if each.pid not in helpers]
     return [process.pid for process in psutil.wait_procs(ranks, timeout=within_s)[1]]

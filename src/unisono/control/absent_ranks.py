@@ -83,7 +83,8 @@ def report(call: str, arrived: Mapping[int, str], missing: Sequence[Missing]) ->
 
 
 def _state(pid: int) -> str:
-    with contextlib.suppress(load("psutil:Error")):
+    # The report is made without it where no descriptor is left, even for the import of psutil.
+    with contextlib.suppress(OSError), contextlib.suppress(load("psutil:Error")):
         return str(load("psutil:Process")(pid).status())
     return ""
 

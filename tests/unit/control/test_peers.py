@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
+import resource
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -25,12 +27,13 @@ LIMIT_S = 20.0
 
 
 @contextmanager
-def hub() -> Iterator[list[Hub]]:
+def hub(pids: Mapping[int, int] | None = None) -> Iterator[list[Hub]]:
     """Make the hub of a rank whose only neighbour is silent; who drops it from the list ends it."""
     pairs = [socket.socketpair() for _ in range(2)]
     lines: Any = [{1: Connection(ours, None, 1 << 16)} for ours, _ in pairs]
     before = set(threading.enumerate())
-    peers = Peers(range(2), 0, links([[0, 1]], 0), (lines[0], lines[1]), {}, SequenceNumbers())
+    both, tree = (lines[0], lines[1]), links([[0, 1]], 0)
+    peers = Peers(range(2), 0, tree, both, pids or {}, SequenceNumbers())
     (thread,) = set(threading.enumerate()) - before
     held = [Hub(peers, None, 60.0)]
     del peers
@@ -80,3 +83,14 @@ def test_an_interrupt_at_the_end_of_a_round_is_what_later_rounds_raise(
                 held[0].exchange(b"mine", time.monotonic() + LIMIT_S)
         with ThreadPoolExecutor(1) as other:
             assert other.submit(held[0].peers.lock.acquire, blocking=False).result()
+
+
+def test_a_late_rank_is_named_where_no_descriptor_is_left() -> None:
+    _, most = limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with hub({1: os.getppid()}) as held:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, most))
+        try:
+            with pytest.raises(CollectiveTimeoutError, match="rank 1 never (arrived|reached)"):
+                held[0].exchange(b"mine", time.monotonic())
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
