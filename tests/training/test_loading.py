@@ -79,6 +79,8 @@ def test_a_loader_alone_orders_as_several_replicas_do() -> None:
     in_order = idist.auto_dataloader(data, batch_size=4, shuffle=False)
     in_order.sampler.set_epoch(3)
     assert [i for rows in in_order for i in rows.tolist()] == data
+    divided = idist.spawn("threads", made_again, args=(in_order,), nproc_per_node=2)
+    assert divided == [data[::2], data[1::2]]
     own = RandomSampler(data)
     assert idist.auto_dataloader(data, batch_size=4, sampler=own).sampler is own
     rows: Any = data
@@ -93,6 +95,10 @@ def test_a_loader_alone_orders_as_several_replicas_do() -> None:
     assert [
         i for pair in zip(*(part[0] for part in together), strict=True) for i in pair
     ] == seeded[0]
+
+
+def made_again(_local_rank: int, loader: Any) -> list[int]:
+    return [i for rows in idist.auto_dataloader(loader) for i in rows.tolist()]
 
 
 def epochs(_local_rank: int, data: Any, seed: int | None = None) -> list[list[int]]:

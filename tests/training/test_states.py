@@ -282,6 +282,13 @@ def test_an_optimizer_gets_the_states_that_shards_have(tmp_path: Path) -> None:
     idist.save_checkpoint(half, tmp_path / "y", sharded=True)
     idist.load_checkpoint(tmp_path / "y", into=optimizer)
     assert list(optimizer.state) == [net.weight]  # as it was saved
+    idist.save_checkpoint({"optimizer": 1}, tmp_path / "x", sharded=True)
+    with pytest.raises(PayloadError, match="optimizer was saved as a value"):
+        idist.load_checkpoint(tmp_path / "x", into={"optimizer": optimizer})
+    fast, slow = (torch.optim.Adam(net.parameters(), lr=torch.tensor(rate)) for rate in (0.5, 0.25))
+    idist.save_checkpoint(fast, tmp_path / "rate", sharded=True)
+    idist.load_checkpoint(tmp_path / "rate", into=slow)
+    assert slow.param_groups[0]["lr"] == 0.5
     scheduler, other = (torch.optim.lr_scheduler.MultiStepLR(half, [count]) for count in (30, 40))
     idist.save_checkpoint({"scheduler": scheduler}, tmp_path / "z", sharded=True)
     with pytest.raises(PayloadError, match="MultiStepLR has no state for scheduler.milestones.30"):

@@ -220,8 +220,8 @@ def _sampler(dataset: Any, kwargs: dict[str, Any]) -> Any:
         is_shuffled = kwargs.pop("shuffle", True)
         generator: torch.Generator | None = kwargs.get("generator")
         seed = 0 if generator is None else generator.initial_seed() % (1 << 62)  # epochs are added
-        if is_shuffled and topology.world_size == 1:
-            return _Shuffled(dataset, seed)
+        if topology.world_size == 1:
+            return _Shuffled(dataset, seed) if is_shuffled else _InOrder(dataset)
         return DistributedSampler(dataset, *share, shuffle=is_shuffled, seed=seed)
     sampler_share = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)
     if sampler_share == (None, None):
@@ -257,6 +257,18 @@ class _Shuffled(RandomSampler):
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._indices)
+
+
+class _InOrder(SequentialSampler):
+    """The order of the dataset, with an epoch."""
+
+    # Not a DistributedSampler, which several replicas couldn't divide again, and which lists all.
+    epoch = 0
+    deals_in_turn = True
+
+    def set_epoch(self, epoch: int) -> None:
+        """Record the epoch, as a distributed sampler does."""
+        self.epoch = epoch
 
 
 class DistributedProxySampler(DistributedSampler[Any]):

@@ -101,10 +101,17 @@ def _state_of_optimizer(
     for key, place in shards.planner_data.items():
         if [*map(str, place[: len(path)])] == [*map(str, path)]:
             part = place[len(path) :]
+            if part in ((), ("state",)):
+                raise PayloadError(f"{key} was saved as a value, not as the state of an optimizer")
             param = param_of.get(part[1]) if part[0] == "state" else None
             set_element(made, part, _memory(shards.state_dict_metadata[key], param))
     if not made:
         return own
+    # States are moved to their parameters by the optimizer, but options, such as a rate, are not.
+    for group, current in zip(made.get("param_groups", ()), own["param_groups"], strict=False):
+        for name, item in group.items():
+            if isinstance(item, Tensor) and isinstance(current.get(name), Tensor):
+                group[name] = item.to(current[name].device)
     name_of = {str(name): name for name in names}  # the keys of shards are strings
     state = {name_of.get(name, name): item for name, item in made.get("state", {}).items()}
     return {**own, **made, "state": state}
