@@ -16,7 +16,6 @@ from tests.support.command import (
     DIGITS,
     GONE_S,
     JOB,
-    LIMIT_S,
     UNISONO,
     Done,
     learnt,
@@ -24,7 +23,6 @@ from tests.support.command import (
     nobody_is_left,
     run,
 )
-from tests.support.processes import until
 from tests.support.requirements import require
 from tests.support.virtual_hosts import Hosts
 
@@ -117,7 +115,9 @@ def test_a_master_whose_name_is_known_later_is_met(hosts: Hosts) -> None:
     where += ["--nproc-per-node", "1"]
     words = [[*RUN, *where, "--node-rank", str(i), JOB, "facts"] for i in (0, 1)]
     with on_hosts(hosts, words) as jobs:
-        until(lambda: all("resolve yet" in job.err() for job in jobs), LIMIT_S)
+        late = run(hosts.on(1, [*RUN, *where, "--node-rank", "1", "--timeout", "1", JOB, "facts"]))
+        assert "couldn't reach node 0 at leader:29520 in 1 s" in late.err
+        assert [job.process.poll() for job in jobs] == [None, None]  # they still try
         with known(hosts.files, lambda text: f"{text}{hosts.addresses[0]} leader\n"):
             found = [ended_well(job).facts() for job in jobs]
     assert [[fact["rank"] for fact in facts] for facts in found] == [[0], [1]]

@@ -91,9 +91,8 @@ class _Pickler(Pickler):  # type: ignore[misc]
                 self._used.setdefault(obj.__module__, {})[obj.__name__] = obj
             if is_by_value and isinstance(obj, FunctionType):
                 self._keep_source(obj.__code__.co_filename)
-            is_sent = is_by_value or _is_nowhere(obj)
-            # cloudpickle would send a cached function as a global, which isn't there.
-            if isinstance(obj, functools._lru_cache_wrapper) and is_sent:
+            if isinstance(obj, functools._lru_cache_wrapper) and (is_by_value or _is_nowhere(obj)):
+                # cloudpickle would send it as a global, which isn't there.
                 return _cached, (obj.__wrapped__, obj.cache_parameters())
         return super().reducer_override(obj)
 

@@ -49,7 +49,7 @@ class Link:
     where: str | int  # the address of a Unix-domain socket of this host, or a port
     token: str = ""
     host: str = ""  # the launcher's own variable with the host of the port
-    names: Sequence[str] = ()  # its variables of rank and world size, also local, if it has its own
+    names: Sequence[str] = ()  # its variables of who a rank is, if unisono knows none of them
 
     def variables(self) -> dict[str, str]:
         """Return it as a rank's variables."""
