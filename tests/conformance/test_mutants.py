@@ -304,7 +304,7 @@ BREAKS: dict[str, list[tuple[Any, str, Any]]] = {
     "exact_sums_are_those_of_a_group": [(_scalars, "sum_exactly", _rounds_each_addition)],
     "what_has_no_exact_sum_is_refused_by_name": [(_scalars, "check_summable", lambda tensor: None)],
     "what_pickle_would_turn_into_something_else_doesnt": [
-        (pickling.ObjectPickler, "reducer_override", cloudpickle.Pickler.reducer_override)
+        (pickling._ObjectPickler, "reducer_override", cloudpickle.Pickler.reducer_override)
     ],
 }
 

@@ -142,12 +142,13 @@ class CellRun:
     """One cell in ranks: Ctrl-C interrupts them, a second one gives up those that are late."""
 
     def __init__(self, cell: Cell, size: int, timeout_s: float | None) -> None:
-        self.size, self.timeout_s = size, timeout_s
+        self.size: int = size
+        self.timeout_s: float | None = timeout_s
         self.outcomes: dict[int, CellOutcome] = {}
         self.error: BaseException | None = None  # of the ranks as a whole, if one died
-        self.cut_by = ""  # `INTERRUPT`, `TIMEOUT` or `FAILURE`, if one of them ended the cell
+        self.cut_by: str = ""  # `INTERRUPT`, `TIMEOUT` or `FAILURE`, if one of them ended the cell
         self.stacks: dict[int, str] = {}  # of interrupted ranks; empty without an answer
-        self.is_aborted = False  # whether the contexts of ranks that are threads were ended
+        self.is_aborted: bool = False  # whether the contexts of ranks that are threads were ended
         self.given_up: list[int] = []
         self.remains = ""  # of the ranks, if the cell failed or was ended early
         self._cell = cell

@@ -39,8 +39,8 @@ class Meeting:
     def __init__(self, records: Mapping[int, CollectiveRecord], offsets: Mapping[int, int]) -> None:
         self.records = records
         self.offsets = offsets
-        self.last = _last_of(self)  # once: each rank of the call needs it
-        self.last_ns = self.arrival_ns(self.last)
+        self.last: int = _last_of(self)  # once: each rank of the call needs it
+        self.last_ns: int = self.arrival_ns(self.last)
 
     def arrival_ns(self, rank: int) -> int:
         """Return a rank's arrival, on the common clock."""

@@ -25,7 +25,7 @@ from unisono.pickling import Pickler
 _REBUILD: Any = torch._utils._rebuild_device_tensor_from_cpu_tensor
 
 
-class ObjectPickler(Pickler):  # type: ignore[misc]
+class _ObjectPickler(Pickler):  # type: ignore[misc]
     """Pickles by value objects that other processes can't import."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -56,7 +56,7 @@ def _restore_from_cpu(data: Tensor, dtype: torch.dtype, _: Any, requires_grad: b
     return data.to(home.get(), dtype).requires_grad_(requires_grad)
 
 
-class _MessagePickler(ObjectPickler):
+class _MessagePickler(_ObjectPickler):
     """Pickles tensors as buffers."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -97,7 +97,7 @@ def load(blocks: Sequence[bytes | bytearray | memoryview]) -> Any:
         ) from error
 
 
-class _FilePickler(ObjectPickler):
+class _FilePickler(_ObjectPickler):
     """Pickles numpy arrays as tensors, which `torch.save` stores outside of the pickle."""
 
     def reducer_override(self, obj: Any) -> Any:

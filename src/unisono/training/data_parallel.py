@@ -106,7 +106,7 @@ class Averager:
         self.parameter_ids: set[int] = {id(parameter) for parameter in parameters}
         self.bucket_bytes = bucket_bytes
         self._runs = runs = list(buckets(parameters, bucket_bytes))
-        self.name = name or name_of_gradients(context, module, None)
+        self.name: str = name or name_of_gradients(context, module, None)
         self._bucket_of = {id(p): i for i, run in enumerate(runs) for p in run}
         self.release: weakref.finalize[..., Any] = _hook(self, parameters, self)
         self.is_syncing = True

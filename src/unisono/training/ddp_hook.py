@@ -42,7 +42,8 @@ class Averaging:
     """Registers the hook and is its state; looks up the active context at each call."""
 
     def __init__(self, group: Group | None = None, name: str = "") -> None:
-        self.group, self._name = group, name
+        self.group: Group | None = group
+        self._name = name
         self.module: Callable[[], Any] = lambda: None
         self._is_live = False
         self._started: list[tuple[Handle[Tensor], torch.futures.Future[Tensor]]] = []

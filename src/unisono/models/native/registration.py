@@ -43,7 +43,7 @@ def _leave_untraced() -> None:
 
 
 def _create(place: Any, _options: Any) -> Any:
-    return importlib.import_module("unisono.models.native.torch_backend").UnisonoGroup(place)
+    return importlib.import_module("unisono.models.native.torch_backend").create(place)
 
 
 class _Registrar:

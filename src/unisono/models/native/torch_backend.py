@@ -123,7 +123,7 @@ class _Gloo:
         return tensor
 
 
-class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
+class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group of torch over gloo, with CPU tensors in shared memory."""
 
     # Collective at creation, over its ranks.
@@ -278,7 +278,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return True
 
     reduce_scatter_single = _reduce_scatter_base
-    reduce_scatter_single_coalesced = _one_by_one("_reduce_scatter_base")
+    reduce_scatter_single_coalesced: Callable[..., Any] = _one_by_one("_reduce_scatter_base")
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     # Movement
@@ -316,7 +316,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return True
 
     all_gather_single = _allgather_base
-    all_gather_single_coalesced = _one_by_one("_allgather_base")
+    all_gather_single_coalesced: Callable[..., Any] = _one_by_one("_allgather_base")
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     @_in_memory("all_gather", 1, 2)
@@ -437,6 +437,11 @@ def _is_ours(frame: FrameType | None) -> bool:
     return frame is not None and frame.f_code.co_filename.startswith(_PACKAGE)
 
 
+def create(place: Any) -> dist.ProcessGroup:
+    """Create a process group, for ``torch.distributed``."""
+    return _UnisonoGroup(place)
+
+
 def _log_of(topology: Topology) -> CallLog:
     """Return the log that this rank's groups share: that of a live group, else a new one."""
     for group in _alive:
@@ -512,7 +517,7 @@ def _done(result: Any) -> Any:
     return _c10d._create_work_from_future(future)
 
 
-_alive: weakref.WeakSet[UnisonoGroup] = weakref.WeakSet()
+_alive: weakref.WeakSet[_UnisonoGroup] = weakref.WeakSet()
 
 
 def _after_fork() -> None:

@@ -43,7 +43,7 @@ from unisono.errors import (
     ContextError,
     PeerFailedError,
 )
-from unisono.models.native.torch_backend import UnisonoGroup
+from unisono.models.native.torch_backend import _UnisonoGroup
 from unisono.recording import CollectiveRecord
 
 NAME = "unisono"
@@ -61,9 +61,9 @@ def forks() -> None:
     prepare(__name__, "torch._dynamo")  # what is here takes longer to import than to run
 
 
-def world() -> UnisonoGroup:
+def world() -> _UnisonoGroup:
     group = dist.group.WORLD
-    assert isinstance(group, UnisonoGroup)
+    assert isinstance(group, _UnisonoGroup)
     return group
 
 
@@ -277,7 +277,7 @@ def messages(rank: int, size: int, folder: Path) -> None:
 
 def groups(rank: int, size: int, folder: Path) -> None:
     pair, everybody = dist.new_group([0, size - 1]), dist.new_group()
-    assert isinstance(everybody, UnisonoGroup)
+    assert isinstance(everybody, _UnisonoGroup)
     total = torch.ones(300_001)
     dist.all_reduce(total, group=everybody)
     assert total[-1] == size
