@@ -153,6 +153,7 @@ class RankTask:
 def _is_over(store: TCPStore, token: str) -> bool:
     """Return whether the job is over, or its host process has exited."""
     try:
+        # `get` alone would wait for the key.
         return store.check([_OVER]) and store.get(_OVER) == token.encode()
     except RuntimeError:
         return True
@@ -200,6 +201,7 @@ def host_job(
     """
     pickled = pickle_for_worker(entry)
     token, path, folder = secrets.token_hex(16), tuple(search_path()), os.getcwd()
+    # This process hosts the store, as node 0 does, whatever node the plan is for.
     with host_store(replace(plan, node_rank=0), address) as hosted:
         each = range(plan.nproc_per_node)
         nodes = [replace(hosted, node_rank=node) for node in range(plan.nnodes)]
@@ -268,6 +270,7 @@ class _Tasks(JobRanks):
     def poll(self, job: Job[Any], until: float) -> None:
         for rank in [rank for rank, future in self._waiting.items() if future.done()]:
             self._take(job, rank, self._waiting.pop(rank))
+        # Futures of all libraries have `done` alone in common, so that they are polled.
         time.sleep(max(0.0, min(_POLL_S, until - time.monotonic())))
 
     def end(self, job: Job[Any]) -> None:
