@@ -101,6 +101,7 @@ def _execute(cell: Cell, names: dict[str, Any]) -> str | None:
     cell.cache_lines()
     tree = ast.parse(cell.source, cell.filename)
     last = tree.body[-1] if tree.body else None
+    # As in IPython, ";" hides the value, and "_" has the last one.
     if isinstance(last, ast.Expr) and not cell.source.rstrip().endswith(";"):
         tree.body.pop()
     else:
@@ -157,6 +158,7 @@ def _descriptors(target: int) -> Iterator[None]:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(line_buffering=True)
     flush()  # earlier output belongs to the former descriptors
+    # At the end in reverse: flush, restore, close.
     with ExitStack() as stack:
         for fd in (1, 2):
             saved = os.dup(fd)

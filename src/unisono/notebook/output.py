@@ -43,7 +43,7 @@ class _RankOutput:
             elif token == "\x1b[A":
                 self._row = max(0, self._row - 1)
                 self._goes_up = True
-            elif token and token != "\x1b[K":
+            elif token and token != "\x1b[K":  # a row is written anew as a whole
                 kept = "" if self._is_at_start else self._rows[self._row]
                 self._rows[self._row] = kept + token
                 self._is_at_start = False
@@ -73,6 +73,7 @@ class Transcript:
         for output in self._outputs.values():
             output.read(is_over)
         lines = list(self._lines(is_over))
+        # The last line has room for the bar of one rank.
         bar = "" if is_over else next(iter(self._outputs.values())).unfinished
         if not lines and bar == self._bar:
             return

@@ -100,7 +100,7 @@ class RankSet:
                 print("The ranks had ended since the last cell: these are fresh, without names")
             self._pool.map(abs, range(self.size))  # starts them before the cell's time counts
         are_threads = {*self._pool.pids} == {os.getpid()}
-        for old in os.scandir(self._folder):
+        for old in os.scandir(self._folder):  # outputs of the cell before
             os.unlink(old)
         cell = Cell(source, filename, tuple(ranks), self._key, self._folder, os.getpid())
         cell.cache_lines()
@@ -108,7 +108,7 @@ class RankSet:
         with by_thread() if are_threads else nullcontext():
             run.wait(self._pool)
         run.remains = self._settle(run, are_threads)
-        self._has_names = not are_threads and bool(self._pool.pids)
+        self._has_names = not are_threads and bool(self._pool.pids)  # names of threads outlive them
         return run
 
     def _settle(self, run: CellRun, are_threads: bool) -> str:
@@ -194,6 +194,7 @@ class CellRun:
     def _tick(self, pool: WorkerPool) -> None:
         try:
             if not self._is_started:
+                # In another thread, as this one receives Ctrl-C.
                 threading.Thread(target=self._work, args=(pool,), daemon=True).start()
                 self._is_started = True
             self._is_over.wait(_TICK_S)
@@ -208,6 +209,7 @@ class CellRun:
                 self._cut(INTERRUPT)
 
     def _take_outcomes(self) -> None:
+        # A copy: the call's thread adds to it.
         for rank, bodies in list(self._call.answers.items() if self._call else ()):
             if rank in self._cell.ranks and rank not in self.outcomes:
                 self.outcomes[rank] = pickle.loads(bodies[0])

@@ -58,6 +58,7 @@ class PoolCall(JobRanks):
 
     def run(self, size: int, grace_s: float | None = None) -> None:
         """Send each replica its first task, and wait until all are done."""
+        # Threads get this process's own signals.
         job: Job[Any] = Job(self, size, grace_s=grace_s if self.replicas.are_processes else None)
         try:
             for rank in range(size):
@@ -94,7 +95,7 @@ class PoolCall(JobRanks):
         while self.busy and time.monotonic() < end and n_looks < _LOOKS:
             if self._record_answers(job, time.monotonic() + _LOOK_S):
                 n_looks = 0
-            elif self._is_broken:
+            elif self._is_broken:  # new replicas are made in any case
                 return
             elif self._is_together:
                 n_looks = n_looks + 1 if self.replicas.may_wait(self.busy) else 0
@@ -121,7 +122,7 @@ class PoolCall(JobRanks):
             return
         self.busy.discard(rank)
         if rank not in job.failures.by_rank:
-            job.succeed(rank, b"")
+            job.succeed(rank, b"")  # its results are in `answers`
 
 
 def once(body: bytes, ranks: Collection[int]) -> _Give:

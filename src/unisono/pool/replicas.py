@@ -100,6 +100,7 @@ class Replicas:
         workers = self._workers
         if not workers.answers:
             self._job.poll(until)
+        # A death counts once the answers before it have been taken.
         if not workers.answers:
             self._job.require_ranks()
         answers, workers.answers = workers.answers, []
@@ -146,7 +147,7 @@ class Replicas:
     def close(self) -> None:
         """End idle replicas in good order: after their threads and exit handlers."""
         for worker in self._workers.workers:
-            worker.task = channel.task(b"")
+            worker.task = channel.task(b"")  # the end
         late, until = {*self._ids}, time.monotonic() + _LEAVE_S
         block_end = end_of_block() or math.inf
         while late and time.monotonic() < min(until, block_end):

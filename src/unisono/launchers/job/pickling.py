@@ -48,7 +48,7 @@ def pickle_for_worker(value: object) -> bytes:
     out = io.BytesIO()
     definitions = _Definitions()
     pickler = _Pickler(out, definitions)
-    with _lock:
+    with _lock:  # cloudpickle's registry is that of the process
         try:
             pickler.dump(value)
             pickler.dump(definitions)  # with the memo of the value: the same objects
@@ -65,7 +65,7 @@ def load_from_parent(data: bytes, *, defines: bool = True) -> Any:
     """Load a pickle from `pickle_for_worker`."""
     unpickler = pickle.Unpickler(io.BytesIO(data))
     value = unpickler.load()
-    if defines:
+    if defines:  # not in a thread of the parent, whose modules have them
         _define(unpickler.load())
     return value
 
@@ -99,6 +99,7 @@ class _Pickler(Pickler):  # type: ignore[misc]
 
     def _keep_source(self, file: str) -> None:
         cached = linecache.cache.get(file, ())
+        # A lazy entry is shorter: its lines are in a file.
         if file not in self._sources and len(cached) > 2 and cached[1] is None:  # no file's
             self._sources[file] = "".join(cached[2])
 
@@ -155,7 +156,7 @@ def _define(definitions: _Definitions) -> None:
     for file, text in definitions.sources.items():
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     for name, objects in definitions.used.items():
-        if name not in sys.modules and not _can_be_found(name):
+        if name not in sys.modules and not _can_be_found(name):  # else its import defines them
             sys.modules[name] = ModuleType(name)
         if name in sys.modules:
             _define_in(sys.modules[name], objects)

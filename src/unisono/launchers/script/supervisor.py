@@ -148,6 +148,7 @@ class Supervisor(Programs):
         finally:
             self.kill()
         found = self._outcome(job)
+        # Else the report or the signal explains the end better.
         if found.failed is None and found.interrupted is None:
             for line in self._of_launcher:
                 show(2, line)
@@ -171,6 +172,7 @@ class Supervisor(Programs):
             super().note(job, report)
         elif report.attempt >= self._attempt:
             self.reports.append(report)
+            # After the last attempt it restarts no more: `_outcome` reports that one.
             soon = min(self._restart_at, time.monotonic() + _OTHERS_S)
             self._restart_at = soon if report.attempt < self._max_restarts else math.inf
 
@@ -198,7 +200,7 @@ class Supervisor(Programs):
                 job.succeed(rank, b"")
             elif code is not None:
                 job.fail(rank, None)
-        if None not in codes and any(codes):
+        if None not in codes and any(codes):  # no report can follow
             job.stop(LaunchError("all processes of the job have ended"))
 
     def end(self, job: Job[Any]) -> None:
@@ -237,6 +239,7 @@ class Supervisor(Programs):
         """Send this process's signals to the ranks, as their launcher wouldn't pass them on."""
         while self._unsent:
             number = self._unsent.pop(0)
+            # These give no time to save: the launcher, or each rank's wrapper, ends the ranks.
             if number in (signal.SIGINT, signal.SIGKILL):
                 self._signal(self._end_signal)
             elif self._infos or not self._reach(self.processes[0].pid, number):
@@ -293,7 +296,7 @@ def _below(launcher: int) -> set[Any]:
         while waiting:
             for child in waiting.pop().children():
                 words = child.cmdline() or [""]
-                if RANK in words or words[0].startswith(TITLE):
+                if RANK in words or words[0].startswith(TITLE):  # a title replaces the command line
                     found.add(child)
                 else:
                     waiting.append(child)
@@ -366,6 +369,7 @@ class _Rank:
     def __call__(self, info: RankInfo) -> None:
         pipes, reader, report = Pipes(), Reader(self.script.token), None
         environ = {**without(os.environ, OF_TORCH), **self.environ, **env_for(info)}
+        # Reports are among the lines of stderr alone.
         process = pipes.start(self.script.rank_argv(os.getpid()), environ, stdout=None)
         while pipes.open:
             for target, line in pipes.read(1.0):
