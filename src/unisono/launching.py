@@ -118,6 +118,7 @@ class RankTask:
                 local.begin(workers, [self.info], self._task, held)
                 while not job.is_decided(_CHECK_S):
                     if _is_over(store, self.token):
+                        # Returned, not raised, as are all failures: so each arrives with its rank.
                         error = LaunchError(f"rank {self.info.rank} was ended with its job")
                         return pickle.dumps(error)
                 return pickle.dumps(_outcome(job, self.info.rank))
@@ -125,6 +126,7 @@ class RankTask:
                 job.terminate()
 
     def _task(self, info: RankInfo) -> memoryview:
+        # What this host has set has priority.
         variables = local.variables_of(info, {**self.environ, **os.environ})
         path = [*sys.path, *(item for item in self.path if item not in sys.path)]
         return task_message(self.entry, info, variables, path, self.folder)

@@ -188,6 +188,7 @@ def variables_of(info: RankInfo, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _fork_server_for(method: str) -> _ForkServer:
+    """Return a fork server whose workers inherit this process's present state."""
     _retired[:] = [old for old in _retired if old.process.poll() is None]  # `poll` reaps them, too
     at_load = sorted(item for item in os.environ.items() if item[0].startswith(_AT_LOAD))
     key = (*forkserver.interpreter(), *inherited(), *at_load)
@@ -235,6 +236,7 @@ def _end_all() -> None:
 
 
 def _end(server: _ForkServer) -> None:
+    """End a fork server and its workers, and wait for it."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         server.process.send_signal(number)
         # A stopped process gets SIGTERM only once it continues.

@@ -41,6 +41,7 @@ def argv(script: Script) -> list[str]:
 
 
 def _rendezvous(script: Script) -> list[str]:
+    """Write the options of how the nodes' agents meet."""
     script.refuse("torchrun", "run it on each node", "hosts")
     if script.max_nnodes == 1 and script.master_addr is None:
         return ["--standalone"]
@@ -112,6 +113,7 @@ def _reach(script: Script, addr: str, port: int) -> None:
 
 
 def _why_not(script: Script, addr: str, port: int, limit_s: float) -> OSError | None:
+    """Return why node 0 can't be reached; None if it can, or if it is this node."""
     try:
         address = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as error:

@@ -168,6 +168,7 @@ def serve(is_alone: bool) -> NoReturn:
 
 
 def _after_fork() -> None:
+    """Tie a fork of the fresh process to it, with a random state of its own."""
     assert _child is not None
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # they end at it, unlike their parent
     # A fork of a replica's own, as of a DataLoader, is no replica.
@@ -205,6 +206,7 @@ def _replica(_rank: int) -> None:
 
 
 def _who_am_i(child: _Child) -> RankInfo:
+    """Return the replica's rank, as the runtime reports it."""
     if child.is_alone:
         return RankInfo(0, 1, 0, 1, 0, 1, source="spawn")
     runtime = importlib.import_module("torch_xla.runtime")

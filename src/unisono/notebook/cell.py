@@ -84,6 +84,7 @@ def run_cell(_local_rank: int, cell: Cell) -> CellOutcome | None:
 
 
 def _namespace(key: tuple[str, int], model: ComputationModel, is_process: bool) -> dict[str, Any]:
+    """Return the names of a rank's cells, a new module's at first."""
     if key not in _names:
         main = ModuleType("__main__")
         if is_process:
@@ -154,6 +155,7 @@ def _captured(path: Path, is_process: bool) -> Iterator[None]:
 
 @contextmanager
 def _descriptors(target: int) -> Iterator[None]:
+    """Send the output of this process, C code and children included, to a file."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(line_buffering=True)
@@ -171,6 +173,7 @@ def _descriptors(target: int) -> Iterator[None]:
 
 @contextmanager
 def _streams(file: TextIO) -> Iterator[None]:
+    """Send the output of this thread to a file."""
     streams = [each for each in (sys.stdout, sys.stderr) if isinstance(each, ByThread)]
     own = threading.get_ident()
     for stream in streams:

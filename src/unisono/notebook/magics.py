@@ -112,6 +112,7 @@ class Magics:
             print(f"{each}: {each.close()}")
 
     def _choose(self, size: int | None, backend: str | None) -> RankSet:
+        """Return the set of ranks that a cell means, a new one if there is none."""
         if size is None:
             same = [key for key in self._sets if backend in (None, key[0])]
             if not same:

@@ -32,6 +32,7 @@ class _RankOutput:
         return self._rows[self._row]
 
     def read(self, is_over: bool) -> None:
+        """Read what the rank has written since; at the end also its last row."""
         for token in _CONTROL.split(self._decode(self._file.read())):
             if token == "\n":
                 self._row += 1
@@ -88,6 +89,7 @@ class Transcript:
             output.close()
 
     def _lines(self, is_over: bool) -> Iterator[str]:
+        """Yield the lines that can be shown, shared ones once."""
         pending = {rank: output.lines for rank, output in self._outputs.items()}
         if self._is_whole and len(pending) > 1:
             yield from self._shared(pending)
@@ -95,6 +97,7 @@ class Transcript:
             self._held_since = None
             return
         if self._held_since is None:
+            # The other ranks may still write the same lines.
             self._held_since = time.monotonic()
         is_alone = len(pending) == 1
         if is_over or is_alone or time.monotonic() - self._held_since > _HOLD_S:

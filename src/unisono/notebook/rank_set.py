@@ -179,6 +179,7 @@ class CellRun:
         self.outcomes = dict(sorted(self.outcomes.items()))
 
     def _work(self, pool: WorkerPool) -> None:
+        """Run the cell in the pool, in a thread of its own."""
         if not self._turn.acquire(blocking=False):  # after a Ctrl-C, another thread was started
             return
         try:
@@ -192,6 +193,7 @@ class CellRun:
         self._call = call
 
     def _tick(self, pool: WorkerPool) -> None:
+        """Wait briefly for the cell, show output, and check the limits or Ctrl-C."""
         try:
             if not self._is_started:
                 # In another thread, as this one receives Ctrl-C.
@@ -263,6 +265,7 @@ class CellRun:
         computing = []
         for rank, frames in self._call.replicas.stacks(ranks).items():
             names = [frame.filename for frame in frames]
+            # From the cell's own frame on, if it has begun.
             own = frames[names.index(self._cell.filename) if self._cell.filename in names else 0 :]
             text = fold_text("".join(StackSummary.from_list(own).format()))
             self.stacks[rank] = text and f"Traceback (most recent call last):\n{text}"

@@ -228,6 +228,7 @@ class WorkerPool:
             )
 
     def _ready(self, limit: float | None) -> Replicas:
+        """Return the replicas, new ones if there are none or one has ended."""
         if self._is_closed:
             raise NotInitializedError("this pool is closed: make another one")
         if self._replicas is not None and not self._replicas.has_ended():

@@ -66,6 +66,7 @@ class Inbox:
         return message
 
     def _read(self) -> tuple[bytes, bytes] | None:
+        """Read on in the header or the body; return a message once it is whole."""
         while self._room:
             try:
                 count = self._channel.recv_into(self._room, 0, self._flags)

@@ -272,6 +272,7 @@ def _ready(fds: list[int], limit_s: float | None = _POLL_S) -> set[int]:
 def _fork(
     work: Callable[[int, int], None], fds: list[int], inherited: list[int], on_term: Any
 ) -> int:
+    """Fork a worker with the descriptors of its request; return its process id."""
     parent = os.getpid()
     pid = os.fork()
     if pid:
@@ -292,6 +293,7 @@ def _fork(
 
 
 def _exec(fds: list[int]) -> int:
+    """Start a worker as a fresh Python; return its process id."""
     stdin, stdout, stderr, channel = fds
     parent = os.getpid()
     code = f"import sys; sys.path[:] = {sys.path!r}; "
@@ -309,6 +311,7 @@ def _exec(fds: list[int]) -> int:
 
 
 def _forward_signals(status: socket.socket, pid: int) -> None:
+    """Send a worker the signals that its parent has written."""
     try:
         orders = status.recv(64)
     except OSError:

@@ -80,6 +80,7 @@ def _warned_when_slow() -> Iterator[None]:
 
 
 def _warn() -> None:
+    """Warn of the threads, or the exit handler, that keep this process."""
     main = threading.main_thread()
     names = [t.name for t in threading.enumerate() if not t.daemon and t is not main]
     why = f"threads that aren't daemons: {', '.join(names)}"
@@ -106,6 +107,7 @@ def forks_end_here() -> Iterator[None]:
 
 
 def _end_fork(error: BaseException | None) -> NoReturn:
+    """Exit as the program would, with this exception if any."""
     code = 0 if error is None else WorkerFailedError.exit_code_of(error)
     with contextlib.suppress(Exception):  # stderr may be closed, or anything a user put there
         if code is None and error is not None:  # uncaught, and no SystemExit

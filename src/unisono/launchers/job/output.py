@@ -172,6 +172,7 @@ class Pipes:
         pipe.close()
 
     def _lines(self, fd: int, chunk: bytes) -> list[bytes]:
+        """Return the whole lines of a pipe, and keep the rest."""
         text = self._rests.pop(fd, b"") + chunk
         *lines, rest = _END.split(text)
         # No chunk: the pipe has ended, so that nothing completes the rest.

@@ -76,6 +76,7 @@ class _Pickler(Pickler):  # type: ignore[misc]
         self.registered: list[ModuleType] = []
         self._used = definitions.used
         self._sources = definitions.sources
+        # cloudpickle sends these by value in any case.
         self._seen = {_MAIN, *cloudpickle.list_registry_pickle_by_value()}
         self._by_value = set(self._seen)
         known = ((sys.modules.get(name), key) for name, key in _ONE_IN_A_PROCESS)
@@ -88,6 +89,7 @@ class _Pickler(Pickler):  # type: ignore[misc]
             self._register_module(obj.__module__)
             is_by_value = obj.__module__ in self._by_value
             if is_by_value and _is_at_top(obj):
+                # For `_define`: plain pickle finds it in the worker, too.
                 self._used.setdefault(obj.__module__, {})[obj.__name__] = obj
             if is_by_value and isinstance(obj, FunctionType):
                 self._keep_source(obj.__code__.co_filename)
@@ -104,6 +106,7 @@ class _Pickler(Pickler):  # type: ignore[misc]
             self._sources[file] = "".join(cached[2])
 
     def _register_module(self, name: Any) -> None:
+        """Send a module's definitions by value unless the worker can import it."""
         if not isinstance(name, str) or name in self._seen:
             return
         self._seen.add(name)
@@ -153,6 +156,7 @@ def _is_importable(name: str, module: ModuleType) -> bool:
 
 
 def _define(definitions: _Definitions) -> None:
+    """Set the parent's definitions where plain pickle, tracebacks and children find them."""
     for file, text in definitions.sources.items():
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     for name, objects in definitions.used.items():

@@ -74,6 +74,7 @@ def work(channel_fd: int, parent: int) -> NoReturn:
     task = receive_task(channel)
     if task is None:  # the job has ended before
         os._exit(1)
+    # From here on `_watch` ends this process once the parent has, whatever the function does.
     ended, all_done = threading.Event(), threading.Event()
     tasks: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     watched = (channel, tasks, ended, all_done)
@@ -98,6 +99,7 @@ def work(channel_fd: int, parent: int) -> NoReturn:
     messages.send(channel, messages.RESULT, body)
     # After the result, since some of these calls end the peers.
     LastCalls.make(partial(_wait_for_peers, channel, all_done, ended))
+    # Exit handlers and threads have ended: see `Lifetime`.
     os._exit(0)
 
 

@@ -239,7 +239,7 @@ class Workers(JobRanks):
         elif message[0] == messages.ERROR:
             job.fail(worker.rank, pickle.loads(message[1]))
         else:
-            self.answers.append((worker.rank, *message))
+            self.answers.append((worker.rank, *message))  # of a pool's replica
         return True
 
     def _record_silence(self, job: Job[Any], worker: Worker) -> None:
@@ -279,6 +279,7 @@ class Workers(JobRanks):
             self._record_end(job, worker, number)
 
     def _record_end(self, job: Job[Any], worker: Worker, wait_status: int | None) -> None:
+        """Record the end of a worker's process, after its last messages."""
         # All that it sent has arrived, but the channel's end may never: a child of it may hold
         # the channel open.
         while not worker.is_silent and self._receive(job, worker):

@@ -107,6 +107,7 @@ def join() -> tuple[int, int]:
 
 
 def _who_am_i(names: Sequence[str]) -> RankInfo | str | None:
+    """Read this process's rank, None if it has none; a text says why it can't be read."""
     if names:
         rank, world_size, local_rank, local_size = (int(os.environ[name]) for name in names)
         return RankInfo(rank, world_size, local_rank, local_size, source="spawn")

@@ -157,9 +157,11 @@ def _ranks(counts: Sequence[int], hosts: Sequence[str], timeout_s: float) -> Ite
 
 
 def _infos_of(first: Any, group: PlacementGroup, counts: Sequence[int]) -> list[RankInfo]:
+    """Return the ranks' infos; the first actor hosts their rendezvous."""
     table = ray.util.placement_group_table(group)["bundles_to_node_id"]
     nodes = [table[index] for index, n in enumerate(counts) for _ in range(n)]
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    # On one host ranks meet on the loopback.
     addr = addresses[nodes[0]] if len({addresses[node] for node in nodes}) > 1 else "127.0.0.1"
     try:
         port = ray.get(first.hold_store.remote(addr), timeout=limit_of(_START_S))
@@ -297,7 +299,7 @@ class _Programs(Programs):
             return
         self.pass_on(job, lines)
         if code is None:
-            self._polls[self._actors[rank].poll.remote()] = rank
+            self._polls[self._actors[rank].poll.remote()] = rank  # for its next lines
         elif code == 0:
             job.succeed(rank, b"")
         else:

@@ -311,7 +311,7 @@ class RemoteWorkers(Workers):
         now, spec = time.monotonic(), self._spec
         if spec.limit_s is not None and job.late and now > self._begin + spec.limit_s:
             job.stop(LaunchError(f"ranks {job.late} were not done after {spec.limit_s:g} s"))
-        if job.orders.received and not self.workers:
+        if job.orders.received and not self.workers:  # no rank gets the signal
             job.stop(LaunchError("the job was ended before its ranks were there"))
         limit_s = _ARRIVE_S if self.workers else spec.start_s
         if len(self.workers) < spec.n_ranks and now > self._arrived_at + limit_s:
@@ -371,6 +371,7 @@ class RemoteWorkers(Workers):
             job.reset(range(first, first + self._spec.n_ranks), who.world_size)
 
     def _why_again(self, job: Job[Any]) -> str:
+        """Return why all ranks start again, in words."""
         if not job.failures:
             return f"{self._spec.name} has ended them"
         rank = job.failures.first

@@ -246,6 +246,7 @@ class Supervisor(Programs):
                 self._signal(number)
 
     def _reach_below(self, launcher: int, number: int) -> bool:
+        """Signal the wrappers below a launcher; return whether there are any."""
         self._signalled = _below(launcher)
         for process in self._signalled:
             with contextlib.suppress(Exception):  # psutil's: it has ended
@@ -311,7 +312,7 @@ def outcome(
         number = job.orders.received[0]
         have_saved = number in TO_SAVE and not job.late and not job.failures
         code = 0 if have_saved else exit_code_of(-number)
-        known = [each for each in reports if not each.is_secondary]
+        known = [each for each in reports if not each.is_secondary]  # their peers have ended
         return replace(verdict(known), code=code, interrupted=number)
     found = verdict(reports)
     if found.failed is not None:
@@ -367,6 +368,7 @@ class _Rank:
     environ: Mapping[str, str]
 
     def __call__(self, info: RankInfo) -> None:
+        """Run the program, print its lines, and raise its failure."""
         pipes, reader, report = Pipes(), Reader(self.script.token), None
         environ = {**without(os.environ, OF_TORCH), **self.environ, **env_for(info)}
         # Reports are among the lines of stderr alone.
@@ -407,7 +409,7 @@ def _outcome_of(error: BaseException, world_size: int) -> ScriptOutcome:
     while cause is not None:
         if isinstance(cause, ScriptEndedError) and cause.report is not None:
             return verdict([cause.report])
-        cause = cause.__cause__ or cause.__context__
+        cause = cause.__cause__ or cause.__context__  # a launcher may have wrapped it
     if not isinstance(error, WorkerFailedError) or not error.exit_code:
         raise error
     report = Report(error.rank, world_size, "unknown", -1, error.exit_code)

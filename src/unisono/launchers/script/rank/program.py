@@ -186,6 +186,7 @@ class _Running:
         """Warn if a signal has stopped the program; `poll` detects its end."""
         if self._process.returncode is not None or not hasattr(os, "waitid"):
             return
+        # Without WEXITED, so that Popen can reap it.
         kinds = os.WSTOPPED | os.WCONTINUED | os.WNOHANG
         with contextlib.suppress(ChildProcessError):
             status = os.waitid(os.P_PID, self._process.pid, kinds)
@@ -198,6 +199,7 @@ class _Running:
         _write(2, self._prefix + f"warning: {who} {text}\n".encode())
 
     def _wait_s(self, has_ended: bool) -> float:
+        """Return how long to wait for output before the next check."""
         if has_ended:
             return _DRAIN_S / 10
         if self._orders.until is None:
@@ -205,6 +207,7 @@ class _Running:
         return min(_POLL_S, max(0.01, self._orders.until - time.monotonic()))
 
     def _print(self, lines: Iterable[tuple[int, bytes]]) -> None:
+        """Print lines with the prefix, and keep the last ones of stderr for a report."""
         for fd, text in lines:
             if text == b"\r":  # a progress bar begins with one
                 continue
@@ -253,6 +256,7 @@ class _Running:
             send(self._process.pid, number)
 
     def _finish(self) -> int:
+        """End what the program left behind, report a failure; return its exit code."""
         code = self._process.wait()
         was_sent = -code in self._sent or code - _SIGNALLED in self._sent
         self._signal(signal.SIGKILL)  # children that it left behind

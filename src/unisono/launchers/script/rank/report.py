@@ -146,6 +146,7 @@ class Reader:
         if piece_of is None:
             return False
         name, index, count, piece = piece_of.groups()
+        # Pieces of several ranks may come mixed.
         pieces = self._pieces.setdefault(name, {})
         pieces[int(index)] = piece
         if len(pieces) < int(count):
