@@ -120,8 +120,7 @@ class _Orphans:
         # Descendants are found anew at each call: one that ends may leave children of its own.
         if is_over or not doomed:
             _signal(doomed, signal.SIGKILL)
-            # Others in `here` are of a worker that has just ended: the next call reaps it, and
-            # decides.
+            # Others in `here` may be of a worker that has just ended: the next call decides.
             self._left, self._signalled, self.are_ending = here & before, set(), False
         else:
             # A stopped process gets SIGTERM only once it continues.
