@@ -124,7 +124,7 @@ def _prepare(script: Script, held: ExitStack) -> tuple[list[str], dict[str, str]
             "MASTER_ADDR": str(plan.master_addr),
             "MASTER_PORT": str(plan.master_port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank hosts it: this process does
-            "TORCHELASTIC_RESTART_COUNT": "0",  # torch reads it with the one above
+            "TORCHELASTIC_RESTART_COUNT": "0",  # earlier torch reads it with the one above
             PRIVATE_STORE: str(plan.private_store),
         }
     return arguments, variables
