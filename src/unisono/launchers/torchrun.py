@@ -34,12 +34,14 @@ def argv(script: Script) -> list[str]:
         nodes = f"{script.nnodes}:{script.max_nnodes}"
     arguments = [sys.executable, "-m", "torch.distributed.run"]
     arguments += ["--nnodes", nodes, "--nproc-per-node", str(script.nproc_per_node)]
+    # The interval: seconds until the agent notices a failure.
     arguments += ["--max-restarts", str(script.max_restarts), "--monitor-interval", "0.1"]
     arguments += _rendezvous(script)
     return [*arguments, "--no-python", *script.rank_argv()]
 
 
 def _rendezvous(script: Script) -> list[str]:
+    """Write the options of how the nodes' agents meet."""
     script.refuse("torchrun", "run it on each node", "hosts")
     if script.max_nnodes == 1 and script.master_addr is None:
         return ["--standalone"]
@@ -50,6 +52,7 @@ def _rendezvous(script: Script) -> list[str]:
             "--master-port, a host and a free port of node 0"
         )
     timeout_s = int(script.timeout_s or _TIMEOUT_S)
+    # Nodes that know their numbers meet at node 0; others get theirs from torch's rendezvous.
     if script.node_rank is not None and script.max_nnodes == script.nnodes:
         where = ["--master-addr", script.master_addr, "--master-port", str(script.master_port)]
         conf = ["--rdzv-conf", f"timeout={timeout_s}"]
@@ -82,6 +85,7 @@ def _prepare(script: Script, held: contextlib.ExitStack) -> tuple[list[str], dic
     if script.master_addr is not None and script.master_port is not None:
         _reach(script, script.master_addr, script.master_port)
     variables = environment(script, os.environ)
+    # A file is for ranks of one host alone.
     return arguments, variables | (private_store(held) if script.max_nnodes == 1 else {})
 
 
@@ -109,10 +113,12 @@ def _reach(script: Script, addr: str, port: int) -> None:
 
 
 def _why_not(script: Script, addr: str, port: int, limit_s: float) -> OSError | None:
+    """Return why node 0 can't be reached; None if it can, or if it is this node."""
     try:
         address = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as error:
         return error
+    # Node 0 is this one: its own agent will listen there.
     if script.node_rank == 0 or (script.node_rank is None and _is_here(address)):
         return None
     return why_unreachable(addr, port, limit_s)
@@ -143,6 +149,7 @@ def launch(
     script = replace(
         Script.of(plan),
         max_nnodes=max_nnodes or plan.nnodes,
+        # The agents of an elastic job number its nodes themselves.
         node_rank=None if is_elastic or plan.nnodes == 1 else plan.node_rank,
         max_restarts=max_restarts,
         timeout_s=timeout_s,

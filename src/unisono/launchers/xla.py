@@ -41,7 +41,7 @@ from unisono.topology import LaunchPlan, RankInfo
 
 _SERVE = "from unisono.launchers.xla import serve; serve({})"
 _FORK_DIED = 86  # exit code of the fresh process where one that it forked has died
-_LAST = -100
+_LAST = -100  # after multiprocessing's own finalizers
 
 
 def launch(
@@ -91,7 +91,7 @@ class _Replicas(RemoteWorkers):
                 "the block's deadline is over: XLA's replicas have returned, but their process "
                 "still had threads or exit handlers"
             )
-        if self.process.returncode != 0:
+        if self.process.returncode != 0:  # by a thread, or an exit handler
             job.stop(self.early_end(job))
 
     def end(self, job: Job[Any]) -> None:
@@ -109,6 +109,7 @@ class _Replicas(RemoteWorkers):
     def early_end(self, job: Job[Any]) -> WorkerFailedError:
         """Return the error of the process, with its threads' stacks if it printed them."""
         assert self.process is not None
+        # Code _FORK_DIED is ours: it says nothing about the replica's own exit.
         code = self.process.returncode
         name = signal_name(-code) if code < 0 else None
         how = f" by {name}" if name else f" with exit code {code}" if code != _FORK_DIED else ""
@@ -154,6 +155,7 @@ def serve(is_alone: bool) -> NoReturn:
     os.register_at_fork(after_in_child=_after_fork)
     faulthandler.enable()  # XLA aborts the process where a graph doesn't get all replicas
     try:
+        # Not at the top of the module: the import sets and reads variables.
         torch_xla = importlib.import_module("torch_xla")
         torch_xla.launch(_replica, start_method="fork", debug_single_process=is_alone)
     except BrokenProcessPool:
@@ -166,8 +168,10 @@ def serve(is_alone: bool) -> NoReturn:
 
 
 def _after_fork() -> None:
+    """Tie a fork of the fresh process to it, with a random state of its own."""
     assert _child is not None
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # they end at it, unlike their parent
+    # A fork of a replica's own, as of a DataLoader, is no replica.
     if os.getppid() == _child.pid:
         die_with(_child.pid)
         seed_generators()
@@ -181,9 +185,9 @@ def _replica(_rank: int) -> None:
         multiprocessing.util.Finalize(None, Lifetime.run_exit_handlers, exitpriority=_LAST)
     who = _who_am_i(child)
     channel, status = child.link.connect(b"c", who), child.link.connect(b"s", who)
-    status.sendall(f"{os.getpid()}p".encode())
+    status.sendall(f"{os.getpid()}p".encode())  # as the fork server reports it
     task = receive_task(channel)
-    if task is None:
+    if task is None:  # the job has ended before
         os._exit(1)
     messages.OWN.set(messages.OwnChannel(channel))
     try:
@@ -202,6 +206,7 @@ def _replica(_rank: int) -> None:
 
 
 def _who_am_i(child: _Child) -> RankInfo:
+    """Return the replica's rank, as the runtime reports it."""
     if child.is_alone:
         return RankInfo(0, 1, 0, 1, 0, 1, source="spawn")
     runtime = importlib.import_module("torch_xla.runtime")

@@ -66,17 +66,18 @@ class Inbox:
         return message
 
     def _read(self) -> tuple[bytes, bytes] | None:
+        """Read on in the header or the body; return a message once it is whole."""
         while self._room:
             try:
                 count = self._channel.recv_into(self._room, 0, self._flags)
             except BlockingIOError:
                 return None
-            except OSError:
+            except OSError:  # a reset is an end, too
                 count = 0
             if count == 0:
                 raise EOFError
             self._room = self._room[count:]
-            if not self._room and self._kind is None:
+            if not self._room and self._kind is None:  # the body follows; it may be empty
                 size, kind = _HEADER.unpack(self._data)
                 self._expect(kind, size)
         assert self._kind is not None

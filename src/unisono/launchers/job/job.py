@@ -87,7 +87,7 @@ class Job(Generic[T]):
         self.ranks = ranks
         self.orders: Orders = Orders(grace_s or 0.0)
         self.reset(range(world_size) if own is None else own, world_size)
-        self._takes = () if grace_s is None else ranks.takes
+        self._takes = () if grace_s is None else ranks.takes  # None: ranks get no signals
         self._error: LaunchError | None = None
         self._is_ended = False
 
@@ -192,7 +192,7 @@ class Job(Generic[T]):
         if self._is_ended:
             return
         late = self.late
-        if late and self._error is None:
+        if late and self._error is None:  # for a later `join`
             self._error = self._first_failure() if self.failures else self._ended_error(late)
         self.ranks.end(self)
         self._is_ended = True  # not before: after Ctrl-C it is called again
@@ -224,6 +224,7 @@ class Job(Generic[T]):
             if have_all_failed or now >= self.orders.until:
                 self._error = self._ended_error(late)
         elif self._counts_failures():
+            # Else a failure waits for another that may have caused it.
             have_all_reported = all(self.failures.by_rank.get(rank) for rank in late)
             if have_all_reported or now >= self.failures.decide_at:
                 self._error = self._first_failure()

@@ -48,7 +48,7 @@ def pickle_for_worker(value: object) -> bytes:
     out = io.BytesIO()
     definitions = _Definitions()
     pickler = _Pickler(out, definitions)
-    with _lock:
+    with _lock:  # cloudpickle's registry is that of the process
         try:
             pickler.dump(value)
             pickler.dump(definitions)  # with the memo of the value: the same objects
@@ -65,7 +65,7 @@ def load_from_parent(data: bytes, *, defines: bool = True) -> Any:
     """Load a pickle from `pickle_for_worker`."""
     unpickler = pickle.Unpickler(io.BytesIO(data))
     value = unpickler.load()
-    if defines:
+    if defines:  # not in a thread of the parent, whose modules have them
         _define(unpickler.load())
     return value
 
@@ -76,6 +76,7 @@ class _Pickler(Pickler):  # type: ignore[misc]
         self.registered: list[ModuleType] = []
         self._used = definitions.used
         self._sources = definitions.sources
+        # cloudpickle sends these by value in any case.
         self._seen = {_MAIN, *cloudpickle.list_registry_pickle_by_value()}
         self._by_value = set(self._seen)
         known = ((sys.modules.get(name), key) for name, key in _ONE_IN_A_PROCESS)
@@ -88,6 +89,7 @@ class _Pickler(Pickler):  # type: ignore[misc]
             self._register_module(obj.__module__)
             is_by_value = obj.__module__ in self._by_value
             if is_by_value and _is_at_top(obj):
+                # For `_define`: plain pickle finds it in the worker, too.
                 self._used.setdefault(obj.__module__, {})[obj.__name__] = obj
             if is_by_value and isinstance(obj, FunctionType):
                 self._keep_source(obj.__code__.co_filename)
@@ -98,10 +100,12 @@ class _Pickler(Pickler):  # type: ignore[misc]
 
     def _keep_source(self, file: str) -> None:
         cached = linecache.cache.get(file, ())
+        # A lazy entry is shorter: its lines are in a file.
         if file not in self._sources and len(cached) > 2 and cached[1] is None:  # no file's
             self._sources[file] = "".join(cached[2])
 
     def _register_module(self, name: Any) -> None:
+        """Send a module's definitions by value unless the worker can import it."""
         if not isinstance(name, str) or name in self._seen:
             return
         self._seen.add(name)
@@ -151,10 +155,11 @@ def _is_importable(name: str, module: ModuleType) -> bool:
 
 
 def _define(definitions: _Definitions) -> None:
+    """Set the parent's definitions where plain pickle, tracebacks and children find them."""
     for file, text in definitions.sources.items():
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     for name, objects in definitions.used.items():
-        if name not in sys.modules and not _can_be_found(name):
+        if name not in sys.modules and not _can_be_found(name):  # else its import defines them
             sys.modules[name] = ModuleType(name)
         if name in sys.modules:
             _define_in(sys.modules[name], objects)

@@ -121,7 +121,7 @@ class Workers(JobRanks):
         self._woken_at = 0.0  # a stopped fork server couldn't pass the signals on
         for worker in self._running:
             with contextlib.suppress(OSError):
-                worker.channel.setblocking(False)
+                worker.channel.setblocking(False)  # it may read nothing
                 messages.send(worker.channel, messages.END)
         if job.orders.received:  # their grace is over
             self._signal(signal.SIGKILL)
@@ -135,13 +135,13 @@ class Workers(JobRanks):
         self._abandon(job)
         for worker in self.workers:
             worker.close()
-        self._held.close()
+        self._held.close()  # last: the store outlives every worker
 
     def lost(self, job: Job[Any], rank: int) -> LaunchError:
         """Return the error of a worker that ended without a report."""
         worker = next(worker for worker in self.workers if worker.rank == rank)
         limit = time.monotonic() + _STATUS_S
-        while not worker.has_ended and time.monotonic() < limit:
+        while not worker.has_ended and time.monotonic() < limit:  # its channel may end first
             self.poll(job, limit)
         who = f"rank {rank} of {self.world_size}"
         if worker.refusal is not None:
@@ -175,7 +175,7 @@ class Workers(JobRanks):
         self._wait_for_ends(job, _STATUS_S)
         left = self._running
         for worker in left:
-            worker.has_ended = True
+            worker.has_ended = True  # not waited for any more
         if left:
             _log.warning(
                 "ranks %s of %d (processes %s) don't end, though they were killed",
@@ -197,7 +197,7 @@ class Workers(JobRanks):
             if not worker.has_ended:
                 read_status = partial(self._read_status, job, worker)
                 selector.register(worker.status, selectors.EVENT_READ, read_status)
-            if not worker.is_silent:
+            if not worker.is_silent:  # an ended channel is always readable
                 events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.task else 0)
                 selector.register(worker.channel, events, partial(self._exchange, job, worker))
 
@@ -239,7 +239,7 @@ class Workers(JobRanks):
         elif message[0] == messages.ERROR:
             job.fail(worker.rank, pickle.loads(message[1]))
         else:
-            self.answers.append((worker.rank, *message))
+            self.answers.append((worker.rank, *message))  # of a pool's replica
         return True
 
     def _record_silence(self, job: Job[Any], worker: Worker) -> None:
@@ -279,6 +279,7 @@ class Workers(JobRanks):
             self._record_end(job, worker, number)
 
     def _record_end(self, job: Job[Any], worker: Worker, wait_status: int | None) -> None:
+        """Record the end of a worker's process, after its last messages."""
         # All that it sent has arrived, but the channel's end may never: a child of it may hold
         # the channel open.
         while not worker.is_silent and self._receive(job, worker):

@@ -148,6 +148,7 @@ class Supervisor(Programs):
         finally:
             self.kill()
         found = self._outcome(job)
+        # Else the report or the signal explains the end better.
         if found.failed is None and found.interrupted is None:
             for line in self._of_launcher:
                 show(2, line)
@@ -171,6 +172,7 @@ class Supervisor(Programs):
             super().note(job, report)
         elif report.attempt >= self._attempt:
             self.reports.append(report)
+            # After the last attempt it restarts no more: `_outcome` reports that one.
             soon = min(self._restart_at, time.monotonic() + _OTHERS_S)
             self._restart_at = soon if report.attempt < self._max_restarts else math.inf
 
@@ -198,7 +200,7 @@ class Supervisor(Programs):
                 job.succeed(rank, b"")
             elif code is not None:
                 job.fail(rank, None)
-        if None not in codes and any(codes):
+        if None not in codes and any(codes):  # no report can follow
             job.stop(LaunchError("all processes of the job have ended"))
 
     def end(self, job: Job[Any]) -> None:
@@ -237,12 +239,14 @@ class Supervisor(Programs):
         """Send this process's signals to the ranks, as their launcher wouldn't pass them on."""
         while self._unsent:
             number = self._unsent.pop(0)
+            # These give no time to save: the launcher, or each rank's wrapper, ends the ranks.
             if number in (signal.SIGINT, signal.SIGKILL):
                 self._signal(self._end_signal)
             elif self._infos or not self._reach(self.processes[0].pid, number):
                 self._signal(number)
 
     def _reach_below(self, launcher: int, number: int) -> bool:
+        """Signal the wrappers below a launcher; return whether there are any."""
         self._signalled = _below(launcher)
         for process in self._signalled:
             with contextlib.suppress(Exception):  # psutil's: it has ended
@@ -293,7 +297,7 @@ def _below(launcher: int) -> set[Any]:
         while waiting:
             for child in waiting.pop().children():
                 words = child.cmdline() or [""]
-                if RANK in words or words[0].startswith(TITLE):
+                if RANK in words or words[0].startswith(TITLE):  # a title replaces the command line
                     found.add(child)
                 else:
                     waiting.append(child)
@@ -308,7 +312,7 @@ def outcome(
         number = job.orders.received[0]
         have_saved = number in TO_SAVE and not job.late and not job.failures
         code = 0 if have_saved else exit_code_of(-number)
-        known = [each for each in reports if not each.is_secondary]
+        known = [each for each in reports if not each.is_secondary]  # their peers have ended
         return replace(verdict(known), code=code, interrupted=number)
     found = verdict(reports)
     if found.failed is not None:
@@ -364,8 +368,10 @@ class _Rank:
     environ: Mapping[str, str]
 
     def __call__(self, info: RankInfo) -> None:
+        """Run the program, print its lines, and raise its failure."""
         pipes, reader, report = Pipes(), Reader(self.script.token), None
         environ = {**without(os.environ, OF_TORCH), **self.environ, **env_for(info)}
+        # Reports are among the lines of stderr alone.
         process = pipes.start(self.script.rank_argv(os.getpid()), environ, stdout=None)
         while pipes.open:
             for target, line in pipes.read(1.0):
@@ -403,7 +409,7 @@ def _outcome_of(error: BaseException, world_size: int) -> ScriptOutcome:
     while cause is not None:
         if isinstance(cause, ScriptEndedError) and cause.report is not None:
             return verdict([cause.report])
-        cause = cause.__cause__ or cause.__context__
+        cause = cause.__cause__ or cause.__context__  # a launcher may have wrapped it
     if not isinstance(error, WorkerFailedError) or not error.exit_code:
         raise error
     report = Report(error.rank, world_size, "unknown", -1, error.exit_code)
