@@ -95,7 +95,7 @@ class Connection:
         sock.setblocking(False)
         self.mailbox: Mailbox | None = mailbox
         """Carries messages of rounds that fit into it; None where there is only the socket."""
-        self._last_kind = LEAVE if mailbox is None else WAKE
+        self._last_kind = LEAVE if mailbox is None else WAKE  # only a mailbox's reader is woken
         self._sock = sock
         self._limit = limit_bytes
         self._held = bytearray()
@@ -105,6 +105,7 @@ class Connection:
     def send(self, kind: int, seq: int, body: bytes, until: float) -> None:
         """Send one frame."""
         mailbox = self.mailbox
+        # Only frames of rounds: a mailbox holds one, which only the next round's may overwrite.
         if mailbox is not None and kind <= ALL and len(body) <= MAILBOX_BYTES:
             if mailbox.put(kind, seq, body):
                 # A peer that can't be woken has read the frame and exited.
@@ -146,6 +147,7 @@ class Connection:
             frame = None if mailbox is None else mailbox.take()
             if frame is None:
                 frame = self._parse()
+            # A WAKE has done its work: the frame that it announced is in the mailbox.
             if frame is not None and frame[0] != WAKE:
                 return frame
             if frame is None and not self._fill():

@@ -71,7 +71,7 @@ class Hub:
         self._below = {down: sorted(positions) for down, positions in below.items()}
         self._subtree = sorted((position, *(far for each in below.values() for far in each)))
         self._connections = peers.rounds
-        self._kind = NOTICE  # of the messages that `peers.waits` is about
+        self._kind = NOTICE  # of the messages in `peers.waits`; NOTICE before the first round
         self._poll = select.poll()
         self._position_of = {each.fd: other for other, each in self._connections.items()}
         self._position_of |= {fd: other for other, fd in peers.pidfds.items()}
@@ -123,7 +123,7 @@ class Hub:
                 for far, each, each_size in zip(self._below[down], *given, strict=True):
                     blobs[far], sizes[far] = each, each_size
             gathered = blobs, sizes
-            if len(self._subtree) < self._size:
+            if len(self._subtree) < self._size:  # not the root, which sends all down
                 gathered = [blobs[at] for at in self._subtree], [sizes[at] for at in self._subtree]
         if up is not None:
             self._send(GIVE, up, join_blobs(*gathered), until)
@@ -192,7 +192,7 @@ class Hub:
                 has_grace, until = False, time.monotonic() + _GRACE_S
             if kind == ALL and self._ended and now >= suspect_at:
                 suspect_at = now + _SUSPECT_S
-                state = peers.ask().get(positions[0])
+                state = peers.ask().get(positions[0])  # the only one: ALL comes from the rank above
                 if state is not None and state.seq < peers.seq:  # so it left without an answer
                     raise peers.fail_gone(self._ended[0])
             if now >= warn_at:
@@ -203,7 +203,7 @@ class Hub:
             for fd, _ in events:
                 self._on_event(fd)
             if not events:
-                wait_s = LONGEST_WAIT_S
+                wait_s = LONGEST_WAIT_S  # by now all senders see that this rank sleeps
                 self._take_all()
         for position in positions:
             self._connections[position].sleep(False)
@@ -218,15 +218,16 @@ class Hub:
     def _on_event(self, fd: int) -> None:
         position = self._position_of[fd]
         if position in self._connections:
-            self._take(position, is_gone=fd != self._connections[position].fd)
+            self._take(position, is_gone=fd != self._connections[position].fd)  # else its pidfd
         else:
-            self._poll.unregister(fd)
+            self._poll.unregister(fd)  # it stays readable, and would end each later wait at once
             self._ended.append(position)
 
     def _take(self, position: int, is_gone: bool = False) -> None:
         """Process a neighbour's frames; raise if it is gone or sent an invalid one."""
         how = ""
         try:
+            # All frames of a rank that is gone: a report may follow the awaited one.
             while (frame := self._connections[position].take()) is not None:
                 if self._accept(frame, position) and not is_gone:
                     return

@@ -95,7 +95,8 @@ class ControlPlane:
 
     def inline_bytes(self, group: Group | None, folds: bool = False) -> int:
         """Return the size of the longest CPU tensor that an exchange of `group` carries."""
-        # Local, and the same on every rank.
+        # Local, and the same on every rank. An exchange is made of the model's own collectives: it
+        # carries no tensor, -1, that one of them reduces.
         return -1 if folds else fallback.INLINE_TENSOR_BYTES
 
     def memory(self, group: Group | None) -> MemoryCollectives | None:
@@ -223,7 +224,7 @@ class SocketControlPlane(ControlPlane):
     def inline_bytes(self, group: Group | None, folds: bool = False) -> int:
         """Return a part of the rounds' longest blob."""
         hub = self.hubs.get(EVERYBODY if group is None else group.name)
-        if hub is None:
+        if hub is None:  # as in the default
             return -1 if folds else fallback.INLINE_TENSOR_BYTES
         return hub.inline_bytes // _TENSOR_PART
 
@@ -274,6 +275,7 @@ class SocketControlPlane(ControlPlane):
             # A copy without the handle: a reference to the group itself would keep it alive.
             whose = None if group is None else replace(group, handle=None)
             self._memories[key] = HostCollectives(hub.arena, hosts[0], self, whose)
+        # As many hosts as ranks: none has two that could share memory.
         elif len(hosts) < self.model.topology.size(group) and len(hosts) > 1:
             self._memories[key] = TwoLevels(hub.arena, hosts, self.model.topology.rank, self)
 
@@ -292,7 +294,7 @@ class SocketControlPlane(ControlPlane):
         blobs = self.exchange(head + json.dumps(mine).encode())
         everybody = range(len(blobs))
         dropped = [json.loads(bytes(each)) for each in unpack(blobs, head, lambda: everybody)]
-        for name in sorted(self._over):
+        for name in sorted(self._over):  # in one order on all ranks
             if all(name in dropped[rank] for rank in self._over[name]):
                 del self._over[name]
                 handle = self._handles.get(name, _NO_HANDLE)[0]()
@@ -314,7 +316,7 @@ class SocketControlPlane(ControlPlane):
         over = [name for name, (handle, _) in self._handles.items() if self._is_over(handle())]
         for name in over:
             self.end(name)
-        self._handles[group.name] = weakref.ref(group.handle), 0
+        self._handles[group.name] = weakref.ref(group.handle), 0  # so always lent
 
     def _is_over(self, handle: object) -> bool:
         try:
@@ -331,6 +333,7 @@ class SocketControlPlane(ControlPlane):
         super().end(name)
 
     def _let_go(self, names: list[str], leave: Callable[[Peers], object]) -> None:
+        # First: a thread that waits in that memory looks for its hub, and raises without one.
         hubs = [self.hubs.pop(name, None) for name in names]
         for memory in [self._memories.pop(name, None) for name in names]:
             if memory is not None:
@@ -390,9 +393,9 @@ class SocketControlPlane(ControlPlane):
         """Return a rank of a group known to be gone, if any, after waiting for its farewell."""
         group, step = self._whole(group, step)
         name = name_of(group)
-        for key in dict.fromkeys((name, EVERYBODY)):
+        for key in dict.fromkeys((name, EVERYBODY)):  # a group may have no connections of its own
             hub = self.hubs.get(key)
-            ranks = None if group is None or key == name else group.ranks
+            ranks = None if group is None or key == name else group.ranks  # None: all of that hub
             absent = None if hub is None else hub.peers.gone(ranks, name, step)
             if absent is not None:
                 return absent
@@ -419,4 +422,4 @@ class SocketControlPlane(ControlPlane):
     def warn_after_s(self) -> float:
         """Return the seconds after which a wait on the data plane logs the missing ranks."""
         hub = next(iter(self._connected()), None)
-        return math.inf if hub is None else hub.warn_after_s
+        return math.inf if hub is None else hub.warn_after_s  # without one, no rank can be named

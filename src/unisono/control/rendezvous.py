@@ -64,7 +64,7 @@ _UNPROVED = "; membership in the job is not authenticated there"
 _ROUNDS, _SIDEBAND = 0, 1  # the two connections to each neighbour
 Endpoint = tuple[socket.socket, Mailbox | None]
 _SHARED_BYTES = 32 << 20  # of memory for tensors, by default, for each rank of a host
-_PART_OF_REST = 4
+_PART_OF_REST = 4  # a new group takes a quarter, so that later ones find room, too
 _ENTRY_BYTES = 64  # upper bound of what an entry of a round takes besides its blob
 T = TypeVar("T")
 
@@ -245,13 +245,13 @@ def _connect_all(
         if all(vote.has_arena for vote in votes):
             hub.hosts = [[ranks[at] for at in positions] for positions in connector.hosts]
         else:
-            hub.arena = None
+            hub.arena = None  # all ranks use it, or none
         hub.checks = checks_by([advert.debug for advert in adverts])
         hub.inline_bytes = _inline_bytes(hub, len(ranks), inline_bytes)
         return hub, is_one_host
     if hub is not None:
         hub.peers.close()
-    if connector.position == 0:
+    if connector.position == 0:  # one rank warns for all
         text = "; ".join(f"rank {ranks[at]}: {why}" for at, why in reasons.items())
         remedy = _REMEDY_HERE if is_one_host else _REMEDY_BETWEEN
         _warn_once(text, remedy, _UNPROVED if control.secret is None else "")
@@ -475,7 +475,7 @@ class _Connector:
                 return sock, mailbox.receive(sock)
             if receive(sock, len(_ACCEPTED), self._until) != _ACCEPTED:
                 raise OSError("refused")
-        except BaseException:  # as above
+        except BaseException:  # Ctrl-C too: no descriptor is left open
             sock.close()
             raise
         return sock, None
@@ -492,7 +492,7 @@ class _Connector:
         accepted = accept(listener, admit, strangers, self._until)
         with contextlib.closing(accepted) as children:
             for sock, (child, box) in children:
-                if child not in expected:
+                if child not in expected:  # it has connected already
                     sock.close()
                     continue
                 expected.discard(child)
@@ -532,6 +532,7 @@ class _Connector:
     def _make_arena(self) -> None:
         """Create the memory for tensors if this rank is the first of several on its host."""
         control = self._control
+        # On several hosts it serves `TwoLevels`, which only the group of all ranks has.
         is_used = len(self.hosts) == 1 or (control.has_levels and self._group is None)
         if is_used and self._here[0] == self.position and len(self._here) > 1:
             max_bytes = min(self._adverts[at].shared_bytes for at in self._here)
@@ -555,7 +556,7 @@ def _connect_until(family: int, address: Any, until: float) -> socket.socket:
     """Connect; retry while the queue of a local listener is full."""
     while True:
         sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.settimeout(max(0.1, until - time.monotonic()))
+        sock.settimeout(max(0.1, until - time.monotonic()))  # 0 means non-blocking
         try:
             sock.connect(address)
         except BaseException as error:

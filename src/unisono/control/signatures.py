@@ -72,16 +72,16 @@ class CallHistory:
     def compare(self, sites: list[str], call: str, ranks: Sequence[int]) -> None:
         """Record a round whose lines differ; raise if one rank is a call ahead or behind."""
         before, self.sites = self.sites, sites if self.sites is None else []
-        if not before:
+        if not before:  # the lines of the round before agreed, or were compared already
             return
         lines = [*zip(before, sites, strict=True)]
         for position, (old, new) in enumerate(lines):
             others = {pair for at, pair in enumerate(lines) if at != position}
-            if len(others) > 1:
+            if len(others) > 1:  # this rank isn't the only one that differs
                 continue
             their_old, their_new = others.pop()
             is_behind, is_ahead = new == their_old, their_new == old
-            if is_behind and is_ahead:
+            if is_behind and is_ahead:  # swapped: it has made as many calls as the others
                 self._warn(ranks[position], call, old, new)
                 return
             if is_behind or is_ahead:

@@ -77,7 +77,7 @@ class Wait:
 
     def fail(self, table: Mapping[str, type[CollectiveError]], error: Exception) -> NoReturn:
         """Raise our error for one of the backend's."""
-        if isinstance(error, UnisonoError):
+        if isinstance(error, UnisonoError):  # a check within the wait raised it
             raise error
         where, text = self._control.where(self._call), str(error).strip()
         ours = mapped(table, text)
@@ -95,7 +95,7 @@ class Wait:
         return min([end, *(at for at in (end_of_block(), self._until) if at is not None)])
 
     def _overdue(self, position: int | None) -> str:
-        waited = format_s(max(0.0, self._end - self._begun) / host_s(1))
+        waited = format_s(max(0.0, self._end - self._begun) / host_s(1))  # as the user set it
         return (
             f"{self._late(position)}\n  {self._control.where(self._call)}: not done after {waited}"
         )
