@@ -41,6 +41,7 @@ def folds(dtype: torch.dtype, op: ReduceOp) -> bool:
     if dtype not in DTYPES:
         return False
     if op is ReduceOp.AVERAGE:
+        # The factor of a mean rounds the smallest numbers, which in float16 are as large as 6e-5.
         return dtype.is_floating_point and dtype is not torch.float16
     if op in (ReduceOp.MIN, ReduceOp.MAX):
         return not dtype.is_complex
@@ -189,6 +190,7 @@ class HostCollectives(Turns):
     ) -> Tensor:
         """Reduce [*shape] of all ranks to one [*shape] on every rank. Collective over the group."""
         result = tensor if into is None else into
+        # `here.count` is the same on all ranks: they all compare their tensors, or none does.
         flat, call, here = result.view(-1), f"all_reduce {op.name}", self.shared
         # Decided by the result's memory: a tensor that is only read goes through slots.
         work = partial(here.all_reduce, op=op)
@@ -212,8 +214,9 @@ class HostCollectives(Turns):
         self, source: Tensor, target: Tensor | None, op: ReduceOp, check: Check
     ) -> None:
         arena, count = self._arena, source.numel()
+        # Short: each rank adds all, which saves the second barrier.
         if count * source.itemsize <= arena.layout.whole_bytes:
-            given = arena.given(source.dtype, count)[arena.interval & 1]
+            given = arena.given(source.dtype, count)[arena.interval & 1]  # the parity to write now
             given[arena.position].copy_(source)
             arena.barrier(check)
             if target is not None:
@@ -236,6 +239,7 @@ class HostCollectives(Turns):
         arena.barrier(check)
         parts = list(now.parts)
         parts[arena.position] = own  # which wasn't copied: no other rank needs it
+        # In the slots of the new interval: the others still read the inputs in those of the last.
         views = both[arena.interval & 1]
         fold_into(op, parts, views.reduced)
         if target is not None:
@@ -257,7 +261,7 @@ class HostCollectives(Turns):
 
         self._run(f"all_reduce {op.name}", work, total)
         parts = total.split_with_sizes([tensor.numel() for tensor in tensors])
-        is_inference = any(map(Tensor.is_inference, tensors))
+        is_inference = any(map(Tensor.is_inference, tensors))  # as in `_run`
         with torch.inference_mode() if is_inference else _SAME_MODE:
             torch._foreach_copy_(list(tensors), list(parts))
 
@@ -269,6 +273,7 @@ class HostCollectives(Turns):
         work = partial(here.reduce_scatter, op=op, target=target.view(-1))
         if here.count and self._on_shared(call, rows, work):
             return target
+        # A slot has room for two blocks, and is cut into one cell for each rank.
         room = 2 * arena.layout.block_bytes // arena.size // rows.itemsize
         cells = arena.cells(rows.dtype, room)
         sources = [_blocks(row, room) for row in rows.view(arena.size, -1)]
@@ -309,7 +314,7 @@ class HostCollectives(Turns):
             fold_into(op, parts, total)
             own.copy_(total)
 
-        blocks = -(-slices[0].numel() // room)
+        blocks = -(-slices[0].numel() // room)  # the first slice is the longest
         self._move(f"all_reduce {op.name}", blocks, give, take, flat)
         return slices[me]
 
@@ -341,6 +346,7 @@ class HostCollectives(Turns):
         me = self._arena.position
         blobs: list[Any] = [b"" if p == me else bytearray(size) for p, size in enumerate(sizes)]
         rows = [
+            # frombuffer rejects an empty buffer
             torch.frombuffer(buffer, dtype=torch.uint8) if buffer else _NOTHING for buffer in blobs
         ]
         rows[me] = source = from_bytes(blob, torch.uint8, (len(blob),))
@@ -446,6 +452,7 @@ class HostCollectives(Turns):
             for block in range(blocks):
                 give(block, arena.interval & 1)
                 if block:
+                    # A barrier has passed since the others wrote it.
                     take(block - 1, 1 - (arena.interval & 1))
                 arena.barrier(check)
             take(blocks - 1, 1 - (arena.interval & 1))

@@ -62,6 +62,7 @@ class Mailbox:
             return None
         self._taken = stamp
         start = self._in_body
+        # The other end may have written any length: this one reads only its half.
         body = bytes(self._bytes[start : start + min(words[at + _SIZE], MAILBOX_BYTES)])
         return stamp & ((1 << _KIND_BITS) - 1), stamp >> _KIND_BITS, body
 

@@ -101,7 +101,7 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
-        if obj is put_together or obj is complex or obj is make_path:
+        if obj is put_together or obj is complex or obj is make_path:  # pickled by name
             return NotImplemented
         self.has_globals = True
         if is_exact(obj):
@@ -146,6 +146,7 @@ def _encode_int(value: int) -> bytes:
     try:
         return _INT.pack(b"i", value)
     except struct.error:
+        # A long one would fill the error, and Python refuses to write one of over 4300 digits.
         what = value if value.bit_length() < 200 else f"an int of {value.bit_length()} bits"
         raise PayloadError(f"{what} doesn't fit into 64 bits: send it in a list") from None
 
@@ -178,7 +179,7 @@ def encode(value: object) -> bytes:
         raise PayloadError(f"a {type(value).__qualname__} can't be pickled: {error}") from error
     else:
         frame = pickler.take()
-        if len(frame) <= _LARGEST_REUSED_BYTES:
+        if len(frame) <= _LARGEST_REUSED_BYTES:  # its memo table is small
             pickler.clear_memo()
             _idle.append(pickler)
         return frame

@@ -25,6 +25,7 @@ def _children(node: Tree) -> list[tuple[str, Tree]] | None:
         names = getattr(node, "_fields", range(len(node)))
         return [(f"({name})", child) for name, child in zip(names, node, strict=True)]
     if is_dataclass(node) and not isinstance(node, type):
+        # `replace` sets no other fields.
         return [(f".{item.name}", getattr(node, item.name)) for item in fields(node) if item.init]
     return None
 
