@@ -189,6 +189,7 @@ class PluginRegistry(Generic[T]):
         names = tuple(names)
         limit = "" if self._replaces_built_in else " for one that was registered"
         with self._lock:
+            # All are checked before any is registered.
             for name in names:
                 if self._is_taken(name, thing, override):
                     raise RegistrationError(
@@ -200,6 +201,7 @@ class PluginRegistry(Generic[T]):
     def _is_taken(self, name: str, thing: T, override: bool) -> bool:
         if self.is_built_in(name) and not (override and self._replaces_built_in):
             return True
+        # The same object may be registered again.
         return self.registered.get(name, thing) is not thing and not override
 
     def unregister(self, thing: T) -> None:
@@ -303,9 +305,10 @@ def check_callable(thing: Any) -> Any:
 def why_not_installed(row: Row, name: str) -> str | None:
     """Return why a row can't be used here, None if it can; import no library."""
     root = row.library.partition(".")[0]
+    # `find_spec` raises for a loaded module without a spec, which a program may have made.
     if root and root not in sys.modules and not _is_package(root):
         return f"{root} isn't installed: {row.remedy}"
-    names = (name,) if len(row.names) > 1 else ()
+    names = (name,) if len(row.names) > 1 else ()  # a check of one name takes no argument
     reason: str | None = load(row.check)(*names) if row.check else None
     return reason
 

@@ -345,8 +345,8 @@ class HostCollectives(Turns):
         """Return the bytes of every rank. Collective over the group."""
         me = self._arena.position
         blobs: list[Any] = [b"" if p == me else bytearray(size) for p, size in enumerate(sizes)]
+        # `frombuffer` rejects an empty buffer.
         rows = [
-            # frombuffer rejects an empty buffer
             torch.frombuffer(buffer, dtype=torch.uint8) if buffer else _NOTHING for buffer in blobs
         ]
         rows[me] = source = from_bytes(blob, torch.uint8, (len(blob),))
