@@ -271,6 +271,7 @@ class PluginRegistry(Generic[T]):
         for name, rows in self.plugins.items():
             owners = ", ".join(row.distribution for row in rows)
             clash = f"claimed by two plug-ins: {owners}" if len(rows) > 1 else None
+            # What is built in comes first, as in `entry`.
             table.setdefault(name, clash or why_not_installed(rows[0], name))
         return table
 

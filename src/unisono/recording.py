@@ -239,7 +239,7 @@ class Token:
         if record is not None:
             self.overlap_ns = _now() - record.arrival_ns
         if lane is not None:
-            lane.write(self.stamp, STATE, self.stamp | CALLED)
+            lane.write(self.stamp, STATE, self.stamp | CALLED)  # from now on the rank waits in it
         return self.carry_out(run)
 
 
@@ -359,7 +359,7 @@ class CallLog:
         try:
             _run_hooks(0, record)
         except BaseException as error:  # Ctrl-C in a hook too: the call isn't made, nor counted
-            if self._numbers[record.group] == record.number:
+            if self._numbers[record.group] == record.number:  # else another thread has counted on
                 self._numbers[record.group] -= 1  # as on the other ranks
             if token.lane is not None:
                 token.lane.write(token.stamp, NUMBER, 0)

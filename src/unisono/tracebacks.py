@@ -126,6 +126,7 @@ def fold(error: BaseException, frames: TracebackType | None) -> str:
 def _runs(files: Sequence[str]) -> list[tuple[bool, list[int]]]:
     """Group frame indices into runs, with whether each is folded; never folds all of them."""
     ours = [is_ours(file) for file in files]
+    # Frames of contextlib are hidden only next to ours: the user has his own, too.
     beside = [any(ours[max(0, index - 1) : index + 2]) for index in range(len(files))]
     hidden = [
         is_own or (is_beside and file.endswith(_BETWEEN))
@@ -173,6 +174,7 @@ def _last_part(text: str) -> str:
 
 def _quotes(block: str) -> bool:
     """Return whether the exception's message contains another traceback."""
+    # Our errors set a quoted traceback off by an empty line.
     stack = _STACK.search(block)
     return (
         stack is not None

@@ -54,8 +54,9 @@ def split_blobs(body: bytes, count: int, inline_bytes: int) -> Blobs:
     view: Any = memoryview(body)
     blobs: list[bytes] = []
     for size in sizes:
-        start = at
+        start = at  # of a long blob only its start is in the body
         at += size if size <= inline_bytes else min(size, START_BYTES)
+        # Slices of bytes are copies, those of a view aren't.
         blobs.append((body if at - start < COPIED_BYTES else view)[start:at])
     if at != len(body):
         raise ValueError(f"it sent {len(body)} bytes for blobs of {sizes} bytes")

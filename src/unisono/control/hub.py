@@ -138,7 +138,7 @@ class Hub:
         """Wait for one message of `kind` from each of `positions`; return their blobs."""
         got: dict[int, Blobs] = {}
         self._kind, self.peers.waits = kind, (positions, got)
-        if self._naps:
+        if self._naps:  # spinning was in vain the last time
             self._naps -= 1
         else:
             spin_until = time.monotonic() + _SPIN_S

@@ -184,7 +184,7 @@ class Peers:
         """Start a round of this thread with its `blob`."""
         if self.failure is not None:
             self.raise_failure()
-        if self.is_in_round:
+        if self.is_in_round:  # of this same thread, which holds the lock
             raise CollectiveError(
                 f"{self}: {signatures.describe(blob)} was called within "
                 f"{signatures.describe(self._blob)}: signal handlers and finalizers "
@@ -269,7 +269,7 @@ class Peers:
         return [at for at, rank in enumerate(self.ranks) if ranks is None or rank in ranks]
 
     def _has_ended(self, position: int) -> bool:
-        if position not in self.pidfds:
+        if position not in self.pidfds:  # only its connection shows it
             return False
         readable = select.poll()
         readable.register(self.pidfds[position], select.POLLIN)
@@ -369,7 +369,7 @@ class Peers:
         body = failure.encode()
         if self.failure is None:
             self.failure, self._unsent = error, (body, source)
-        self._flood_failure(body)
+        self._flood_failure(body)  # at once, whoever holds the lock
         if self.lock.acquire(blocking=False):
             try:
                 self._send_failure()
@@ -382,7 +382,7 @@ class Peers:
         who = f"rank {rank}" if pid is None else f"rank {rank} (pid {pid} on this host)"
         text = f"{who} has ended" if self._has_ended(position) else f"{who} is gone: {how}"
         farewell = self._farewell(position)
-        if farewell is not None:
+        if farewell is not None:  # it left in good order
             text = f"{who} {farewell.how}"
         return self.fail(FailureReport("peer", text, rank))
 

@@ -250,7 +250,7 @@ class SocketControlPlane(ControlPlane):
     def memory(self, group: Group | None) -> MemoryCollectives | None:
         """Return the shared-memory collectives of `group`. Collective at creation."""
         key = EVERYBODY if group is None else group.name
-        if key not in self.hubs:
+        if key not in self.hubs:  # connected only for tensors that memory may carry
             model = self.model
             if model.transport_device.type != "cpu" or model.topology.size(group) == 1:
                 return None
@@ -405,7 +405,7 @@ class SocketControlPlane(ControlPlane):
         """Return a report on ranks that haven't begun an operation, if known; waits 1 s at most."""
         group, step = self._whole(group, step)
         name, ranks = name_of(group), None if group is None else group.ranks
-        hub = self.hubs.get(name) or self.hubs.get(EVERYBODY)
+        hub = self.hubs.get(name) or self.hubs.get(EVERYBODY)  # as in `gone`
         return "" if hub is None else hub.peers.late(ranks, name, step, is_over)
 
     def _whole(self, group: Group | None, step: int) -> tuple[Group | None, int]:

@@ -411,11 +411,12 @@ class _Connector:
             return None, _Vote(refused=str(error), instead=instead)
         except OSError as error:
             return None, _Vote(reason=_text_of(error))
-        has_arena = hub.arena is not None or len(self._here) == 1
+        has_arena = hub.arena is not None or len(self._here) == 1  # alone: needs none
         return hub, _Vote(shares_memory=hub.shares_memory, has_arena=has_arena)
 
     def _hub(self, inline_bytes: int) -> Hub:
         ranks, made = self._control.model.topology.members(self._group), self._connect()
+        # A message of a round carries the blobs of all ranks.
         limit_bytes = max(MAILBOX_BYTES, len(ranks) * (inline_bytes + _ENTRY_BYTES))
         rounds, sideband = (
             {at: Connection(*ends, limit) for (at, kind), ends in made.items() if kind == channel}
@@ -514,7 +515,7 @@ class _Connector:
         is_local = sock.family == socket.AF_UNIX
         if not is_local:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        hello = answer(sock, self._secret, _HELLO.size)
+        hello = answer(sock, self._secret, _HELLO.size)  # `accept` hangs up at its end
         if hello is None:
             who = str(peer(sock)) if is_local else f"a process at {sock.getpeername()[0]}"
             strangers.add(f"{who} without the job's secret")

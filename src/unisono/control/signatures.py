@@ -217,14 +217,14 @@ def unpack(
     values, is_aligned = [], True
     for blob in blobs:
         whole: Any = blob if len(blob) < COPIED_BYTES else memoryview(blob)
-        if blob[:start] == head:
+        if blob[:start] == head:  # the same call, at the same line
             values.append(whole[start:])
             continue
         own, other = read_call(head), read_call(blob)
         if own is None or other is None or other[0] != own[0]:
             raise _mismatch(blobs, ranks())
         values.append(whole[other[2] :])
-        is_aligned = False
+        is_aligned = False  # the same call, at another line
     if history is not None:
         if is_aligned:
             history.sites = None

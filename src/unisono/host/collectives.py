@@ -77,6 +77,7 @@ class Turn:
 
     def is_free(self) -> bool:
         """Return whether no thread holds it, this one included."""
+        # An RLock lets its owner in again.
         is_free = not self._lock._is_owned() and self._lock.acquire(blocking=False)
         if is_free:
             self._lock.release()
@@ -338,7 +339,7 @@ class HostCollectives(Turns):
         work = partial(self.shared.all_gather, rows=into)
         if not (self.shared.count and self._on_shared("all_gather", source, work)):
             self._gather("all_gather", source, into)
-        rows[arena.position].copy_(tensor)
+        rows[arena.position].copy_(tensor)  # the above fill the other rows only
         return rows
 
     def exchange(self, blob: bytes, sizes: Sequence[int]) -> list[Any]:

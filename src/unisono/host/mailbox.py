@@ -47,7 +47,7 @@ class Mailbox:
         start, words, at = self._out_body, self._words, self._out
         self._bytes[start : start + len(body)] = body
         words[at + _SIZE] = len(body)
-        words[at] = seq << _KIND_BITS | kind
+        words[at] = seq << _KIND_BITS | kind  # last: it shows the reader the whole frame
         return words[at + _SLEEPS] != 0
 
     def has_frame(self) -> bool:
@@ -81,7 +81,7 @@ def send(sock: socket.socket) -> Mailbox | None:
     try:
         memory.send(sock, fd)
     finally:
-        os.close(fd)
+        os.close(fd)  # the memory lives as long as it is mapped
     return Mailbox(shared, True)
 
 

@@ -99,7 +99,7 @@ class SharedTensors:
         width = -(-count // arena.size)
         begin = min(arena.position * width, count)
         for block in _blocks([part[begin : begin + width] for part in parts]):
-            fold_into(op, block, block[0])
+            fold_into(op, block, block[0])  # which only this rank touches now
             for other in block[1:]:
                 other.copy_(block[0])
 

@@ -81,7 +81,7 @@ def _private(path: Path, *, makes: bool) -> bool:
         if makes:
             with contextlib.suppress(FileExistsError):
                 path.mkdir(mode=0o700, parents=True)
-        status = path.lstat()
+        status = path.lstat()  # a link may lead elsewhere
     except OSError:
         return False
     is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()

@@ -238,7 +238,7 @@ def decode(blob: bytes, device: torch.device) -> Any:
     """Decode one frame."""
     try:
         return _READERS[blob[0]](blob, device)
-    except PayloadError:
+    except PayloadError:  # which is a TypeError, too
         raise
     except _DAMAGE as error:
         raise PayloadError(f"received a damaged frame: {type(error).__name__}: {error}") from error

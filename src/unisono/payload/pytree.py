@@ -84,7 +84,7 @@ def _build(node: Tree, source: Iterator[Any]) -> Tree:
     ]
     try:
         return _rebuild(node, children, iter(built))
-    except Exception as error:
+    except Exception as error:  # a container's own class may raise anything
         kind = type(node).__qualname__
         raise PayloadError(f"a {kind} can't be put together again: {reason(error)}") from error
 
@@ -94,7 +94,7 @@ def _rebuild(node: Tree, children: list[tuple[str, Tree]], built: Iterator[Tree]
         return like(node, dict(zip(node, built, strict=True)))
     if isinstance(node, (list, tuple)):
         return like(node, built)
-    return replace(node, **{name[1:]: next(built) for name, _ in children})
+    return replace(node, **{name[1:]: next(built) for name, _ in children})  # without its dot
 
 
 def like(node: Tree, made: Any) -> Tree:

@@ -196,6 +196,7 @@ def plain(tensor: Tensor) -> Tensor:
 def reach_bytes(tensor: Tensor) -> int:
     """Return the bytes between a tensor's ends, 0 if it is empty or has a stride of 0."""
     steps = list(zip(tensor.shape, tensor.stride(), strict=True))
+    # 0 marks an expanded tensor, whose elements share memory.
     if not tensor.numel() or any(stride == 0 and size > 1 for size, stride in steps):
         return 0
     return (sum((size - 1) * stride for size, stride in steps) + 1) * tensor.itemsize
