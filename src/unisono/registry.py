@@ -159,7 +159,7 @@ def unregister_model(cls: type[ComputationModel]) -> None:
         cls: the model.
     """
     _models.unregister(cls)
-    _models.watched = None  # as in `register_model`
+    _models.watched = None  # listed anew by the next `probe`
 
 
 def find_model(backend: str) -> type[ComputationModel]:

@@ -148,7 +148,7 @@ class Hub:
             self._naps = 0 if has_arrived else self._next_naps
             self._next_naps = 1 if has_arrived else min(2 * self._next_naps, _MAX_NAPS)
         if len(got) < len(positions):
-            later_s = _WARN_LATER_S if kind == ALL else 0.0
+            later_s = _WARN_LATER_S if kind == ALL else 0.0  # the rank above warns first
             self._sleep(until, time.monotonic() + host_s(self.warn_after_s) + later_s)
         return got
 

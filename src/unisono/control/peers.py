@@ -194,7 +194,7 @@ class Peers:
         self._blob, self.is_in_round = blob, True
         self._thread_id = threading.get_ident()
         self._has_warned = False
-        self._steps.last = ""
+        self._steps.last = ""  # this round is the last call now
 
     def leave(self) -> None:
         """End the round, whether it failed or not."""
@@ -233,11 +233,11 @@ class Peers:
     ) -> Absent | None:
         """Return a rank known to be gone, if any; waits 1.1 s at most for its report."""
         if self._absent is None:
-            try:  # as in `Hub.exchange`
+            try:  # an interrupt may come just after the acquire: the lock knows its owner
                 if self.lock.acquire(blocking=False) and self.failure is None:
                     with contextlib.suppress(CollectiveError):  # it is kept in `_absent`
                         self._raise_if_gone(ranks, group, step)
-                    self._send_failure()  # as in `leave`
+                    self._send_failure()  # that of a thread which found this lock held
             finally:
                 try:  # noqa: SIM105
                     self.lock.release()
@@ -306,7 +306,7 @@ class Peers:
         silent = [p for p in asked if p not in states]
         # Where the neighbour towards it is silent too, the silence may be that one's alone.
         absent += [p for p in silent if self._next_hop(p) in (p, *states)]
-        if not absent:
+        if not absent:  # another rank may know more
             reported = self._reported(group, step, _LATE_S) if is_over else ""
             absent = silent
         text = reported or "\n".join(self._missing(at, states).text() for at in absent)

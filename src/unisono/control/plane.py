@@ -224,7 +224,7 @@ class SocketControlPlane(ControlPlane):
     def inline_bytes(self, group: Group | None, folds: bool = False) -> int:
         """Return a part of the rounds' longest blob."""
         hub = self.hubs.get(EVERYBODY if group is None else group.name)
-        if hub is None:  # as in the default
+        if hub is None:  # -1: it is made of the model's collectives, one of which reduces
             return -1 if folds else fallback.INLINE_TENSOR_BYTES
         return hub.inline_bytes // _TENSOR_PART
 
@@ -290,6 +290,7 @@ class SocketControlPlane(ControlPlane):
         while self._dropped:
             self._over.update([self._dropped.popleft()])
         head = call_head(f"new_group {list(ranks)}", site())
+        # A group that DDP still uses, say, ends later.
         mine = [name for name in self._over if not self._is_lent(name)]
         blobs = self.exchange(head + json.dumps(mine).encode())
         everybody = range(len(blobs))
@@ -405,7 +406,7 @@ class SocketControlPlane(ControlPlane):
         """Return a report on ranks that haven't begun an operation, if known; waits 1 s at most."""
         group, step = self._whole(group, step)
         name, ranks = name_of(group), None if group is None else group.ranks
-        hub = self.hubs.get(name) or self.hubs.get(EVERYBODY)  # as in `gone`
+        hub = self.hubs.get(name) or self.hubs.get(EVERYBODY)  # not all groups have one
         return "" if hub is None else hub.peers.late(ranks, name, step, is_over)
 
     def _whole(self, group: Group | None, step: int) -> tuple[Group | None, int]:

@@ -485,7 +485,7 @@ class _Connector:
         """Accept connections of ranks below, on this host or on others; reject other processes."""
         downs = [down for down in self._links.downs if (down in self._here) is is_local]
         expected = {(down, channel) for down in downs for channel in (_ROUNDS, _SIDEBAND)}
-        if not expected:
+        if not expected:  # there may be no listener either
             return
         strangers: set[str] = set()
         admit = partial(self._admit, expected, strangers)
@@ -506,7 +506,7 @@ class _Connector:
             who = ", ".join(sorted(strangers))
             text += f", and these processes connected but do not belong to this job: {who}"
             raise _RefusedError(late[0], text)
-        raise OSError(text)
+        raise OSError(text)  # the group falls back to the backend's collectives
 
     def _admit(
         self, expected: Collection[tuple[int, int]], strangers: set[str], sock: socket.socket

@@ -253,6 +253,7 @@ def _short(line: str) -> str:
             here = os.path.realpath(".")
         except OSError:  # the folder is gone
             here = ""
+        # The shortest end of the path that, in this folder, ends as the site does.
         ends = (os.sep.join(parts[-count:]) for count in range(1, len(parts)))
         file = next((end for end in ends if f"{here}{os.sep}{end}".endswith(file)), f"...{file}")
     return place_of(file, int(number))

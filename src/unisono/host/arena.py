@@ -43,7 +43,7 @@ _NAP, _TOKEN = 1, 2
 _PAGE_BYTES = 4096
 _MIB = 1 << 20
 _SPIN_S = 300e-6  # a barrier of ranks that are all awake takes a tenth of that
-_LOOKS = 20  # at a stamp before the first system call
+_LOOKS = 20
 _FIRST_NAP_NS = 200_000
 _NAP_NS = 20_000_000  # between two checks for dead ranks
 _MAX_VIEWS = 256  # then all are dropped, and made again at their next use
@@ -186,7 +186,7 @@ class Arena:
 
     def _wait(self, line: int, interval: int, check: Check) -> None:
         words, give_way = self._words, os.sched_yield
-        for _ in range(_LOOKS):
+        for _ in range(_LOOKS):  # without a system call
             if words[line] >= interval:
                 return
         end = time.monotonic() + _SPIN_S

@@ -255,6 +255,7 @@ class HostCollectives(Turns):
         arena, total = self._arena, torch.cat(list(tensors))
 
         def work(check: Check) -> None:
+            # The parity of the interval's number: its slots may be written now.
             given = arena.given(total.dtype, total.numel())[arena.interval & 1]
             given[arena.position].copy_(total)
             arena.barrier(check)
@@ -262,7 +263,8 @@ class HostCollectives(Turns):
 
         self._run(f"all_reduce {op.name}", work, total)
         parts = total.split_with_sizes([tensor.numel() for tensor in tensors])
-        is_inference = any(map(Tensor.is_inference, tensors))  # as in `_run`
+        # Tensors made in inference mode can be written to only in that mode.
+        is_inference = any(map(Tensor.is_inference, tensors))
         with torch.inference_mode() if is_inference else _SAME_MODE:
             torch._foreach_copy_(list(tensors), list(parts))
 
@@ -311,7 +313,7 @@ class HostCollectives(Turns):
         def take(block: int, parity: int) -> None:
             own = slices[me][block * room : (block + 1) * room]
             parts = [cells[parity][p][me][: own.numel()] for p in range(arena.size)]
-            total, parts[me] = parts[me], own  # no other rank reads that cell
+            total, parts[me] = parts[me], own  # a scratch cell, which no other rank reads
             fold_into(op, parts, total)
             own.copy_(total)
 
@@ -397,7 +399,7 @@ class HostCollectives(Turns):
         """Send row i of [n, *shape] to the i-th rank; return the rows received."""
         # Collective over the group.
         arena, into = self._arena, memory.new(rows, rows.shape)
-        me, room = arena.position, 2 * arena.layout.block_bytes // arena.size
+        me, room = arena.position, 2 * arena.layout.block_bytes // arena.size  # a cell for each
         cells = arena.cells(torch.uint8, room)
         sources, results = self._cut(rows, room), self._cut(into, room)
 
@@ -421,7 +423,7 @@ class HostCollectives(Turns):
         """Send each rank its row of `rows`, [n, *shape], which only `src` has."""
         # Collective over the group.
         arena, root = self._arena, self._ranks.index(src)
-        me, room = arena.position, 2 * arena.layout.block_bytes // arena.size
+        me, room = arena.position, 2 * arena.layout.block_bytes // arena.size  # a cell for each
         cells = arena.cells(torch.uint8, room)
         sources = [] if rows is None else self._cut(rows, room)
         results = _blocks(_bytes_of(into), room)

@@ -68,7 +68,7 @@ def _install() -> Mapping[str, int]:
     fd = -1
     try:
         fd = os.memfd_create(_MEMORY)  # closed by exec
-        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
+        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)  # forks write there, too
         faulthandler.register(number, file=fd, all_threads=False, chain=False)
     except (OSError, RuntimeError):  # no memory, no descriptor, or no signal stack
         if fd >= 0:
