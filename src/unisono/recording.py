@@ -307,7 +307,7 @@ class CallLog:
             here.thread_id = threading.get_native_id()
             here.lane = None if self._page is None else self._page.lane()
         lane = here.lane
-        if lane is None and not _hooks:
+        if lane is None and not _hooks:  # it counts all the same, as on other ranks
             return UNRECORDED
         try:
             frame = _frame(2)  # mostly the user's; else `_site_of` looks for it
@@ -329,7 +329,7 @@ class CallLog:
             token.stamp = lane.begin(site.text, number, size, now, state)
         if _hooks:
             if state != CALLED:
-                token.overlap_ns = None
+                token.overlap_ns = None  # until it is waited for
             token.record = tuple.__new__(CollectiveRecord, (
                 name, self.rank, self.world_size, self.job, key, self._members[key], number,
                 size, _dtype_of(value), "", site.file, site.line, here.thread_id, now, -1, "", 0,
@@ -362,7 +362,7 @@ class CallLog:
             if self._numbers[record.group] == record.number:  # else another thread has counted on
                 self._numbers[record.group] -= 1  # as on the other ranks
             if token.lane is not None:
-                token.lane.write(token.stamp, NUMBER, 0)
+                token.lane.write(token.stamp, NUMBER, 0)  # of a call that isn't made
             token.record = record._replace(number=0)
             with suppress(Exception):  # the first hook's error is raised
                 token.end(error)

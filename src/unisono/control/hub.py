@@ -65,6 +65,7 @@ class Hub:
         """Longest blob that a round carries; set likewise."""
         self.warn_after_s: float = warn_after_s
         self.peers: Peers = peers
+        # For a hub that is dropped unclosed; at exit, the end of the process closes all.
         weakref.finalize(self, peers.close).atexit = False
         below, position = peers.links.below, peers.position
         self._size = len(peers.ranks)

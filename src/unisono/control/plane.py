@@ -212,6 +212,7 @@ class SocketControlPlane(ControlPlane):
         blobs, sizes = hub.exchange(blob, until)
         if max(sizes) <= hub.inline_bytes:
             return list(blobs)
+        # Of a long blob the round has carried only the start.
         host = self.host(group)
         if host is not None:
             return host.exchange(blob, sizes)

@@ -138,7 +138,7 @@ def _foreign_host_error(
     """Return the error for a rank on another host, or another user's, in a one-host job."""
     own = adverts[position]
     other = next(at for at, advert in enumerate(adverts) if advert.host != own.host)
-    if adverts[other].user != own.user:
+    if adverts[other].user != own.user:  # the host's id contains it
         what = f"a process of user {adverts[other].user}"
     else:
         what = "on another host, or in another network namespace"
@@ -332,7 +332,7 @@ def _exchange_adverts(
     hosts = [each.host for each in adverts]
     if len(set(hosts)) == 1:
         return adverts, listeners
-    if hosts.index(advert.host) == model.topology.position(group):
+    if hosts.index(advert.host) == model.topology.position(group):  # the leader of its host
         try:
             listener, advert.tcp = listen_widely(stack)
             listeners.append(listener)
@@ -526,7 +526,7 @@ class _Connector:
         if not is_local or channel != _ROUNDS:
             sock.sendall(_ACCEPTED)
             return (position, channel), None
-        box = mailbox.send(sock)
+        box = mailbox.send(sock)  # first, as the other side receives them
         memory.send(sock, self._arena_fd)
         return (position, channel), box
 

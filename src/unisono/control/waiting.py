@@ -61,9 +61,9 @@ class Wait:
         hub = control.hubs.get(name_of(self._group))
         if hub is not None:
             hub.peers.raise_failure()
-        elif position is not None:
+        elif position is not None:  # memory ends with its hub
             raise ContextError("finalize() was called meanwhile, by another thread")
-        if math.isnan(self._end):
+        if math.isnan(self._end):  # at the first look only
             self._end = self._find_end()
         if now >= self._end:
             text = self._overdue(position)

@@ -274,7 +274,7 @@ class HostCollectives(Turns):
         arena, here, call = self._arena, self.shared, f"reduce_scatter {op.name}"
         target = memory.new(rows, rows.shape[1:])
         work = partial(here.reduce_scatter, op=op, target=target.view(-1))
-        if here.count and self._on_shared(call, rows, work):
+        if here.count and self._on_shared(call, rows, work):  # count: the same on all ranks
             return target
         # A slot has room for two blocks, and is cut into one cell for each rank.
         room = 2 * arena.layout.block_bytes // arena.size // rows.itemsize
@@ -355,6 +355,7 @@ class HostCollectives(Turns):
         rows[me] = source = from_bytes(blob, torch.uint8, (len(blob),))
         self._gather("exchange", source, rows)
         blobs[me] = blob
+        # A long one isn't copied.
         return [memoryview(b) if len(b) > _COPIED_BYTES else bytes(b) for b in blobs]
 
     def _gather(self, call: str, source: Tensor, rows: Sequence[Tensor]) -> None:
@@ -378,6 +379,7 @@ class HostCollectives(Turns):
         arena, root = self._arena, self._ranks.index(src)
         call, here = f"broadcast from {src}", self.shared
         work, writes = partial(here.broadcast, root=root), arena.position != root
+        # `here.count` is the same on all ranks.
         if here.count and self._on_shared(call, tensor, work, writes=writes):
             return tensor
         parts = _blocks(_bytes_of(tensor), 2 * arena.layout.block_bytes)

@@ -144,7 +144,7 @@ class StatusPage:
             start = _HEAD_BYTES + edition % 2 * _FACTS_BYTES
             self._memory[start : start + len(text)] = text
             self._words[_EDITION + 1 + edition % 2] = len(text)
-            self._words[_EDITION] = edition
+            self._words[_EDITION] = edition  # last: from now on readers take it
 
     def lane(self) -> Lane | None:
         """Return a lane without a live thread; None if there isn't one."""
