@@ -560,7 +560,7 @@ def _connect_until(family: int, address: Any, until: float) -> socket.socket:
         sock.settimeout(max(0.1, until - time.monotonic()))  # 0 means non-blocking
         try:
             sock.connect(address)
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C too: no descriptor is left open
             sock.close()
             if not isinstance(error, BlockingIOError) or time.monotonic() >= until:
                 raise

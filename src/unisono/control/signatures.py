@@ -227,7 +227,7 @@ def unpack(
         is_aligned = False  # the same call, at another line
     if history is not None:
         if is_aligned:
-            history.sites = None
+            history.sites = None  # this round's lines agree
         else:
             sites = [_split(blob)[1] for blob in blobs]
             history.compare(sites, name(head), ranks())

@@ -116,7 +116,7 @@ class TwoLevels(Turns):
         if op is ReduceOp.AVERAGE:
             before, after = mean_factors(self.size)
             step = ReduceOp.SUM  # hosts may have unequally many ranks
-            flat.mul_(before)
+            flat.mul_(before)  # before the sum, which might overflow
         if self._host is not None:
             self._host.reduce(flat, leader, step)
         if self._position == 0:

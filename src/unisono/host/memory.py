@@ -73,7 +73,7 @@ def receive(sock: socket.socket, size_bytes: int | None = None) -> mmap.mmap | N
         if sent_bytes != (size_bytes or sent_bytes):
             raise OSError("the peer sent shared memory of another size")
         return mmap.mmap(fds[0], sent_bytes)
-    finally:
+    finally:  # the memory lives as long as it is mapped
         for fd in fds:
             os.close(fd)
 

@@ -100,6 +100,7 @@ class _Pickler(pickle.Pickler):
         super().__init__(self, 5, buffer_callback=self.buffers.append)
 
     def reducer_override(self, obj: Any) -> Any:
+        """Return how to rebuild an object of any but Python's own types."""
         kind = type(obj)
         if obj is put_together or obj is complex or obj is make_path:  # pickled by name
             return NotImplemented
