@@ -189,7 +189,6 @@ class PluginRegistry(Generic[T]):
         names = tuple(names)
         limit = "" if self._replaces_built_in else " for one that was registered"
         with self._lock:
-            # All are checked before any is registered.
             for name in names:
                 if self._is_taken(name, thing, override):
                     raise RegistrationError(

@@ -409,7 +409,7 @@ class CallLog:
     def disown(self) -> None:
         """Release the page in a fork of the rank."""
         self._page = None
-        self._here = _Here()  # the lanes were in the page
+        self._here = _Here()
 
 
 def _size_of(value: object) -> int:

@@ -110,7 +110,7 @@ class _Models(PluginRegistry[type[ComputationModel]]):
             rows += [row for rows in self.plugins.values() for row in rows]
             registered = dict.fromkeys(self.registered.values())  # a model may have several names
             self.watched = [
-                # Their library isn't known, so that of all is taken, which is always loaded.
+                # Their libraries aren't known: unisono, which is always loaded, stands for them.
                 *(_Watched(Row(cls.backends, ""), "unisono", cls) for cls in registered),
                 _Watched(_NATIVE, "torch.distributed"),
                 *(_Watched(row, row.library) for row in rows),

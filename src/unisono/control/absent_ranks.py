@@ -52,7 +52,7 @@ class Missing:
         """Return a description of the rank, its current line first."""
         head = f"rank {self.rank}"
         if self.behind:
-            # it doesn't answer, and may itself wait for one of them
+            # It doesn't answer, and may itself wait for one of them.
             head += f", or one of {list(self.behind)} behind it,"
         head += f" never reached {call}" if call else " never arrived"
         state = "" if self.pid is None else _STATES.get(_state(self.pid), "")

@@ -171,7 +171,7 @@ def why_unreachable(addr: str, port: int, limit_s: float) -> OSError | None:
 
 def listen(addr: str, port: int) -> socket.socket:
     """Return a listener at one address of this host, at all for an empty one."""
-    if not addr and socket.has_dualstack_ipv6():  # one listener for IPv4 and IPv6
+    if not addr and socket.has_dualstack_ipv6():
         return socket.create_server(
             ("::", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True
         )

@@ -77,7 +77,7 @@ class Wait:
 
     def fail(self, table: Mapping[str, type[CollectiveError]], error: Exception) -> NoReturn:
         """Raise our error for one of the backend's."""
-        if isinstance(error, UnisonoError):  # a check within the wait raised it
+        if isinstance(error, UnisonoError):
             raise error
         where, text = self._control.where(self._call), str(error).strip()
         ours = mapped(table, text)
