@@ -20,7 +20,7 @@ class LastCalls:
     @classmethod
     def add(cls, call: Callable[[], None], *, ends_peers: str = "") -> None:
         """Register a call."""
-        if not cls._calls:
+        if not cls._calls:  # one handler makes them all
             atexit.register(cls._at_exit)
         cls._calls.append((call, ends_peers))
 
@@ -41,7 +41,7 @@ class LastCalls:
         if reason:
             wait_for_peers(reason)
         while cls._calls:
-            call, _ = cls._calls.pop()
+            call, _ = cls._calls.pop()  # before the call: one that fails isn't repeated at exit
             call()
 
     @classmethod

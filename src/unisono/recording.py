@@ -105,7 +105,7 @@ class _Planes(threading.local):
 
 
 _planes = _Planes()
-_MAX_SITES = 4096
+_MAX_SITES = 4096  # of generated code there may be ever new lines
 
 
 def add_hook(*, before: Hook | None = None, after: Hook | None = None) -> Callable[[], None]:
@@ -195,12 +195,13 @@ class Token:
         lane, record = self.lane, self.record
         if lane is not None:
             self.lane = None
-            signatures.line.known = b""
+            signatures.line.known = b""  # the next call may be on another line
             lane.write(self.stamp, END, _now())
         if record is not None:
             self.record = None
             text = "" if error is None else summary(error)[:_LONGEST_ERROR]
             passed_ns, overlap_ns = _now() - record.arrival_ns, self.overlap_ns
+            # None: nothing has waited for it, so it overlapped all the time.
             overlap_ns = passed_ns if overlap_ns is None else min(overlap_ns, passed_ns)
             facts = (*record[:9], self.plane or _planes.plane, *record[10:14])  # up to its arrival
             done = (*facts, passed_ns, text, overlap_ns)
@@ -214,7 +215,7 @@ class Token:
 
     def carry_out(self, run: Callable[[], T]) -> T:
         """Run the call, and record its end."""
-        _planes.plane = "control"
+        _planes.plane = "control"  # unless `plane_is` names another one
         with self:
             return run()
 
@@ -228,8 +229,8 @@ class Token:
         """Defer the end of the call to `wait`; return whether the call is recorded at all."""
         if self is UNRECORDED:
             return False
-        self.plane = plane
-        signatures.line.known = b""
+        self.plane = plane  # the thread's own may be another call's by the wait
+        signatures.line.known = b""  # the thread makes other calls before the wait
         return True
 
     def wait(self, run: Callable[[], T]) -> T:
@@ -238,7 +239,7 @@ class Token:
         if record is not None:
             self.overlap_ns = _now() - record.arrival_ns
         if lane is not None:
-            lane.write(self.stamp, STATE, self.stamp | CALLED)
+            lane.write(self.stamp, STATE, self.stamp | CALLED)  # from now on the rank waits in it
         return self.carry_out(run)
 
 
@@ -306,7 +307,7 @@ class CallLog:
             here.thread_id = threading.get_native_id()
             here.lane = None if self._page is None else self._page.lane()
         lane = here.lane
-        if lane is None and not _hooks:
+        if lane is None and not _hooks:  # it counts all the same, as on other ranks
             return UNRECORDED
         try:
             frame = _frame(2)  # mostly the user's; else `_site_of` looks for it
@@ -314,6 +315,7 @@ class CallLog:
             frame = _frame(1)
         code = frame.f_code
         site = self._sites.get(id(code) + frame.f_lasti)
+        # The key isn't unique: code may reuse an address, and one place may make several calls.
         if site is None or site.code is not code or site.name != name or site.group != key:
             site = self._site_of(frame, name, key)
         try:
@@ -327,7 +329,7 @@ class CallLog:
             token.stamp = lane.begin(site.text, number, size, now, state)
         if _hooks:
             if state != CALLED:
-                token.overlap_ns = None
+                token.overlap_ns = None  # until it is waited for
             token.record = tuple.__new__(CollectiveRecord, (
                 name, self.rank, self.world_size, self.job, key, self._members[key], number,
                 size, _dtype_of(value), "", site.file, site.line, here.thread_id, now, -1, "", 0,
@@ -357,10 +359,10 @@ class CallLog:
         try:
             _run_hooks(0, record)
         except BaseException as error:  # Ctrl-C in a hook too: the call isn't made, nor counted
-            if self._numbers[record.group] == record.number:
+            if self._numbers[record.group] == record.number:  # else another thread has counted on
                 self._numbers[record.group] -= 1  # as on the other ranks
             if token.lane is not None:
-                token.lane.write(token.stamp, NUMBER, 0)
+                token.lane.write(token.stamp, NUMBER, 0)  # of a call that isn't made
             token.record = record._replace(number=0)
             with suppress(Exception):  # the first hook's error is raised
                 token.end(error)
@@ -423,7 +425,7 @@ def _size_of(value: object) -> int:
 
 def _dtype_of(value: object) -> str:
     if type(value) is Tensor:
-        return str(value.dtype)[6:]
+        return str(value.dtype)[6:]  # after "torch."
     if not isinstance(value, Tensor):
         return ""
     with torch._C.DisableTorchFunctionSubclass():  # a subclass's own code may raise
@@ -456,7 +458,7 @@ def job_of(info: RankInfo | None, own: str = "") -> str:
     host, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     ids = (own, "") if info is None else (info.job_id or own, info.private_store)
     name = next(filter(None, (*ids, port and f"{host}:{port}")), "")
-    return name[:_LONGEST_JOB] or job_of_process(os.getppid())
+    return name[:_LONGEST_JOB] or job_of_process(os.getppid())  # ranks of one launcher share it
 
 
 def job_of_process(pid: int) -> str:

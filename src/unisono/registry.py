@@ -108,8 +108,9 @@ class _Models(PluginRegistry[type[ComputationModel]]):
         with self._lock:
             rows = [row for row in MODELS if row.library]
             rows += [row for rows in self.plugins.values() for row in rows]
-            registered = dict.fromkeys(self.registered.values())
+            registered = dict.fromkeys(self.registered.values())  # a model may have several names
             self.watched = [
+                # Their libraries aren't known: unisono, which is always loaded, stands for them.
                 *(_Watched(Row(cls.backends, ""), "unisono", cls) for cls in registered),
                 _Watched(_NATIVE, "torch.distributed"),
                 *(_Watched(row, row.library) for row in rows),
@@ -148,7 +149,7 @@ def register_model(cls: type[ComputationModel], override: bool = False) -> type[
     check_is_model(cls)
     backends = [backend.lower() for backend in cls.backends]
     _models.register(backends, cls, override=override, owner=f" of {cls.__qualname__}")
-    _models.watched = None
+    _models.watched = None  # listed anew by the next `probe`
     return cls
 
 
@@ -159,7 +160,7 @@ def unregister_model(cls: type[ComputationModel]) -> None:
         cls: the model.
     """
     _models.unregister(cls)
-    _models.watched = None
+    _models.watched = None  # listed anew by the next `probe`
 
 
 def find_model(backend: str) -> type[ComputationModel]:
@@ -211,7 +212,7 @@ def find_launcher(name: str) -> Callable[..., Any]:
     if launch is None:
         raise ArgumentError(f"unknown launcher {name!r}.{_launchers.known(name)}")
     row = _launchers.entry(name)
-    if isinstance(row, Row) and row.distribution:
+    if isinstance(row, Row) and row.distribution:  # a plug-in's
         return _guarded(launch, name, row)
     return launch
 
@@ -247,6 +248,7 @@ def availability() -> dict[str, str | None]:
     table.update(
         {name: native.why_unavailable(name) or why_no_device(name) for name in native.backends}
     )
+    # Last, as registered ones replace others.
     table.update({name: cls.why_unavailable(name) for name, cls in _models.registered.items()})
     return table
 

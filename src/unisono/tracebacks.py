@@ -126,6 +126,7 @@ def fold(error: BaseException, frames: TracebackType | None) -> str:
 def _runs(files: Sequence[str]) -> list[tuple[bool, list[int]]]:
     """Group frame indices into runs, with whether each is folded; never folds all of them."""
     ours = [is_ours(file) for file in files]
+    # Frames of contextlib are hidden only next to ours: the user has his own, too.
     beside = [any(ours[max(0, index - 1) : index + 2]) for index in range(len(files))]
     hidden = [
         is_own or (is_beside and file.endswith(_BETWEEN))
@@ -160,9 +161,10 @@ def _last_part(text: str) -> str:
     own, is_quoted = -1, False
     for head in _HEAD.finditer(text):
         before = text[max(0, head.start() - _LONGEST_MARK) : head.start()]
-        if _IGNORED.search(before):
+        if _IGNORED.search(before):  # as in a finalizer: the process goes on
             continue
         is_chained = own >= 0 and _CHAINED.search(before) is not None
+        # The message of our error may quote a traceback, with those of its causes.
         if own >= 0 and (is_quoted or not is_chained) and _quotes(text[own : head.start()]):
             is_quoted = True
             continue
@@ -172,6 +174,7 @@ def _last_part(text: str) -> str:
 
 def _quotes(block: str) -> bool:
     """Return whether the exception's message contains another traceback."""
+    # Our errors set a quoted traceback off by an empty line.
     stack = _STACK.search(block)
     return (
         stack is not None
@@ -194,7 +197,7 @@ def last_exception(text: str, most_after: int) -> tuple[str, str]:
     ]
     innermost = where(frames)
     source = matches[-1]["source"].strip().partition("\n")[0]
-    if raised == "AssertionError" and source.startswith("assert "):
+    if raised == "AssertionError" and source.startswith("assert "):  # a bare assert has no text
         raised = f"{raised}: {source}"
     return raised, "" if innermost is None else line_of(innermost)
 
@@ -265,6 +268,7 @@ def _assertion(frames: TracebackType | None) -> str:
         n.id for n in ast.walk(statement.test) if isinstance(n, ast.Name) and n.id in variables
     ]
     values = [f"{name} = {_SHOWN.repr(variables[name])}" for name in dict.fromkeys(names)]
+    # A function's value explains nothing; a value of several lines becomes one.
     values = [" ".join(value.split()) for value in values if " = <function " not in value]
     text = ast.unparse(statement)
     return f"{text}, where {', '.join(values)}" if values else text
@@ -276,7 +280,7 @@ def _statement(file: str, line: int) -> ast.Assert | None:
         lines.append(linecache.getline(file, number))
         try:
             body = ast.parse(textwrap.dedent("".join(lines))).body
-        except (SyntaxError, ValueError):
+        except (SyntaxError, ValueError):  # the statement goes on in the next line
             continue
         first = body[0] if body else None
         return first if isinstance(first, ast.Assert) else None

@@ -65,13 +65,14 @@ class Hub:
         """Longest blob that a round carries; set likewise."""
         self.warn_after_s: float = warn_after_s
         self.peers: Peers = peers
+        # For a hub that is dropped unclosed; at exit, the end of the process closes all.
         weakref.finalize(self, peers.close).atexit = False
         below, position = peers.links.below, peers.position
         self._size = len(peers.ranks)
         self._below = {down: sorted(positions) for down, positions in below.items()}
         self._subtree = sorted((position, *(far for each in below.values() for far in each)))
         self._connections = peers.rounds
-        self._kind = NOTICE  # of the messages that `peers.waits` is about
+        self._kind = NOTICE  # of the messages in `peers.waits`; NOTICE before the first round
         self._poll = select.poll()
         self._position_of = {each.fd: other for other, each in self._connections.items()}
         self._position_of |= {fd: other for other, fd in peers.pidfds.items()}
@@ -123,7 +124,7 @@ class Hub:
                 for far, each, each_size in zip(self._below[down], *given, strict=True):
                     blobs[far], sizes[far] = each, each_size
             gathered = blobs, sizes
-            if len(self._subtree) < self._size:
+            if len(self._subtree) < self._size:  # not the root, which sends all down
                 gathered = [blobs[at] for at in self._subtree], [sizes[at] for at in self._subtree]
         if up is not None:
             self._send(GIVE, up, join_blobs(*gathered), until)
@@ -138,7 +139,7 @@ class Hub:
         """Wait for one message of `kind` from each of `positions`; return their blobs."""
         got: dict[int, Blobs] = {}
         self._kind, self.peers.waits = kind, (positions, got)
-        if self._naps:
+        if self._naps:  # spinning was in vain the last time
             self._naps -= 1
         else:
             spin_until = time.monotonic() + _SPIN_S
@@ -148,7 +149,7 @@ class Hub:
             self._naps = 0 if has_arrived else self._next_naps
             self._next_naps = 1 if has_arrived else min(2 * self._next_naps, _MAX_NAPS)
         if len(got) < len(positions):
-            later_s = _WARN_LATER_S if kind == ALL else 0.0
+            later_s = _WARN_LATER_S if kind == ALL else 0.0  # the rank above warns first
             self._sleep(until, time.monotonic() + host_s(self.warn_after_s) + later_s)
         return got
 
@@ -192,7 +193,7 @@ class Hub:
                 has_grace, until = False, time.monotonic() + _GRACE_S
             if kind == ALL and self._ended and now >= suspect_at:
                 suspect_at = now + _SUSPECT_S
-                state = peers.ask().get(positions[0])
+                state = peers.ask().get(positions[0])  # the only one: ALL comes from the rank above
                 if state is not None and state.seq < peers.seq:  # so it left without an answer
                     raise peers.fail_gone(self._ended[0])
             if now >= warn_at:
@@ -203,7 +204,7 @@ class Hub:
             for fd, _ in events:
                 self._on_event(fd)
             if not events:
-                wait_s = LONGEST_WAIT_S
+                wait_s = LONGEST_WAIT_S  # by now all senders see that this rank sleeps
                 self._take_all()
         for position in positions:
             self._connections[position].sleep(False)
@@ -218,15 +219,16 @@ class Hub:
     def _on_event(self, fd: int) -> None:
         position = self._position_of[fd]
         if position in self._connections:
-            self._take(position, is_gone=fd != self._connections[position].fd)
+            self._take(position, is_gone=fd != self._connections[position].fd)  # else its pidfd
         else:
-            self._poll.unregister(fd)
+            self._poll.unregister(fd)  # it stays readable, and would end each later wait at once
             self._ended.append(position)
 
     def _take(self, position: int, is_gone: bool = False) -> None:
         """Process a neighbour's frames; raise if it is gone or sent an invalid one."""
         how = ""
         try:
+            # All frames of a rank that is gone: a report may follow the awaited one.
             while (frame := self._connections[position].take()) is not None:
                 if self._accept(frame, position) and not is_gone:
                     return

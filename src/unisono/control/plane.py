@@ -95,7 +95,8 @@ class ControlPlane:
 
     def inline_bytes(self, group: Group | None, folds: bool = False) -> int:
         """Return the size of the longest CPU tensor that an exchange of `group` carries."""
-        # Local, and the same on every rank.
+        # Local, and the same on every rank. An exchange is made of the model's own collectives: it
+        # carries no tensor, -1, that one of them reduces.
         return -1 if folds else fallback.INLINE_TENSOR_BYTES
 
     def memory(self, group: Group | None) -> MemoryCollectives | None:
@@ -211,6 +212,7 @@ class SocketControlPlane(ControlPlane):
         blobs, sizes = hub.exchange(blob, until)
         if max(sizes) <= hub.inline_bytes:
             return list(blobs)
+        # Of a long blob the round has carried only the start.
         host = self.host(group)
         if host is not None:
             return host.exchange(blob, sizes)
@@ -223,7 +225,7 @@ class SocketControlPlane(ControlPlane):
     def inline_bytes(self, group: Group | None, folds: bool = False) -> int:
         """Return a part of the rounds' longest blob."""
         hub = self.hubs.get(EVERYBODY if group is None else group.name)
-        if hub is None:
+        if hub is None:  # -1: it is made of the model's collectives, one of which reduces
             return -1 if folds else fallback.INLINE_TENSOR_BYTES
         return hub.inline_bytes // _TENSOR_PART
 
@@ -249,7 +251,7 @@ class SocketControlPlane(ControlPlane):
     def memory(self, group: Group | None) -> MemoryCollectives | None:
         """Return the shared-memory collectives of `group`. Collective at creation."""
         key = EVERYBODY if group is None else group.name
-        if key not in self.hubs:
+        if key not in self.hubs:  # connected only for tensors that memory may carry
             model = self.model
             if model.transport_device.type != "cpu" or model.topology.size(group) == 1:
                 return None
@@ -274,6 +276,7 @@ class SocketControlPlane(ControlPlane):
             # A copy without the handle: a reference to the group itself would keep it alive.
             whose = None if group is None else replace(group, handle=None)
             self._memories[key] = HostCollectives(hub.arena, hosts[0], self, whose)
+        # As many hosts as ranks: none has two that could share memory.
         elif len(hosts) < self.model.topology.size(group) and len(hosts) > 1:
             self._memories[key] = TwoLevels(hub.arena, hosts, self.model.topology.rank, self)
 
@@ -288,11 +291,12 @@ class SocketControlPlane(ControlPlane):
         while self._dropped:
             self._over.update([self._dropped.popleft()])
         head = call_head(f"new_group {list(ranks)}", site())
+        # A group that DDP still uses, say, ends later.
         mine = [name for name in self._over if not self._is_lent(name)]
         blobs = self.exchange(head + json.dumps(mine).encode())
         everybody = range(len(blobs))
         dropped = [json.loads(bytes(each)) for each in unpack(blobs, head, lambda: everybody)]
-        for name in sorted(self._over):
+        for name in sorted(self._over):  # in one order on all ranks
             if all(name in dropped[rank] for rank in self._over[name]):
                 del self._over[name]
                 handle = self._handles.get(name, _NO_HANDLE)[0]()
@@ -314,7 +318,7 @@ class SocketControlPlane(ControlPlane):
         over = [name for name, (handle, _) in self._handles.items() if self._is_over(handle())]
         for name in over:
             self.end(name)
-        self._handles[group.name] = weakref.ref(group.handle), 0
+        self._handles[group.name] = weakref.ref(group.handle), 0  # so always lent
 
     def _is_over(self, handle: object) -> bool:
         try:
@@ -331,6 +335,7 @@ class SocketControlPlane(ControlPlane):
         super().end(name)
 
     def _let_go(self, names: list[str], leave: Callable[[Peers], object]) -> None:
+        # First: a thread that waits in that memory looks for its hub, and raises without one.
         hubs = [self.hubs.pop(name, None) for name in names]
         for memory in [self._memories.pop(name, None) for name in names]:
             if memory is not None:
@@ -390,9 +395,9 @@ class SocketControlPlane(ControlPlane):
         """Return a rank of a group known to be gone, if any, after waiting for its farewell."""
         group, step = self._whole(group, step)
         name = name_of(group)
-        for key in dict.fromkeys((name, EVERYBODY)):
+        for key in dict.fromkeys((name, EVERYBODY)):  # a group may have no connections of its own
             hub = self.hubs.get(key)
-            ranks = None if group is None or key == name else group.ranks
+            ranks = None if group is None or key == name else group.ranks  # None: all of that hub
             absent = None if hub is None else hub.peers.gone(ranks, name, step)
             if absent is not None:
                 return absent
@@ -402,7 +407,7 @@ class SocketControlPlane(ControlPlane):
         """Return a report on ranks that haven't begun an operation, if known; waits 1 s at most."""
         group, step = self._whole(group, step)
         name, ranks = name_of(group), None if group is None else group.ranks
-        hub = self.hubs.get(name) or self.hubs.get(EVERYBODY)
+        hub = self.hubs.get(name) or self.hubs.get(EVERYBODY)  # not all groups have one
         return "" if hub is None else hub.peers.late(ranks, name, step, is_over)
 
     def _whole(self, group: Group | None, step: int) -> tuple[Group | None, int]:
@@ -419,4 +424,4 @@ class SocketControlPlane(ControlPlane):
     def warn_after_s(self) -> float:
         """Return the seconds after which a wait on the data plane logs the missing ranks."""
         hub = next(iter(self._connected()), None)
-        return math.inf if hub is None else hub.warn_after_s
+        return math.inf if hub is None else hub.warn_after_s  # without one, no rank can be named

@@ -72,16 +72,16 @@ class CallHistory:
     def compare(self, sites: list[str], call: str, ranks: Sequence[int]) -> None:
         """Record a round whose lines differ; raise if one rank is a call ahead or behind."""
         before, self.sites = self.sites, sites if self.sites is None else []
-        if not before:
+        if not before:  # the lines of the round before agreed, or were compared already
             return
         lines = [*zip(before, sites, strict=True)]
         for position, (old, new) in enumerate(lines):
             others = {pair for at, pair in enumerate(lines) if at != position}
-            if len(others) > 1:
+            if len(others) > 1:  # this rank isn't the only one that differs
                 continue
             their_old, their_new = others.pop()
             is_behind, is_ahead = new == their_old, their_new == old
-            if is_behind and is_ahead:
+            if is_behind and is_ahead:  # swapped: it has made as many calls as the others
                 self._warn(ranks[position], call, old, new)
                 return
             if is_behind or is_ahead:
@@ -217,17 +217,17 @@ def unpack(
     values, is_aligned = [], True
     for blob in blobs:
         whole: Any = blob if len(blob) < COPIED_BYTES else memoryview(blob)
-        if blob[:start] == head:
+        if blob[:start] == head:  # the same call, at the same line
             values.append(whole[start:])
             continue
         own, other = read_call(head), read_call(blob)
         if own is None or other is None or other[0] != own[0]:
             raise _mismatch(blobs, ranks())
         values.append(whole[other[2] :])
-        is_aligned = False
+        is_aligned = False  # the same call, at another line
     if history is not None:
         if is_aligned:
-            history.sites = None
+            history.sites = None  # this round's lines agree
         else:
             sites = [_split(blob)[1] for blob in blobs]
             history.compare(sites, name(head), ranks())
@@ -253,6 +253,7 @@ def _short(line: str) -> str:
             here = os.path.realpath(".")
         except OSError:  # the folder is gone
             here = ""
+        # The shortest end of the path that, in this folder, ends as the site does.
         ends = (os.sep.join(parts[-count:]) for count in range(1, len(parts)))
         file = next((end for end in ends if f"{here}{os.sep}{end}".endswith(file)), f"...{file}")
     return place_of(file, int(number))

@@ -100,13 +100,14 @@ def make(size: int, cores: int, max_bytes: int) -> tuple[int, Arena] | None:
         return None
     fd, shared = made
     words = memoryview(shared)[: plan.head_bytes].cast("Q")
-    for at, value in enumerate(astuple(plan), size * _LINE_WORDS):
+    for at, value in enumerate(astuple(plan), size * _LINE_WORDS):  # the last line, for `read`
         words[at] = int(value)
     return fd, Arena(shared, 0, plan)
 
 
 def read(shared: mmap.mmap, size: int, position: int) -> Arena:
     """Return this rank's end of an arena that another rank has created."""
+    # What was sent may not even have a whole header.
     if len(shared) < _PAGE_BYTES * (1 + size // (_PAGE_BYTES // _LINE_BYTES)):
         raise OSError("memory for tensors was sent that is too small")
     words = memoryview(shared)[: (size + 1) * _LINE_BYTES].cast("Q")[size * _LINE_WORDS :]
@@ -169,7 +170,7 @@ class Arena:
         words[self._mine] = interval
         for nap in self._naps:
             if words[nap]:
-                words[nap] = 0
+                words[nap] = 0  # so that no other rank makes the system call, too
                 self._wake(nap)
         for line in self._lines:
             if words[line] < interval:
@@ -185,7 +186,7 @@ class Arena:
 
     def _wait(self, line: int, interval: int, check: Check) -> None:
         words, give_way = self._words, os.sched_yield
-        for _ in range(_LOOKS):
+        for _ in range(_LOOKS):  # without a system call
             if words[line] >= interval:
                 return
         end = time.monotonic() + _SPIN_S
@@ -199,6 +200,7 @@ class Arena:
         words, nap, duration = self._words, self._mine + _NAP, self._nap_time
         duration.nanoseconds = _FIRST_NAP_NS
         while words[line] < interval:
+            # One more look: the awaited rank may have arrived before it could see the nap.
             words[nap] = 1
             if words[line] < interval:
                 where = ctypes.c_void_p(self._address + nap * _WORD_BYTES)
@@ -279,6 +281,6 @@ class Arena:
             [
                 (slice(*ends[p]), slots[p][1][: ends[p][1] - ends[p][0]])
                 for p in self.others
-                if ends[p][1] > ends[p][0]
+                if ends[p][1] > ends[p][0]  # a short block leaves the last ranks without a slice
             ],
         )

@@ -89,6 +89,7 @@ class TwoLevels(Turns):
 
     def _twins_at(self, position: int, count: int) -> Group:
         """Return the twins at a position; the first `count` are created at their first use."""
+        # All ranks create the groups of all twins, in one order: each creation is collective.
         while len(self._twins) < count:
             at = len(self._twins)
             ranks = tuple(sorted(ranks[at] for ranks in self._hosts))
@@ -103,7 +104,7 @@ class TwoLevels(Turns):
         reduce = self._reduce_slices if is_cut else self._reduce_whole
 
         def work(check: Check) -> None:
-            self._own.check = check
+            self._own.check = check  # of all ranks, for the waits inside the host
             reduce(flat, op)
 
         self._run(f"all_reduce {op.name}", work, tensor)
@@ -114,8 +115,8 @@ class TwoLevels(Turns):
         step, after = op, 1.0
         if op is ReduceOp.AVERAGE:
             before, after = mean_factors(self.size)
-            step = ReduceOp.SUM
-            flat.mul_(before)
+            step = ReduceOp.SUM  # hosts may have unequally many ranks
+            flat.mul_(before)  # before the sum, which might overflow
         if self._host is not None:
             self._host.reduce(flat, leader, step)
         if self._position == 0:
@@ -139,7 +140,7 @@ class TwoLevels(Turns):
         self._host.gather_slices(flat)
 
     def _reduce_between(self, flat: Tensor, op: ReduceOp, group: Group) -> None:
-        if flat.numel():
+        if flat.numel():  # a short tensor's last slices are empty, on all hosts alike
             total = self._monitor.model.all_reduce(flat, op, group)
             if total is not flat:
                 flat.copy_(total)

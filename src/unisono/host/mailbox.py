@@ -47,7 +47,7 @@ class Mailbox:
         start, words, at = self._out_body, self._words, self._out
         self._bytes[start : start + len(body)] = body
         words[at + _SIZE] = len(body)
-        words[at] = seq << _KIND_BITS | kind
+        words[at] = seq << _KIND_BITS | kind  # last: it shows the reader the whole frame
         return words[at + _SLEEPS] != 0
 
     def has_frame(self) -> bool:
@@ -62,6 +62,7 @@ class Mailbox:
             return None
         self._taken = stamp
         start = self._in_body
+        # The other end may have written any length: this one reads only its half.
         body = bytes(self._bytes[start : start + min(words[at + _SIZE], MAILBOX_BYTES)])
         return stamp & ((1 << _KIND_BITS) - 1), stamp >> _KIND_BITS, body
 
@@ -80,7 +81,7 @@ def send(sock: socket.socket) -> Mailbox | None:
     try:
         memory.send(sock, fd)
     finally:
-        os.close(fd)
+        os.close(fd)  # the memory lives as long as it is mapped
     return Mailbox(shared, True)
 
 

@@ -59,6 +59,7 @@ def _install() -> Mapping[str, int]:
     if _COUNTS or not sys.platform.startswith("linux"):
         return {}
     masks = _masks(Path("/proc/self/status"))
+    # -1: unknown masks count as full.
     used = masks.get("SigCgt", -1) | masks.get("SigIgn", -1) | masks.get("SigBlk", -1)
     numbers = range(signal.SIGRTMAX - _HIGHEST, signal.SIGRTMIN, -1)
     number = next((number for number in numbers if not used & _bit(number)), None)
@@ -67,7 +68,7 @@ def _install() -> Mapping[str, int]:
     fd = -1
     try:
         fd = os.memfd_create(_MEMORY)  # closed by exec
-        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
+        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)  # forks write there, too
         faulthandler.register(number, file=fd, all_threads=False, chain=False)
     except (OSError, RuntimeError):  # no memory, no descriptor, or no signal stack
         if fd >= 0:
@@ -165,6 +166,7 @@ def _answer(pid: int, thread_id: int, number: int, fd: int, until: float) -> str
     quiet = 0
     while time.monotonic() < until and quiet < _QUIET:
         end, masks = os.fstat(fd).st_size, _masks(task)
+        # The end was read before the masks: if it is the same after them, the text is whole.
         is_over = not (masks.get("SigPnd", 0) | masks.get("SigBlk", 0)) & bit
         if is_over and end > begin and os.fstat(fd).st_size == end:
             return os.pread(fd, end - begin, begin).decode("utf-8", "replace")

@@ -45,6 +45,7 @@ class _ObjectPickler(Pickler):  # type: ignore[misc]
 
 def _restore_view(data: bytes, kind: str, shape: tuple[int, ...], is_readonly: bool) -> memoryview:
     memory = memoryview(data if is_readonly else bytearray(data))
+    # Bytes of one dimension need no cast.
     return memory if kind == "B" and len(shape) == 1 else memory.cast(kind, shape)  # type: ignore[call-overload]
 
 
@@ -102,11 +103,12 @@ class _FilePickler(_ObjectPickler):
 
     def reducer_override(self, obj: Any) -> Any:
         numpy: Any = sys.modules.get("numpy")  # numpy is optional
+        # Items that are objects, and arrays without items, have no memory that a tensor could view.
         if numpy is None or type(obj) is not numpy.ndarray or obj.dtype.hasobject or not obj.nbytes:
             return super().reducer_override(obj)
-        whole = obj if obj.flags.forc else obj.copy()
+        whole = obj if obj.flags.forc else obj.copy()  # without gaps
         memory: Any = (ctypes.c_char * whole.nbytes).from_address(whole.ctypes.data)
-        memory.owner = whole
+        memory.owner = whole  # keeps it alive as long as the tensor
         try:  # its own dtype, or torch wouldn't save a tensor over the same memory
             dtype = torch.from_numpy(numpy.empty(0, obj.dtype)).dtype
         except (TypeError, ValueError):  # torch has no such dtype, or not in this byte order
@@ -117,12 +119,13 @@ class _FilePickler(_ObjectPickler):
 
 def _restore_array(memory: Tensor, dtype: Any, shape: tuple[int, ...], order: Any) -> Any:
     array = memory.numpy().view(dtype).reshape(shape, order=order)
-    array.flags.writeable = False
+    array.flags.writeable = False  # an array of `shared` is read-only, as documented
     return array
 
 
 def save_file(value: object, path: str) -> None:
     """Write an object to a file."""
+    # Torch takes the pickler from a module.
     module: Any = types.SimpleNamespace(Pickler=_FilePickler, __name__=__name__)
     try:
         torch.save(value, path, pickle_module=module, pickle_protocol=5)
@@ -139,7 +142,7 @@ def load_file(path: str) -> Any:
     """Load a file of `save_file`, memory-mapped copy-on-write: changes stay in this process."""
 
     def place(storage: Any, location: str) -> Any:
-        if location == "cpu":
+        if location == "cpu":  # stays mapped
             return storage
         return default_restore_location(storage, str(home.get()))  # type: ignore[no-untyped-call]
 

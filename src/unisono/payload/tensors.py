@@ -78,6 +78,7 @@ class TensorHeader:
         dtype = _DTYPE_OF[code]
         # Not the product of all: a size of 0 would hide others whose strides overflow in torch.
         extent = math.prod(max(size, 1) for size in shape)
+        # An empty tensor takes no memory: only its strides must fit.
         most = _LARGEST_BYTES // dtype.itemsize if 0 not in shape else 2**62
         requires_grad = flags & 4 and not (dtype.is_floating_point or dtype.is_complex)
         if extent > most or any(size < 0 for size in shape) or requires_grad:
@@ -186,6 +187,7 @@ def why_not_dense(tensor: Tensor) -> str:
 
 def plain(tensor: Tensor) -> Tensor:
     """Return a detached plain `Tensor` that shares memory with `tensor`."""
+    # `detach` of a subclass may run its own code.
     if type(tensor) is not Tensor and type(tensor) is not Parameter:
         tensor = tensor.as_subclass(Tensor)
     return tensor.detach()
@@ -194,6 +196,7 @@ def plain(tensor: Tensor) -> Tensor:
 def reach_bytes(tensor: Tensor) -> int:
     """Return the bytes between a tensor's ends, 0 if it is empty or has a stride of 0."""
     steps = list(zip(tensor.shape, tensor.stride(), strict=True))
+    # 0 marks an expanded tensor, whose elements share memory.
     if not tensor.numel() or any(stride == 0 and size > 1 for size, stride in steps):
         return 0
     return (sum((size - 1) * stride for size, stride in steps) + 1) * tensor.itemsize
@@ -202,7 +205,7 @@ def reach_bytes(tensor: Tensor) -> int:
 def view_bytes(tensor: Tensor) -> memoryview:
     """Return a view of a tensor's bytes."""
     size = tensor.numel() * tensor.element_size()
-    if size == 0:
+    if size == 0:  # it may have no address
         return memoryview(b"")
     buffer: Any = (ctypes.c_char * size).from_address(_address(tensor))
     buffer.owner = tensor  # keeps the memory alive as long as the view
@@ -249,7 +252,7 @@ def stack_bytes(rows: Sequence[bytes], dtype: torch.dtype, shape: tuple[int, ...
         raise PayloadError(
             f"{len(data)} bytes aren't {len(rows)} tensors of {dtype} and shape {shape}"
         )
-    if not data:
+    if not data:  # `frombuffer` rejects an empty buffer
         return torch.empty((len(rows), *shape), dtype=dtype, device="cpu")
     return torch.frombuffer(data, dtype=dtype).view(len(rows), *shape)
 
