@@ -80,6 +80,7 @@ def clip_grad_norm_(
         _settle(context.model, each)
     if scaler is not None:
         scaler.unscale_(optimizer)
+    # torch's maximum fails on a rank whose part of a gradient is empty.
     if norm_type == math.inf and any(map(is_sharded, tensors)):
         norm = nn.utils.get_total_norm([_largest(tensors)], norm_type, error_if_nonfinite)
         nn.utils.clip_grads_with_norm_(tensors, max_norm, norm)
@@ -102,7 +103,7 @@ def _settle(model: ComputationModel, optimizer: Optimizer) -> None:
     """Average now instead of in the optimizer's next step, unless a gradient arrives first."""
     _unsettle(optimizer)  # of an earlier call without a step since
     undo = hooks_of(model).settle_gradients(optimizer)
-    if undo is None:
+    if undo is None:  # the step of this optimizer doesn't average
         return
     if optimizer not in _settled:  # its hooks stay, and so does its entry
         optimizer.register_step_post_hook(lambda each, *_: _unsettle(each))

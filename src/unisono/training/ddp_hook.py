@@ -60,6 +60,7 @@ class Averaging:
             try:
                 module.register_comm_hook(self, average)
             except RuntimeError as error:  # torch's own hooks aren't in that list
+                # torch has appended ours before; if the user's is registered, it stays.
                 module._comm_hooks.clear()
                 if "once" not in str(error):
                     raise
@@ -76,6 +77,7 @@ class Averaging:
                 check(context, call, flat, self.group, host)
                 if host is None:
                     handle = context.start_all_reduce(flat, op, self.group)
+                    # `end_step` completes it, so that buckets overlap.
                     self._started.append((token.started(handle), done))
                     return done
                 plane_is("memory")
@@ -124,6 +126,7 @@ def average(state: Averaging, bucket: Any) -> torch.futures.Future[Tensor]:
         divisor = state.divisor(host)
         if divisor is not None:
             flat.div_(divisor.to(flat.dtype))
+        # Shared memory divides while it sums.
         elif host is not None and folds(flat.dtype, ReduceOp.AVERAGE):
             op = ReduceOp.AVERAGE
         else:

@@ -64,6 +64,7 @@ def assert_equal(tree: Any, group: GroupLike = None) -> None:
         except RecursionError as error:
             text = "a container contains itself, or is nested too deep"
             raise PayloadError(text) from error
+        # One tree, whose paths need no name before them.
         trees[""] = plain(opened, own_states(opened))  # stateful objects as their states
         return encode(digest(trees[""]))
 
@@ -143,7 +144,7 @@ def _opened(node: Any) -> Any:
 
 def _leaf(value: Any) -> Leaf:
     if isinstance(value, Tensor) and (is_dense(value) or is_sharded(value)):
-        look = f"{str(value.dtype)[6:]}{list(value.shape)}"
+        look = f"{str(value.dtype)[6:]}{list(value.shape)}"  # without torch.
         if is_sharded(value):
             return look, _hash(look.encode())
         data = plain_tensor(value.detach()).cpu().resolve_conj().resolve_neg().contiguous()
@@ -175,6 +176,7 @@ def _line(path: str, column: Mapping[int, Leaf]) -> str:
     looks: dict[bytes, str] = {}
     for look, known in column.values():
         looks.setdefault(known, look)
+    # Texts that look alike, as of long tensors, get a digest.
     is_seen = len(set(looks.values())) > 1
     shown = []
     for each, look in looks.items():

@@ -93,6 +93,7 @@ class Plan:
         """Add a step that may fail half-way, as one of the user's classes may."""
 
         def undo() -> None:
+            # The other steps are reverted as well, and the first error is raised.
             with suppress(Exception):
                 revert()
 
@@ -140,11 +141,13 @@ class Plan:
         if isinstance(into, list):
             self.fills.append(partial(into.__setitem__, slice(None), items))
             return into
+        # A tuple can't be changed: a new one is needed if an item is new.
         return into if all(map(operator.is_, items, into)) else like(into, items)
 
     def _tensor(self, into: Tensor, saved: Any, where: str) -> None:
         if not isinstance(saved, Tensor):
             raise PayloadError(f"{where} has no tensor: {_was_saved(saved)}")
+        # copy_() would convert the dtype and broadcast the shape without an error.
         if (into.shape, into.dtype) == (saved.shape, saved.dtype):
             self.fills.append(partial(into.detach().copy_, local_part(into, saved, where)))
         elif self.is_strict:
@@ -191,6 +194,7 @@ def _entry(saved: Any, key: Any) -> Any:
         return _MISSING
     if key in saved:
         return saved[key]
+    # A dict may name submodules in the place of the module that was saved.
     start = f"{key}."
     names = [name for name in saved if isinstance(name, str) and name.startswith(start)]
     part: Any = OrderedDict((name.removeprefix(start), saved[name]) for name in names)
@@ -233,6 +237,7 @@ def local_part(like: object, saved: Any, where: str) -> Any:
     if target.shape != saved.shape:
         return saved  # loading raises for it
     spread: Any = importlib.import_module("torch.distributed.tensor")
+    # Derived classes, such as torch's strided shards, may be split otherwise.
     if any(type(each) not in (spread.Shard, spread.Replicate) for each in target.placements):
         raise _unknown(where, target)
     everywhere = [spread.Replicate()] * target.device_mesh.ndim
@@ -271,6 +276,7 @@ def _state_parts(param: Any, state: Any, where: str) -> Any:
     if not is_sharded(param) or not isinstance(state, Mapping):
         return state
     for name, item in state.items():
+        # A single number, such as Adam's step, isn't split.
         is_whole = isinstance(item, Tensor) and not is_sharded(item) and item.numel() > 1
         if is_whole and item.shape != param.shape:
             raise PayloadError(

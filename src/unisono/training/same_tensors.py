@@ -55,6 +55,7 @@ def aliases(names: Sequence[object], tensors: Sequence[Tensor | None]) -> list[i
         # An owner with gaps, such as a column, doesn't hold all elements within its span.
         has_no_gaps = owner.end - owner.begin == owner.tensor.nbytes
         owners[span.position] = owner.position if is_within and has_no_gaps else OVERLAPS
+    # A tensor that is listed twice gets the owner of its first mention.
     return [index if index == OVERLAPS else owners[index] for index in owners]
 
 
@@ -88,9 +89,9 @@ _START = len(_LIST) + _DIGEST_BYTES
 class Described:
     """The result of `agree`."""
 
-    present: list[bool]
-    layouts: list[torch.memory_format | None]
-    alone: list[bool]
+    present: list[bool]  # on some rank
+    layouts: list[torch.memory_format | None]  # None without a common memory order
+    alone: list[bool]  # owns its memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,7 @@ def listed(params: object, *, of_grads: bool = False) -> Listed:
     """List the tensors of `params`, or the gradients of those that have any."""
     try:
         likes = as_tensors(params)
+    # Kept for `agree`, which raises on every rank.
     except ArgumentError as error:
         return Listed([], [], error)
     except Exception as error:  # the user's own iterable may raise anything
@@ -175,6 +177,7 @@ def agree(
     blob = _LIST + digest + states if listed.error is None else failure(str(listed.error))
     frames = swap(context, call, blob, group)
     if listed.error is not None:
+        # After the exchange, so that the other ranks raise, too.
         raise listed.error
     ranks = list(context.model.topology.members(group))
     raise_failures(frames, lambda: ranks, call)
@@ -206,6 +209,7 @@ def _check(column: Sequence[int], name: str, call: str, ranks: Sequence[int]) ->
 def _difference(call: str, lists: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:
     longest = max(len(lines) for lines in lists)
     index = next(
+        # Slices, which are empty where a list has ended.
         i for i in range(longest + 1) if len({tuple(lines[i : i + 1]) for lines in lists}) > 1
     )
     shown = [

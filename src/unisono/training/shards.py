@@ -63,6 +63,7 @@ def flat(state: dict[str, Any]) -> dict[str, Any]:
 def metadata_of(folder: Path) -> metadata.Metadata:
     """Read the metadata of the shards, and check its checksum."""
     data = (folder / _METADATA).read_bytes()
+    # Shards that torch itself wrote have no checksum.
     sealed = folder / _SEAL
     if sealed.exists() and hashlib.sha256(data).hexdigest().encode() != sealed.read_bytes():
         raise PayloadError(f"checksum mismatch in {folder / _METADATA}")
@@ -138,7 +139,7 @@ def read(
             raise PayloadError(f"a shard can't be in another folder: {name!r}")
         with open(folder / name, "rb") as file:
             file.seek(info.offset)
-            data = io.BytesIO(file.read(max(info.length, 0)))
+            data = io.BytesIO(file.read(max(info.length, 0)))  # below 0 it would read all
         check_archive(data, f"shard {name}")
         value = torch.load(data, weights_only=weights_only)
         if item.type is LoadItemType.BYTE_IO:
@@ -174,6 +175,7 @@ class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
         if allowed is not None:
             return allowed
         if module.partition(".")[0] == "pathlib" and name in _PATHS:
+            # A path of another system's class can't be created here.
             return lambda *parts: Path(*parts)
         allowed = getattr(torch, name, None) if module == "torch" else None
         if isinstance(allowed, torch.dtype) or allowed is torch.Size:

@@ -164,6 +164,7 @@ def _whole(leaves: list[Any], paths: list[str]) -> list[Any]:
     sharded = [path for leaf, path in zip(leaves, paths, strict=True) if is_sharded(leaf)]
     if not sharded:
         return leaves
+    # Compared first: full_tensor() would hang if other ranks have none there.
     swap(communicator(), f"a reduction of DTensors at {', '.join(sharded)}", b"", None)
     return [leaf.full_tensor() if is_sharded(leaf) else leaf for leaf in leaves]
 
