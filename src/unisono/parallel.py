@@ -37,6 +37,7 @@ __tracebackhide__ = hides
 P = ParamSpec("P")
 T = TypeVar("T")
 
+# Launchers that start the ranks of this node; None is the default one.
 _OURS = (None, "processes", "torchrun")
 _POSITION = ("node_rank", "init_method", "rank", "world_size")
 """Options that identify this rank or node."""
@@ -185,6 +186,7 @@ class Parallel:
         if not self._may_be_node() or not (self._backend is None or self._can_spawn_on_nodes()):
             return
         is_auto = self._nnodes == "auto"
+        # Its warnings are kept until `__enter__` knows that no error follows.
         node = find_node(self._gaps.append, is_asked=is_auto, may_be_several=True)
         if is_auto and self._count is not None:  # else each process would start a job of its own
             if node is None:
@@ -211,6 +213,7 @@ class Parallel:
             "master_addr": node.master_addr,
             "master_port": node.master_port,
         }
+        # The platform's values may be wrong, or clash with the user's.
         check_job("Parallel", self._backend, self._count, {**self._node_options, **self._options})
         text = "node %s of %s, according to %s: %s processes here, node 0 is %s, port %s"
         where = (node.node_rank, node.nnodes, node.source, self._count)

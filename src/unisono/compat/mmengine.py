@@ -83,7 +83,7 @@ def cast_data_device(data: Any, device: torch.device, out: Any = None) -> Any:
     if isinstance(data, Tensor):
         moved = data.to(device)
         if out is not None:
-            with torch.no_grad():
+            with torch.no_grad():  # `out` may require gradients
                 out.copy_(moved)
         return moved
     if isinstance(data, str) or not isinstance(data, Iterable):
@@ -326,6 +326,7 @@ def get_default_group() -> Group:
     Returns:
         Torch's process group if torch.distributed connects the ranks, else None.
     """
+    # torch's may exist beside a context of another model, which doesn't use it.
     world = torch.distributed.group.WORLD
     model = current_model()
     return world if world is not None and model.adopt_group(world) is not None else None
@@ -339,6 +340,7 @@ def _members(group: Group) -> tuple[int, ...] | range:
 def get_backend(group: Group = None) -> str | None:
     """Return the backend of a group, None without a distributed context."""
     context = current()
+    # A torch group may have another backend than the context.
     handle = None if group is None else getattr(membership.resolve(context, group), "handle", None)
     if isinstance(handle, torch.distributed.ProcessGroup):
         return str(torch.distributed.get_backend(handle))

@@ -92,8 +92,10 @@ def _lock(number: int) -> bool:
     """Lock an open file; return False if it is locked, or the system does not support it."""
     if os.name != "posix":
         return False
+    # Imported here, as Windows doesn't have it.
     fcntl: Any = importlib.import_module("fcntl")
     try:
+        # Not waiting: a locked file has a writer.
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False

@@ -179,5 +179,6 @@ def broadcast_all(
         broadcast_(memory, src, group)
     is_src = context.model.topology.rank == src
     for run in buckets(together, _BUCKET_BYTES):
+        # The tensors of `src` have the values already.
         with packed(context, run, copies_back=not is_src) as flat:
             broadcast_(flat, src, group)

@@ -114,7 +114,7 @@ class CheckpointManager:
         """List the complete checkpoints, sorted by step."""
         named = [(path, _NAME.fullmatch(path.name)) for path in self._folder.glob("step=*")]
         found = [
-            (int(match[1]), float(match[2] or "nan"), path)
+            (int(match[1]), float(match[2] or "nan"), path)  # without a score, as unknown
             for path, match in named
             if match is not None and is_whole(path)
         ]

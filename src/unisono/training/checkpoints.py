@@ -181,6 +181,7 @@ def _save_shards(
 
     def state_to_save() -> tuple[Any, None]:
         if context.model.topology.world_size > 1:
+            # torch's ranks exchange their plans as pickles.
             refuse_pickle("to save shards, which ranks agree on,")
         state = plain(obj, states)
         refuse_lost_shards(obj, state)
@@ -223,12 +224,14 @@ def remove(target: Path) -> None:
     if not target.is_dir():
         target.unlink(missing_ok=True)
         return
+    # First: without it the folder is incomplete, even if some of it can't be removed.
     (target / _POINTER).unlink(missing_ok=True)
     shutil.rmtree(target, ignore_errors=True)
 
 
 def _shard_library() -> Any:
     context = current()
+    # torch plans and writes shards over its own process group.
     if context.model.topology.world_size > 1 and not torch.distributed.is_initialized():
         raise UnsupportedOperation(
             context.model.name,

@@ -79,6 +79,7 @@ def clip_grad_norm_(
     for each in settled:
         _settle(context.model, each)
     if scaler is not None:
+        # After the average: all ranks find the same infinities, and skip the same steps.
         scaler.unscale_(optimizer)
     # torch's maximum fails on a rank whose part of a gradient is empty.
     if norm_type == math.inf and any(map(is_sharded, tensors)):

@@ -220,7 +220,7 @@ class UnannouncedAverager:
         _hook(self, parameters, module)
         module.register_forward_pre_hook(self)
         self._is_announced, self._announced = False, 0
-        self._backward = -1
+        self._backward = -1  # id of the last one seen; none has -1
 
     def __call__(self, module: Any, inputs: Any) -> None:
         """Record a forward that prepares an average."""
@@ -413,6 +413,7 @@ class Replicated(nn.Module):
         finally:
             self._is_joining = False
         while True:
+            # No batches left: this rank takes part in the steps of others until all have ended.
             marks = swap(communicator(), _JOIN, _HAS_ENDED, None)
             if all(mark == _HAS_ENDED for mark in marks):
                 break

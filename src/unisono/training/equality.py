@@ -137,6 +137,7 @@ def _opened(node: Any) -> Any:
     if has_state(node):
         return node
     if is_dataclass(node) and not isinstance(node, type):
+        # A field may be unset.
         names = [item.name for item in fields(node) if hasattr(node, item.name)]
         return {f".{name}": _opened(getattr(node, name)) for name in names}
     return mapped(node, _opened) if isinstance(node, (dict, list, tuple)) else node
@@ -161,6 +162,7 @@ def _in_order(value: Any) -> Any:
     if type(value) not in (set, frozenset):
         return value
     items = [_in_order(item) for item in value]
+    # By their pickles, as items of several types have no order.
     return type(value).__name__, sorted(items, key=lambda item: b"".join(dump(item)))
 
 

@@ -215,7 +215,7 @@ class ReplicaLoader(DataLoader[Any]):
             raise ArgumentError(
                 f"the position is for {samples} samples, but the dataset has {own_samples}"
             )
-        if (size, world_size) == (own_size, own_world_size):
+        if (size, world_size) == (own_size, own_world_size):  # with any sampler
             return batches
         is_dealt_in_turn = is_dealt_in_turn and self._is_dealt_in_turn()
         if world_size != own_world_size and not is_dealt_in_turn:
@@ -243,6 +243,7 @@ def _checked(state: dict[str, Any]) -> list[Any]:
         if key == "is_dealt_in_turn":
             if not isinstance(value, bool):
                 raise ArgumentError(f"{key}={value!r} should be a bool")
+        # None: no fixed batch size, or a dataset without a length.
         elif value is not None or key not in ("batch_size", "samples"):
             check_count(key, value, 1 if key in ("batch_size", "world_size") else 0)
     return [state[key] for key in _KEYS]

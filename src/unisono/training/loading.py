@@ -124,7 +124,7 @@ def _taken_apart(
             "torch DataLoader"
         )
     kwargs: dict[str, Any] = {name: getattr(loader, name) for name in _TAKEN}
-    kwargs["in_order"] = getattr(loader, "in_order", True)
+    kwargs["in_order"] = getattr(loader, "in_order", True)  # since torch 2.6
     # False may be just the default, and the device decides then.
     if loader.pin_memory:
         kwargs["pin_memory"] = True
@@ -167,6 +167,7 @@ def _order_of(sampler: Any) -> dict[str, Any]:
     )
     if is_plain and sampler.num_samples == len(sampler.data_source):
         return {"shuffle": True}
+    # One with a generator, replacement or another length has an order of its own.
     return {"sampler": sampler}
 
 
@@ -203,7 +204,7 @@ def _dealt(batch_sampler: Any, world_size: int) -> Any:
     """Return a batch sampler of this rank's batches."""
     holders: list[Any] = [batch_sampler, getattr(batch_sampler, "sampler", None)]
     shares = [item.num_replicas for item in holders if hasattr(item, "num_replicas")]
-    if world_size in shares:
+    if world_size in shares:  # it is for these replicas already
         return batch_sampler
     if not shares and hasattr(batch_sampler, "__len__"):
         return _DealtInTurn(batch_sampler)

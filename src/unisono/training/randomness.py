@@ -174,6 +174,7 @@ def get_rng_state() -> dict[str, Any]:
         True
     """
     state = {name: get() for name, (get, _, _) in _generators().items()}
+    # Plain lists and numbers, for weights_only=True.
     version, internal, gauss = state["python"]
     state["python"] = [version, list(internal), gauss]
     if "numpy" in state:

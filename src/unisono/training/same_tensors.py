@@ -208,8 +208,8 @@ def _check(column: Sequence[int], name: str, call: str, ranks: Sequence[int]) ->
 
 def _difference(call: str, lists: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:
     longest = max(len(lines) for lines in lists)
+    # Slices, which are empty where a list has ended.
     index = next(
-        # Slices, which are empty where a list has ended.
         i for i in range(longest + 1) if len({tuple(lines[i : i + 1]) for lines in lists}) > 1
     )
     shown = [

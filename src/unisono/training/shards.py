@@ -116,6 +116,7 @@ def _memory(entry: Any, param: Any) -> Tensor | None:
     if not isinstance(entry, metadata.TensorStorageMetadata):
         return None
     dtype = entry.properties.dtype
+    # Of another shape is a single number, such as Adam's step, which isn't sharded.
     if is_sharded(param) and param.shape == entry.size:
         return torch.empty_like(param, dtype=dtype)
     return torch.empty(entry.size, dtype=dtype)

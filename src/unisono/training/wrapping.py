@@ -253,7 +253,7 @@ def auto_optim(optimizer: Optimizer, **kwargs: Any) -> Optimizer:
     if made is None:
         return optimizer
     for each in wrappers:
-        each.release()
+        each.release()  # else backward would average, too
     _averaging[made] = None
     return made
 
