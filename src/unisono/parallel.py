@@ -147,6 +147,7 @@ class Parallel:
                 seconds("grace", self._options["grace"], may_be_zero=True)
 
     def _check_auto(self) -> None:
+        """Raise if `nnodes="auto"` can't apply to the other arguments."""
         launcher = self._options.get("launcher")
         if launcher not in _OURS:
             raise ArgumentError(f"nnodes='auto' is not for the launcher {launcher!r}")

@@ -197,6 +197,7 @@ def all_reduce_dict(data: dict[str, Tensor], op: str = "sum", group: Group = Non
     if ints and floats:
         data.update({key: data[key].to(widest) for key in ints})
     elif ints:
+        # Cloned, as it works in place, and the dict's tensors stay.
         means = {key: value.clone() for key, value in ints.items()}
         averaging.reduce_params(means, True, -1, name, group, cuts_means=True)
         data.update(means)

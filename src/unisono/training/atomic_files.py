@@ -73,6 +73,7 @@ def write_whole(target: Path, write: Callable[[Any], object]) -> None:
 
 
 def _fill(file: IO[bytes], write: Callable[[Any], object], target: Path) -> None:
+    """Write the content and sync it to the disk; errors name `target`."""
     recorded = _Recorded(file)
     try:
         write(recorded)
@@ -103,6 +104,7 @@ def _lock(number: int) -> bool:
 
 
 def _remove_leftovers(target: Path, start: str, own: Path) -> None:
+    """Remove temporary files of writers of `target` that were killed."""
     names: list[str] = []
     with suppress(OSError):  # a folder may be writable but not readable
         names = os.listdir(target.parent)

@@ -161,6 +161,7 @@ def _reduce(
     group: Group | None,
     cuts_means: bool,
 ) -> None:
+    """Reduce tensors in place; means of integers apart."""
     # Buckets are scaled by fractions before the sum, which integers can't be.
     if op is ReduceOp.AVERAGE:
         integers = [t for t, _ in works if not (t.is_floating_point() or t.is_complex())]

@@ -126,6 +126,7 @@ def _try(call: Callable[[], T], size: int) -> tuple[bool, T]:
 
 
 def _is_of_memory(error: BaseException | None) -> bool:
+    """Return whether an error, or the cause of one of ours, is a lack of memory."""
     if isinstance(error, CollectiveMismatchError):
         return False
     while isinstance(error, UnisonoError):  # such as evaluate's, whose cause is the original

@@ -46,10 +46,12 @@ class _Normalize(torch.autograd.Function):
 
 
 def _wide(values: Tensor, like: Tensor) -> Tensor:
+    """Shape [channels] for broadcasting over [n, channels, ...]."""
     return values.view(1, -1, *[1] * (like.dim() - 2))
 
 
 def _channels(x: Tensor) -> Tensor:
+    """Sum [n, channels, ...] to [channels]."""
     return x.sum([dim for dim in range(x.dim()) if dim != 1])
 
 
@@ -127,6 +129,7 @@ class SyncBatchNorm(_BatchNorm):
         return normal.to(input.dtype)
 
     def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        """Update the running statistics."""
         if self.running_mean is None or self.running_var is None:
             return
         assert self.num_batches_tracked is not None
@@ -193,6 +196,7 @@ def _convert(module: nn.Module, made: dict[nn.Module, nn.Module], one: Converter
 
 
 def _synchronised(module: nn.Module) -> nn.Module:
+    """Return our layer in the place of torch's, with the same parameters."""
     if isinstance(module, SyncBatchNorm):
         return module
     assert isinstance(module, _BatchNorm)

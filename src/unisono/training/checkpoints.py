@@ -154,6 +154,7 @@ def _merge_ranks(
 
 
 def _save_file(obj: Any, states: dict[int, Any], target: Path, rank: int) -> None:
+    """Write a file on `rank`; raise on every rank if that fails."""
     kept: list[Exception] = []
 
     def write() -> str | None:
@@ -177,6 +178,7 @@ def _save_file(obj: Any, states: dict[int, Any], target: Path, rank: int) -> Non
 def _save_shards(
     context: ContextState, obj: Any, states: dict[int, Any], target: Path, refusal: str
 ) -> None:
+    """Write a folder of shards, one from each rank, and make it the current one."""
     library = _shard_library()
 
     def state_to_save() -> tuple[Any, None]:
@@ -230,6 +232,7 @@ def remove(target: Path) -> None:
 
 
 def _shard_library() -> Any:
+    """Return our module for shards; raise if torch doesn't connect the ranks."""
     context = current()
     # torch plans and writes shards over its own process group.
     if context.model.topology.world_size > 1 and not torch.distributed.is_initialized():
@@ -354,6 +357,7 @@ def _sent(target: Path) -> Any:
 
 
 def _read(file: IO[bytes], weights_only: bool, map_location: Any) -> Any:
+    """Read a file onto `map_location`, or this rank's device."""
     untyped: Any = torch
     device = map_location
     if map_location is None:
@@ -364,7 +368,7 @@ def _read(file: IO[bytes], weights_only: bool, map_location: Any) -> Any:
         except RuntimeError:  # torch can't load onto XLA's devices
             map_location = "cpu"
     with file:
-        check_archive(file, "it")
+        check_archive(file, "it")  # the caller's error names the file
         try:
             state = torch.load(file, map_location=map_location, weights_only=weights_only)
         except pickle.UnpicklingError as error:

@@ -116,6 +116,7 @@ def _settle(model: ComputationModel, optimizer: Optimizer) -> None:
 
 
 def _unsettle(optimizer: Optimizer | None) -> None:
+    """Let the optimizer's step average again."""
     undo = None if optimizer is None else _settled.get(optimizer)
     if undo is not None and optimizer is not None:
         _settled[optimizer] = None

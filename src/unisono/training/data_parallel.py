@@ -172,6 +172,7 @@ class Averager:
                 self._start_next(self._touched)
 
     def _start_next(self, touched: set[int] | None) -> None:
+        """Start the sum of the next bucket, with the late ones that it reports."""
         bucket = self._buckets[self._next]
         late = [index in self._late for index in range(bucket.notes.numel())]
         bucket.start(touched, self._size, late)
@@ -182,6 +183,7 @@ class Averager:
             self._finish(self._touched)
 
     def _finish(self, touched: set[int] | None) -> None:
+        """Start the remaining sums, wait for all, and copy the averages back."""
         with torch.no_grad():
             while self._next < len(self._buckets):
                 self._start_next(touched)

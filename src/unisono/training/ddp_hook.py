@@ -49,7 +49,7 @@ class Averaging:
 
     def __call__(self, module: Any, inputs: Any) -> None:
         """Register the hook at the first forward; record that this rank has inputs."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():  # no backward follows
             return
         self._is_live, is_done = True, self.module() is not None
         self._started.clear()  # of a backward that failed

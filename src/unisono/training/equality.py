@@ -144,6 +144,7 @@ def _opened(node: Any) -> Any:
 
 
 def _leaf(value: Any) -> Leaf:
+    """Return a value's text and its digest."""
     if isinstance(value, Tensor) and (is_dense(value) or is_sharded(value)):
         look = f"{str(value.dtype)[6:]}{list(value.shape)}"  # without torch.
         if is_sharded(value):

@@ -276,6 +276,8 @@ def _results(fn: Callable[[Any], Any], loader: Any) -> list[Columns]:
 
 
 def _check_results(name: str | None, part: Any, count: int) -> None:
+    """Raise unless `part` has one result for each of `count` samples."""
+
     def is_column(value: Any) -> bool:
         return isinstance(value, Tensor) and value.dim() > 0 and len(value) == count
 
@@ -308,6 +310,7 @@ def _joined(batches: list[Columns]) -> Columns:
 
 @contextmanager
 def _evaluating(fn: Any) -> Iterator[None]:
+    """Put a module into evaluation mode in a block."""
     modules = [part for part in fn.modules() if part.training] if isinstance(fn, nn.Module) else []
     if modules:
         fn.eval()

@@ -164,11 +164,13 @@ class ReplicaLoader(DataLoader[Any]):
         return type(self.batch_sampler) not in (BatchSampler, type(None))
 
     def _shape(self) -> tuple[int | None, int, int | None]:
+        """Return batch size over all ranks, number of ranks, and number of samples."""
         size = None if self.batch_size is None else self.batch_size * self._world_size
         dataset: Any = self.dataset
         return size, self._world_size, len(dataset) if isinstance(dataset, Sized) else None
 
     def _repeats(self) -> bool:
+        """Return whether a new pass over the epoch has the same order."""
         sampler = self._position.sampler
         if sampler is None:
             inner = getattr(self.batch_sampler, "sampler", self.sampler)
@@ -312,6 +314,7 @@ class _Batches:
             while self.left_out:
                 self.left_out -= 1
                 next(self.inner)
+            # The position counts those left out from its start on.
             is_new = True
             batch = next(self.inner)
         except StopIteration:

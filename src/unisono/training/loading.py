@@ -124,7 +124,7 @@ def _taken_apart(
             "torch DataLoader"
         )
     kwargs: dict[str, Any] = {name: getattr(loader, name) for name in _TAKEN}
-    kwargs["in_order"] = getattr(loader, "in_order", True)  # since torch 2.6
+    kwargs["in_order"] = getattr(loader, "in_order", True)  # older torch lacks it
     # False may be just the default, and the device decides then.
     if loader.pin_memory:
         kwargs["pin_memory"] = True
@@ -188,6 +188,7 @@ def _order(dataset: Any, kwargs: dict[str, Any], world_size: int) -> None:
 
 
 def _share(batch_size: int, world_size: int) -> int:
+    """Return a replica's part of a batch size; warn of a remainder."""
     # One smaller than the number of replicas is that of each, as in idist.
     share = max(1, batch_size // world_size) if batch_size >= world_size else batch_size
     if share * world_size != batch_size:
@@ -220,6 +221,7 @@ def _dealt(batch_sampler: Any, world_size: int) -> Any:
 
 
 def _sampler(dataset: Any, kwargs: dict[str, Any]) -> Any:
+    """Return a sampler of this replica's samples; warn if a given one is for another."""
     topology = current_model().topology
     share = topology.world_size, topology.rank
     sampler = kwargs.get("sampler")

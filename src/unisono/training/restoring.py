@@ -100,6 +100,7 @@ class Plan:
         self.trials.append((_with_place(load, where), undo))
 
     def _module(self, module: nn.Module, saved: Any, where: str) -> None:
+        """Plan the load of a module's state."""
         own = module.state_dict()
         made = with_own_keys(module, own, saved, where)
         if not self.is_strict:
@@ -208,6 +209,7 @@ def _entry(saved: Any, key: Any) -> Any:
 
 
 def _check_split(into: Any, is_split: bool, where: str) -> None:
+    """Raise if only one of object and saved state is by rank."""
     if is_split and has_state(into):
         raise PayloadError(f"{where} was saved by rank: load it into ByRank(...)")
     if isinstance(into, ByRank) and not is_split:
@@ -273,6 +275,7 @@ def optimizer_parts(optimizer: torch.optim.Optimizer, saved: Any, where: str) ->
 
 
 def _state_parts(param: Any, state: Any, where: str) -> Any:
+    """Return an optimizer's state of one parameter with this rank's parts of full tensors."""
     if not is_sharded(param) or not isinstance(state, Mapping):
         return state
     for name, item in state.items():

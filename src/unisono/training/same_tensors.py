@@ -143,6 +143,7 @@ def as_tensors(params: object) -> list[Tensor]:
 
 
 def _state(tensor: Tensor | None, owner: int) -> bytes:
+    """Return the code of a tensor's memory order, or of the reason to refuse it."""
     if tensor is None:
         return _NONE
     if is_sharded(tensor):
@@ -158,6 +159,7 @@ def _state(tensor: Tensor | None, owner: int) -> bytes:
 
 
 def _line(index: int, like: Tensor, owner: int) -> str:
+    """Return a text of the facts about a tensor that must agree."""
     text = f"{like.dtype}{'[nested]' if like.is_nested else list(like.shape)}"
     return text if owner in (index, OVERLAPS) else f"{text}, the memory of tensor {owner}"
 
@@ -181,6 +183,7 @@ def agree(
         raise listed.error
     ranks = list(context.model.topology.members(group))
     raise_failures(frames, lambda: ranks, call)
+    # The states after the digest may differ.
     if any(frame[:_START] != blob[:_START] for frame in frames):
         blobs = swap(context, f"{call}: the lists differ", encode(lines), group)
         lists = [decode(blob, context.model.device) for blob in blobs]
@@ -207,6 +210,7 @@ def _check(column: Sequence[int], name: str, call: str, ranks: Sequence[int]) ->
 
 
 def _difference(call: str, lists: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:
+    """Return a text about the first tensor in which the ranks' lists differ."""
     longest = max(len(lines) for lines in lists)
     # Slices, which are empty where a list has ended.
     index = next(

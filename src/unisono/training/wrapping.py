@@ -109,6 +109,7 @@ def auto_model(
     if isinstance(wrapped, _DDP):
         average_by_name(wrapped, context, group)
         UnannouncedAverager(wrapped, group)  # its forward hook keeps it alive
+    # None: the model of this context lacks this wrapper.
     if wrapped is not None:
         return wrapped
     if wrapper != "ddp":
@@ -138,6 +139,7 @@ def _warn_of_lone_metrics(model: nn.Module, current: ComputationModel) -> None:
 
 
 def _is_lone(part: nn.Module, kind: type) -> bool:
+    """Return whether a metric would synchronise, but finds no other ranks."""
     if not isinstance(part, kind) or getattr(part, "sync_on_compute", True) is False:
         return False
     finds_others: Any = getattr(part, "distributed_available_fn", None)
