@@ -206,7 +206,7 @@ class Parallel:
             is_sure = is_auto and node.max_nnodes > 1  # then a rank's size doesn't count
             rank = None if is_sure else context.detect_environment()
             self._count = _count(node, None if rank is None else rank.world_size)
-        if self._count is None or node.max_nnodes == 1:  # `spawn` needs no options
+        if self._count is None or node.max_nnodes == 1:
             return
         self._node_options = {
             "nnodes": node.nnodes,

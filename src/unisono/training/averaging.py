@@ -277,7 +277,6 @@ def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0, group: GroupLi
                 f"broadcast_optimizer_state: rank {other} has groups of {sizes} parameters, but "
                 f"rank {src} of {expected}: make the same optimizer on every rank"
             )
-    # On `src` the state's own tensors are sent, elsewhere new memory is filled.
     if rank != src:
         state = _put_together(context, plain, heads)
     tensors = [leaf for leaf in flatten(state)[0] if isinstance(leaf, Tensor)]

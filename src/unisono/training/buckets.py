@@ -89,7 +89,7 @@ def _split(
         is_ready = tensor.dtype in model.dtypes and tensor.device == model.transport_device
         if memory is not None and is_large and is_ready:
             alone.append(memory)
-        elif tensor.numel():  # an empty one has nothing to send
+        elif tensor.numel():
             together.append(tensor)
     return alone, together
 

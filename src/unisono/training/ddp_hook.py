@@ -126,7 +126,6 @@ def average(state: Averaging, bucket: Any) -> torch.futures.Future[Tensor]:
         divisor = state.divisor(host)
         if divisor is not None:
             flat.div_(divisor.to(flat.dtype))
-        # Shared memory divides while it sums.
         elif host is not None and folds(flat.dtype, ReduceOp.AVERAGE):
             op = ReduceOp.AVERAGE
         else:

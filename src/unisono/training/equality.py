@@ -64,7 +64,6 @@ def assert_equal(tree: Any, group: GroupLike = None) -> None:
         except RecursionError as error:
             text = "a container contains itself, or is nested too deep"
             raise PayloadError(text) from error
-        # One tree, whose paths need no name before them.
         trees[""] = plain(opened, own_states(opened))  # stateful objects as their states
         return encode(digest(trees[""]))
 
@@ -137,7 +136,6 @@ def _opened(node: Any) -> Any:
     if has_state(node):
         return node
     if is_dataclass(node) and not isinstance(node, type):
-        # A field may be unset.
         names = [item.name for item in fields(node) if hasattr(node, item.name)]
         return {f".{name}": _opened(getattr(node, name)) for name in names}
     return mapped(node, _opened) if isinstance(node, (dict, list, tuple)) else node

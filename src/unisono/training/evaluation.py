@@ -149,7 +149,6 @@ def _check_alike(described: Sequence[tuple[int, Kind]]) -> None:
     """Check that all ranks have lists, or tensors that can be joined."""
     all_kinds = {kind for _, kind in described}
     kinds = {kind for count, kind in described if count}  # an empty tensor may be of any
-    # An empty list is still no tensor.
     if len(kinds) > 1 or (None in all_kinds and len(all_kinds) > 1):
         shown = "; ".join(
             f"rank {rank}: {'a list' if kind is None else f'{kind[0][6:]}[{count}, *{kind[1]}]'}"

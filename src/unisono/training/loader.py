@@ -217,7 +217,7 @@ class ReplicaLoader(DataLoader[Any]):
             raise ArgumentError(
                 f"the position is for {samples} samples, but the dataset has {own_samples}"
             )
-        if (size, world_size) == (own_size, own_world_size):  # with any sampler
+        if (size, world_size) == (own_size, own_world_size):
             return batches
         is_dealt_in_turn = is_dealt_in_turn and self._is_dealt_in_turn()
         if world_size != own_world_size and not is_dealt_in_turn:

@@ -133,7 +133,6 @@ def _taken_apart(
         kwargs["num_workers"] *= facts.get_nproc_per_node()
         if kwargs.get("batch_size") is not None:
             kwargs["batch_size"] *= world_size
-    # DataLoader accepts only one of these.
     if given.keys() & {"sampler", "shuffle", "batch_sampler"}:
         for name in ("sampler", "shuffle", "batch_sampler"):
             kwargs.pop(name, None)
@@ -205,7 +204,7 @@ def _dealt(batch_sampler: Any, world_size: int) -> Any:
     """Return a batch sampler of this rank's batches."""
     holders: list[Any] = [batch_sampler, getattr(batch_sampler, "sampler", None)]
     shares = [item.num_replicas for item in holders if hasattr(item, "num_replicas")]
-    if world_size in shares:  # it is for these replicas already
+    if world_size in shares:
         return batch_sampler
     if not shares and hasattr(batch_sampler, "__len__"):
         return _DealtInTurn(batch_sampler)

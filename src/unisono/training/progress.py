@@ -62,7 +62,6 @@ def _logged(iterable: Iterable[T], total: int | None, label: str, out: TextIO) -
     begin, count = time.monotonic(), 0
 
     def write(progress: str) -> None:
-        # A coarse clock may not have advanced.
         rate = count / max(time.monotonic() - begin, 1e-9)
         out.write(f"{label}{progress}, {rate:.1f}/s\n")
         out.flush()

@@ -107,7 +107,6 @@ def listed(params: object, *, of_grads: bool = False) -> Listed:
     """List the tensors of `params`, or the gradients of those that have any."""
     try:
         likes = as_tensors(params)
-    # Kept for `agree`, which raises on every rank.
     except ArgumentError as error:
         return Listed([], [], error)
     except Exception as error:  # the user's own iterable may raise anything
@@ -212,7 +211,6 @@ def _check(column: Sequence[int], name: str, call: str, ranks: Sequence[int]) ->
 def _difference(call: str, lists: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:
     """Return a text about the first tensor in which the ranks' lists differ."""
     longest = max(len(lines) for lines in lists)
-    # Slices, which are empty where a list has ended.
     index = next(
         i for i in range(longest + 1) if len({tuple(lines[i : i + 1]) for lines in lists}) > 1
     )
