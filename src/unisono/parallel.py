@@ -37,6 +37,7 @@ __tracebackhide__ = hides
 P = ParamSpec("P")
 T = TypeVar("T")
 
+# Launchers that start the ranks of this node; None is the default one.
 _OURS = (None, "processes", "torchrun")
 _POSITION = ("node_rank", "init_method", "rank", "world_size")
 """Options that identify this rank or node."""
@@ -104,6 +105,7 @@ class Parallel:
         if backend is not None:
             find_model(backend)  # an unknown one is reported before bad options
         self._nnodes = nnodes
+        # These two only say how to read the environment; a number of nodes is an option of `spawn`.
         is_word = nnodes == "auto" or (nnodes == 1 and nproc_per_node is None)
         for_spawn = {
             "nnodes": None if is_word else nnodes,
@@ -121,6 +123,7 @@ class Parallel:
         if init_method is not None:
             self._options["init_method"] = init_method
         self._check(for_spawn)
+        # After the check, and apart: `initialize` has no such option.
         self._grace = {"grace": self._options.pop("grace", None)}  # of ranks that it starts
         self._count = nproc_per_node
         self._node_options: dict[str, Any] = {}  # of this node, as options of `spawn`
@@ -144,6 +147,7 @@ class Parallel:
                 seconds("grace", self._options["grace"], may_be_zero=True)
 
     def _check_auto(self) -> None:
+        """Raise if `nnodes="auto"` can't apply to the other arguments."""
         launcher = self._options.get("launcher")
         if launcher not in _OURS:
             raise ArgumentError(f"nnodes='auto' is not for the launcher {launcher!r}")
@@ -163,6 +167,7 @@ class Parallel:
     def __enter__(self) -> Self:
         self._find_node()
         self._is_entered = True
+        # Before the warnings of continuing alone: it raises if RANK is wrong.
         alone = self._alone() if self._count is None else {}
         for gap in self._gaps:
             warnings.warn(gap, UserWarning, stacklevel=level())
@@ -178,9 +183,11 @@ class Parallel:
     def _find_node(self) -> None:
         """Detect whether this is a node of several whose ranks have yet to be started."""
         self._count, self._node_options, self._gaps = self._nproc_per_node, {}, []
+        # Without a backend it is read in any case, for the warning that this process is alone.
         if not self._may_be_node() or not (self._backend is None or self._can_spawn_on_nodes()):
             return
         is_auto = self._nnodes == "auto"
+        # Its warnings are kept until `__enter__` knows that no error follows.
         node = find_node(self._gaps.append, is_asked=is_auto, may_be_several=True)
         if is_auto and self._count is not None:  # else each process would start a job of its own
             if node is None:
@@ -207,6 +214,7 @@ class Parallel:
             "master_addr": node.master_addr,
             "master_port": node.master_port,
         }
+        # The platform's values may be wrong, or clash with the user's.
         check_job("Parallel", self._backend, self._count, {**self._node_options, **self._options})
         text = "node %s of %s, according to %s: %s processes here, node 0 is %s, port %s"
         where = (node.node_rank, node.nnodes, node.source, self._count)
@@ -232,6 +240,7 @@ class Parallel:
         try:
             node = read_node()
         except EnvironmentDetectionError:
+            # The node's variables are faulty; a launcher of ranks would set LOCAL_RANK, too.
             return rank.local_rank is None
         return node is not None and not node.is_ambiguous
 
@@ -243,9 +252,10 @@ class Parallel:
             return False
         if self._nproc_per_node is None and self._nnodes != "auto":
             info = context.detect_environment()
-            if info is not None and info.local_rank is not None:
+            if info is not None and info.local_rank is not None:  # a launcher has started the ranks
                 return False
         try:
+            # The ranks of a larger context are running already.
             return context.current_model().topology.world_size == 1
         except ContextError:  # a thread that isn't a replica
             return False
@@ -326,4 +336,4 @@ def _count(node: NodeInfo, world_size: int | None) -> int | None:
     if given is None or (is_only_node and world_size not in (None, 1)):
         return None
     count = count_ranks("nproc_per_node", given)
-    return count if count > 1 else None
+    return count if count > 1 else None  # one rank is this process

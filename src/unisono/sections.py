@@ -55,6 +55,7 @@ def one_rank_only(
     def decorate(fn: Callable[P, T]) -> Callable[P, T | None]:
         @functools.wraps(fn)
         def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
+            # `communicator` would wait for calls under way; without a barrier nothing is sent.
             context = current()
             check_rank(context, None, rank, "rank")
             is_chosen = context.model.topology.rank == rank
@@ -174,5 +175,6 @@ def run_on_rank(fn: Callable[[], T], rank: int = 0) -> T:
     with _outcome_for_all(context, None, rank, name):
         if context.model.topology.rank == rank:
             value = fn()
+    # After the outcome: a rank that failed has no value for the others to wait for.
     result: T = broadcast(value, rank)
     return result

@@ -58,11 +58,13 @@ def preemptible(*signals: int) -> Iterator[None]:
             number for number in _received if number in before and number not in _reported
         ]
         for number, handler in before.items():
+            # Others were recorded before the block, and still are.
             if handler is None and number in _watched:
                 signal.signal(number, _watched.pop(number))
         _received[:] = [number for number in _received if number in _watched]
         _reported[:] = [number for number in _reported if number in _watched]
         for number in unreported:
+            # Else an outer block has it; here the previous handler gets it.
             if number not in _watched:
                 os.kill(os.getpid(), number)
 
@@ -74,6 +76,7 @@ def _watch(number: int) -> None:
         before = signal.signal(number, _note)
     except (OSError, TypeError, ValueError) as error:
         raise ArgumentError(f"signal {number!r} can't be handled: {error}") from error
+    # None is a handler that wasn't set by Python, which can't set it again.
     _watched[number] = signal.SIG_DFL if before is None else before
 
 
@@ -83,6 +86,7 @@ def _note(number: int, frame: Any) -> None:
 
 def _after_fork() -> None:
     """Restore the previous handlers in a forked child."""
+    # A child, such as a loader's worker, calls no preemption_point: SIGTERM has to end it.
     for number, handler in _watched.items():
         signal.signal(number, handler)
     _watched.clear()
@@ -126,6 +130,7 @@ def preemption_point() -> bool:
     context = communicator()
     if not _watched and _is_main():
         _watch(signal.SIGTERM)
+    # A signal from here on counts in the next call, so that ranks agree on this one.
     _reported[:] = _received
     mark = _CANNOT if not _watched else _YES if _reported else _NO
     with context.calls.call("preemption_point", None):

@@ -93,12 +93,14 @@ class Plan:
         """Add a step that may fail half-way, as one of the user's classes may."""
 
         def undo() -> None:
+            # The other steps are reverted as well, and the first error is raised.
             with suppress(Exception):
                 revert()
 
         self.trials.append((_with_place(load, where), undo))
 
     def _module(self, module: nn.Module, saved: Any, where: str) -> None:
+        """Plan the load of a module's state."""
         own = module.state_dict()
         made = with_own_keys(module, own, saved, where)
         if not self.is_strict:
@@ -140,11 +142,13 @@ class Plan:
         if isinstance(into, list):
             self.fills.append(partial(into.__setitem__, slice(None), items))
             return into
+        # A tuple can't be changed: a new one is needed if an item is new.
         return into if all(map(operator.is_, items, into)) else like(into, items)
 
     def _tensor(self, into: Tensor, saved: Any, where: str) -> None:
         if not isinstance(saved, Tensor):
             raise PayloadError(f"{where} has no tensor: {_was_saved(saved)}")
+        # copy_() would convert the dtype and broadcast the shape without an error.
         if (into.shape, into.dtype) == (saved.shape, saved.dtype):
             self.fills.append(partial(into.detach().copy_, local_part(into, saved, where)))
         elif self.is_strict:
@@ -191,6 +195,7 @@ def _entry(saved: Any, key: Any) -> Any:
         return _MISSING
     if key in saved:
         return saved[key]
+    # A dict may name submodules in the place of the module that was saved.
     start = f"{key}."
     names = [name for name in saved if isinstance(name, str) and name.startswith(start)]
     part: Any = OrderedDict((name.removeprefix(start), saved[name]) for name in names)
@@ -204,6 +209,7 @@ def _entry(saved: Any, key: Any) -> Any:
 
 
 def _check_split(into: Any, is_split: bool, where: str) -> None:
+    """Raise if only one of object and saved state is by rank."""
     if is_split and has_state(into):
         raise PayloadError(f"{where} was saved by rank: load it into ByRank(...)")
     if isinstance(into, ByRank) and not is_split:
@@ -233,6 +239,7 @@ def local_part(like: object, saved: Any, where: str) -> Any:
     if target.shape != saved.shape:
         return saved  # loading raises for it
     spread: Any = importlib.import_module("torch.distributed.tensor")
+    # Derived classes, such as torch's strided shards, may be split otherwise.
     if any(type(each) not in (spread.Shard, spread.Replicate) for each in target.placements):
         raise _unknown(where, target)
     everywhere = [spread.Replicate()] * target.device_mesh.ndim
@@ -268,9 +275,11 @@ def optimizer_parts(optimizer: torch.optim.Optimizer, saved: Any, where: str) ->
 
 
 def _state_parts(param: Any, state: Any, where: str) -> Any:
+    """Return an optimizer's state of one parameter with this rank's parts of full tensors."""
     if not is_sharded(param) or not isinstance(state, Mapping):
         return state
     for name, item in state.items():
+        # A single number, such as Adam's step, isn't split.
         is_whole = isinstance(item, Tensor) and not is_sharded(item) and item.numel() > 1
         if is_whole and item.shape != param.shape:
             raise PayloadError(

@@ -63,6 +63,7 @@ def flat(state: dict[str, Any]) -> dict[str, Any]:
 def metadata_of(folder: Path) -> metadata.Metadata:
     """Read the metadata of the shards, and check its checksum."""
     data = (folder / _METADATA).read_bytes()
+    # Shards that torch itself wrote have no checksum.
     sealed = folder / _SEAL
     if sealed.exists() and hashlib.sha256(data).hexdigest().encode() != sealed.read_bytes():
         raise PayloadError(f"checksum mismatch in {folder / _METADATA}")
@@ -122,6 +123,7 @@ def _memory(entry: Any, param: Any) -> Tensor | None:
     if not isinstance(entry, metadata.TensorStorageMetadata):
         return None
     dtype = entry.properties.dtype
+    # Of another shape is a single number, such as Adam's step, which isn't sharded.
     if is_sharded(param) and param.shape == entry.size:
         return torch.empty_like(param, dtype=dtype)
     return torch.empty(entry.size, dtype=dtype)
@@ -145,7 +147,7 @@ def read(
             raise PayloadError(f"a shard can't be in another folder: {name!r}")
         with open(folder / name, "rb") as file:
             file.seek(info.offset)
-            data = io.BytesIO(file.read(max(info.length, 0)))
+            data = io.BytesIO(file.read(max(info.length, 0)))  # below 0 it would read all
         check_archive(data, f"shard {name}")
         value = torch.load(data, weights_only=weights_only)
         if item.type is LoadItemType.BYTE_IO:
@@ -181,6 +183,7 @@ class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
         if allowed is not None:
             return allowed
         if module.partition(".")[0] == "pathlib" and name in _PATHS:
+            # A path of another system's class can't be created here.
             return lambda *parts: Path(*parts)
         allowed = getattr(torch, name, None) if module == "torch" else None
         if isinstance(allowed, torch.dtype) or allowed is torch.Size:
