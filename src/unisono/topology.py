@@ -32,7 +32,7 @@ def boot_id() -> str:
     """Return an id of the running kernel, whose processes share one monotonic clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
+    except OSError:  # not Linux
         return gethostname()
 
 
@@ -247,7 +247,7 @@ def named(ranks: Iterable[int]) -> str:
         else:
             runs.append([number, number])
     parts = []
-    for first, last in runs:
+    for first, last in runs:  # two in a row are shorter as a list
         parts += (
             [f"{first}-{last}"] if last > first + 1 else [str(n) for n in range(first, last + 1)]
         )
