@@ -122,7 +122,7 @@ class ContextState:
         name = self._queue_of(group)
         if name not in self.backgrounds:
             made = Background(f"{BACKGROUND}-{self.model.name}-{self.context_id}")
-            # Another thread may have been faster: all must use one, and the other thread ends.
+            # Another thread may have been faster; the thread of an unused object ends.
             self.backgrounds.setdefault(name, made)
         return self.backgrounds[name].submit(partial(from_here().run, call))
 
@@ -218,7 +218,7 @@ def refuse_fork(context: ContextState) -> None:
 def left_half_way(call: str, error: BaseException) -> None:
     """Mark the context as broken after an asynchronous exception such as Ctrl-C."""
     context = _thread.context or _process
-    if context is None or _forked is not None:  # a child of a rank has no connections to notify
+    if context is None or _forked is not None:  # a child of a rank has no connections
         return
     topology = context.model.topology
     if topology.world_size > 1:
@@ -294,7 +294,7 @@ def _pass_to_children() -> None:
     """Pass this rank's facts to the processes that multiprocessing creates, forked or not."""
     process: Any = multiprocessing.current_process()
     config = getattr(process, "_config", None)  # its other content, such as a key, is kept
-    if config is None:
+    if config is None:  # it is private, and may be missing
         return
     if not isinstance(config, _Config):
         process._config = config = _Config(config)
@@ -463,7 +463,7 @@ def _after_fork() -> None:
 
 def _at_exit() -> None:
     """Send peers a farewell, unless an exception ended the program."""
-    # Python has set it if it printed an uncaught exception: peers must take this rank for failed.
+    # Python has set it if it printed an uncaught exception: peers must see a failure.
     if not hasattr(sys, "last_type"):
         for context in filter(None, {_process, _previous}):
             context.control.say_farewell("ended its program")

@@ -206,7 +206,7 @@ class WorkerFailedError(LaunchError):
         """Return the exit code of a SystemExit, None for any other exception."""
         if not isinstance(error, SystemExit):
             return None
-        # As the interpreter exits: 0 for None, 1 for any other object.
+        # As the interpreter exits: 0 for None, 1 for an object that isn't an int.
         return error.code if isinstance(error.code, int) else int(error.code is not None)
 
 

@@ -92,7 +92,7 @@ def explain(env: Mapping[str, str], extra: Iterable[Environment] = ()) -> list[F
     candidates = (*ENVIRONMENTS, *extra)
     try:
         winner = _choose(candidates, env)
-    except EnvironmentDetectionError:  # the findings have it
+    except EnvironmentDetectionError:  # its finding shows it
         winner = None
     return [judge(partial(_ask, each), env, winner, _is_same) for each in candidates]
 
@@ -137,7 +137,7 @@ def _ask(environment: Environment, env: Mapping[str, str]) -> Finding[RankInfo]:
             source=name,
             value="",  # None would mean a missing variable, and yield to a later environment
         )
-        failure.__cause__ = raised
+        failure.__cause__ = raised  # it is raised later, if at all
         return Finding(name, error=failure)
     return Finding(name, info)
 

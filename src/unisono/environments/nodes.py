@@ -120,7 +120,7 @@ def _stated_node(reader: Reader, rank: RankInfo) -> NodeInfo:
 
 def _ambiguous_node(reader: Reader, rank: RankInfo | None) -> NodeInfo | None:
     """Return the node that RANK and WORLD_SIZE could mean, unless they only mean a rank."""
-    if rank is None or rank.source != "torchrun" or rank.world_size == 1:  # 1 means the same
+    if rank is None or rank.source != "torchrun" or rank.world_size == 1:  # one node is one rank
         return None
     if reader.has("LOCAL_RANK", "LOCAL_WORLD_SIZE", *_OF_AGENT, RANK_COUNTS):
         return None  # each of these decides it

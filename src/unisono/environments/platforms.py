@@ -189,7 +189,7 @@ def _read_port(platform: Platform, reader: Reader) -> int:
         value = reader.value(name) or ""
         if name in platform.leader:
             match = _HOST_PORT.fullmatch(value)
-            value = match["port"] if match else ""  # a host alone: not set
+            value = match["port"] if match else ""  # a host alone has none
         # the reader's checks, for a part of the variable's text
         number = replace(reader, env={name: value}).number(name, least=1, most=65535)
         if number is not None:
@@ -285,7 +285,7 @@ def _is_pod_of_rank(pod: str, reader: Reader) -> bool:
     for leader, first in (("master", 1), ("worker", 0)):
         if addr.partition(".")[0] == f"{match['job']}-{leader}-0":
             offset = first if match["role"] == "worker" else 0
-            # Whether RANK is missing is checked later.
+            # A missing RANK is an error of `_read_node`.
             return not rank or int(match["index"]) + offset == int(rank)
     return False
 
@@ -301,6 +301,7 @@ def _aws_batch(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo
     main = reader.number("AWS_BATCH_JOB_MAIN_NODE_INDEX") or Number("", 0)  # by default the first
     reader.below(main, nnodes, f"{nnodes} nodes allow")
     is_main = index == main.value
+    # The others have the main node's address in a variable.
     info = _read_node(platform, reader, machine, _own_address if is_main else None)
     # The main node must be node 0, as ranks are numbered from there; those before it move up.
     return replace(info, node_rank=0 if is_main else index + (index < main.value))

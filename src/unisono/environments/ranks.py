@@ -171,6 +171,7 @@ def _refuse_both_meanings(reader: Reader) -> None:
     node_rank, nnodes = reader.value("PET_NODE_RANK"), reader.value("PET_NNODES")
     if rank is None or size is None or node_rank is None or nnodes is None:
         return
+    # Kubeflow's PyTorchJob sets them so if its nprocPerNode is a number.
     if rank == node_rank and nnodes.isdecimal() and nnodes != size:
         message = (
             f"RANK={shown(rank)} counts nodes, as PET_NODE_RANK does, but "
