@@ -15,7 +15,7 @@ from unisono.errors import ArgumentError, EnvironmentDetectionError
 def check_variables() -> None:
     """Raise if a number in one of our variables is bad, before replicas start."""
     for variable in ("UNISONO_WARN_AFTER_S", "UNISONO_SHARED_BYTES"):
-        number_in(variable, 0.0)
+        number_in(variable, 0.0)  # only for its error
 
 
 def _from_text(value: Any) -> Any:
@@ -81,7 +81,7 @@ def seconds(name: str, value: Any, *, may_be_zero: bool = False) -> timedelta:
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         try:
             given = timedelta(seconds=value)
-        except (OverflowError, ValueError) as error:
+        except (OverflowError, ValueError) as error:  # infinite or too long, and NaN
             raise ArgumentError(f"{name}={value!r} isn't a number of seconds") from error
     else:
         raise ArgumentError(f"{name}={value!r} should be seconds or a timedelta")
@@ -99,7 +99,7 @@ def number_in(variable: str, default: float, least: float = 0.0) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not (least <= value < math.inf):
+    if not (least <= value < math.inf):  # NaN fails every comparison
         raise EnvironmentDetectionError(
             f"{variable}={text[:60]!r} should be a number of at least {least:g}: correct or unset "
             "it",

@@ -176,7 +176,7 @@ class WorkerFailedError(LaunchError):
         text = fold(error, error.__traceback__)
         message = cls.text(f"rank {rank} of {world_size}", summary(error), cls.line_of(error), text)
         failed = cls(message, rank, cls.exit_code_of(error), traceback=text)
-        failed.__cause__ = error
+        failed.__cause__ = error  # as `raise ... from` would: it is raised later
         return failed
 
     @staticmethod
@@ -206,6 +206,7 @@ class WorkerFailedError(LaunchError):
         """Return the exit code of a SystemExit, None for any other exception."""
         if not isinstance(error, SystemExit):
             return None
+        # As the interpreter exits: 0 for None, 1 for an object that isn't an int.
         return error.code if isinstance(error.code, int) else int(error.code is not None)
 
 

@@ -24,14 +24,14 @@ def attach(package: str, *variables: str, hidden: tuple[str, ...] = ()) -> None:
 
     def find(name: str) -> Any:
         if name in variables:
-            return VARIABLES[name]()
+            return VARIABLES[name]()  # not stored, as it may change
         if name == "__all__":
             value: Any = public()
         elif (origin := origins().get(name)) is None:
             similar = difflib.get_close_matches(name, public(), 1)
             hint = f". Did you mean: {similar[0]!r}?" if similar else ""
             raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}", name=name)
-        elif origin == package:
+        elif origin == package:  # a submodule
             value = importlib.import_module(f"{package}.{name}")
         else:
             value = getattr(importlib.import_module(origin), name)
@@ -39,16 +39,20 @@ def attach(package: str, *variables: str, hidden: tuple[str, ...] = ()) -> None:
         return value
 
     def names() -> list[str]:
+        # Subpackages have no version.
         return sorted({*module.__all__, "__version__"} & {*module.__all__, *vars(module)})
 
     vars(module).update(__getattr__=find, __dir__=names)
 
 
 def _imported(code: CodeType) -> dict[str, str]:
+    """Return the public names that a module's code imports from unisono, with their modules."""
+    # "from A import b as b, c as c" is compiled to IMPORT_NAME A, IMPORT_FROM b, STORE_NAME b,
+    # IMPORT_FROM c, STORE_NAME c.
     found: dict[str, str] = {}
     source, is_name = "", False
     for step in dis.get_instructions(code):
-        if step.opname == "EXTENDED_ARG":
+        if step.opname == "EXTENDED_ARG":  # a part of the next step, which stands between the two
             continue
         if step.opname == "IMPORT_NAME":
             source = step.argval

@@ -73,7 +73,7 @@ class Replica:
         if cls.replicas_are_threads:  # of this process, as XLA's launcher may start them
             return self.run(cls.initialize(self.backend, info, **self.options))
         if self.prefix_output and info.world_size > 1:
-            begin_lines_with_rank(info.rank)
+            begin_lines_with_rank(info.rank)  # before its libraries print
         with within(self.limit):
             made = context.activate(
                 lambda: cls.initialize(self.backend, info, **self.options),
@@ -81,7 +81,7 @@ class Replica:
             )
             with Lifetime.function():
                 result = self.fn(info.local_rank, *self.args, **self.kwargs)
-            if made.model.is_alive():
+            if made.model.is_alive():  # the function may have ended it
                 made.finalize()
         context.forget()
         return result
@@ -90,6 +90,7 @@ class Replica:
         """Run in a separate thread, or in the only replica."""
         # Collective over all ranks of `model`.
         is_process = threading.current_thread() is threading.main_thread()
+        # Threads share stdout, so only the lines of a process can be told apart.
         if self.prefix_output and is_process and model.topology.world_size > 1:
             begin_lines_with_rank(model.topology.rank)
         info = RankInfo(model.topology.rank, model.topology.world_size)
@@ -97,11 +98,12 @@ class Replica:
         with context.replica(made), within(self.limit):
             with Lifetime.function():
                 result = self.fn(model.topology.local_rank, *self.args, **self.kwargs)
-            made.finalize()
+            made.finalize()  # only without an exception, as in `__call__`
             return result
 
 
 def _log_of(info: RankInfo, backend: str, cls: type[ComputationModel], job: str = "") -> CallLog:
+    """Create the log of a rank's calls, with its status page."""
     return CallLog.of_rank(
         info.rank,
         info.world_size,
@@ -182,9 +184,11 @@ def initialize(backend: str | None = None, **options: Unpack[InitializeOptions])
         _warn_on_a_node(cls.launcher)
     if given.get("timeout") is not None:
         given["timeout"] = seconds("timeout", given["timeout"])
+    # None stands for each option's default.
     given = {key: value for key, value in given.items() if value is not None}
 
     def make() -> ComputationModel:  # called once it is certain that no context is live
+        # A rendezvous given here makes a job of its own.
         if takes_info and not given.keys() & {"init_method", "store"}:
             _refuse_child(info)
         return cls.initialize(name.lower(), info, **given)
@@ -205,7 +209,7 @@ def _pop_rank(options: dict[str, Any]) -> RankInfo:
             raise ArgumentError(f"rank={rank} should be below world_size={world_size}")
         detected = context.detect_environment()
         if detected is not None and (detected.rank, detected.world_size) == (rank, world_size):
-            return detected
+            return detected  # the same rank, with the facts about its node
         port = os.environ.get("MASTER_PORT")
         return RankInfo(
             rank,
@@ -224,6 +228,7 @@ def _pop_rank(options: dict[str, Any]) -> RankInfo:
 def _refuse_child(info: RankInfo) -> None:
     """Raise if a rank has started this program, which has inherited its variables."""
     # Both would wait for each other until their time is over.
+    # A rank alone waits for no other; without id and port equal variables may be another job's.
     if info.world_size == 1 or not (info.job_id or info.master_port):
         return
     same = [page for page in pages() if page.facts.get("variables") == str(info)]
@@ -242,7 +247,7 @@ def _warn_on_a_node(launcher: str) -> None:
     """Warn that this process runs alone although its platform reports several nodes."""
     try:
         node = read_node()
-    except EnvironmentDetectionError:
+    except EnvironmentDetectionError:  # a fault of the node is none of a process that is alone
         return
     if node is None or node.max_nnodes == 1:
         return
@@ -454,14 +459,14 @@ def spawn(
 def warn_in_a_rank(call: str, nproc_per_node: Any, options: Mapping[str, Any]) -> None:
     """Warn on rank 0 of several that each rank would start replicas of its own."""
     if options.get("launcher") is not None or options.get("nnodes") not in (None, 1, "1"):
-        return
+        return  # of several nodes each makes this call
     try:
         model = context.current_model()
     except ContextError:  # a thread that isn't a replica
         return
     topology, info = model.topology, context.detect_environment()
     rank, world_size, how = topology.rank, topology.world_size, model.name
-    if world_size == 1 and info is not None:
+    if world_size == 1 and info is not None:  # a rank that hasn't been initialized yet
         rank, world_size, how = info.rank, info.world_size, f"{info.source} environment"
     if rank == 0 and world_size > 1:
         text = (
@@ -484,6 +489,7 @@ def start(
     """Implement `spawn` without its warning about nested ranks."""
     name, cls, plan = check_job("spawn", backend, nproc_per_node, options)
     _check_call(fn, args, kwargs_dict)
+    # Without join the replicas outlive the block.
     limit = Limit.here() if options.get("join", True) is not False else None
     replica = _replica(name, plan, options, fn, args, kwargs_dict, limit)
     if limit is not None and limit.left_s == 0:
@@ -497,7 +503,7 @@ def start(
             is_over and isinstance(error.__cause__, CollectiveTimeoutError)
         ):
             raise CollectiveTimeoutError(f"the block's deadline is over: {error}") from error
-        raise raised_here(error) from error.__cause__
+        raise raised_here(error) from error.__cause__  # without our frames, with the same cause
     except KeyboardInterrupt as error:
         say_instead(error, interrupted("spawn"))
         raise
@@ -512,6 +518,7 @@ def _replica(
     kwargs_dict: Mapping[str, Any] | None = None,
     limit: Limit | None = None,
 ) -> Replica:
+    """Build the replica from the options that aren't the launcher's."""
     given = {key: value for key, value in options.items() if key not in _LAUNCH_OPTIONS}
     if options.get("timeout") is not None:
         given["timeout"] = seconds("timeout", options["timeout"])
@@ -578,10 +585,12 @@ def _launch(
         _check_own_launch(cls.name, options)
         launch = load(own.path)
         extra = {key: value for key, value in replica.options.items() if _takes(launch, key)}
+        # The others are options of the model.
         rest = {key: value for key, value in replica.options.items() if key not in extra}
         replica = replace(replica, options=rest)
     else:
         launch, extra = _launcher(replica.backend, cls, options)
+    # A rank that is stopped for longer than a collective may take ends the job.
     if replica.options.get("timeout") is not None and _takes(launch, "stop_limit_s"):
         extra["stop_limit_s"] = replica.options["timeout"].total_seconds()
     if not join:
@@ -602,7 +611,7 @@ def check_job(
     cls = find_model(name)
     check_names(call, options, {"nproc_per_node", *cls.options, *_LAUNCH_OPTIONS})
     if options.get("timeout") is not None:
-        seconds("timeout", options["timeout"])
+        seconds("timeout", options["timeout"])  # only for its error
     if options.get("prefix_output") not in (None, True, False):
         raise ArgumentError(f"prefix_output={options['prefix_output']!r} should be True or False")
     return name, cls, _plan(nproc_per_node, options)
@@ -622,7 +631,7 @@ def _launcher(
         )
     known = [key for key in inspect.signature(launch).parameters if key not in _OURS]
     check_names(f"launcher {name!r}", extra, known)
-    if name == _DEFAULT_LAUNCHER:
+    if name == _DEFAULT_LAUNCHER:  # it supports all that is refused below
         return launch, {**extra, "join": options.get("join", True)}
     given = [f"{key}=" for key in ("init_method", "start_method") if options.get(key) is not None]
     if options.get("join") is False:
@@ -644,6 +653,7 @@ def _check_call(fn: Any, args: Any, kwargs_dict: Any) -> None:
 
 
 def _plan(nproc_per_node: Any, options: Mapping[str, Any]) -> LaunchPlan:
+    """Build the launch plan from checked options."""
     given = {key: options[key] for key in _PLAN_OPTIONS if options.get(key) is not None}
     for name, least in (("nnodes", 1), ("node_rank", 0)):
         if name in given:
@@ -663,6 +673,7 @@ def _plan(nproc_per_node: Any, options: Mapping[str, Any]) -> LaunchPlan:
             f"{address[0]}={given[address[0]]!r} and init_method={plan.init_method!r} are two "
             "rendezvous addresses: pass one"
         )
+    # Such a launcher starts the replicas of all nodes from one, and sets their rendezvous.
     seats = seats_nodes(options.get("launcher") or _DEFAULT_LAUNCHER)
     if plan.nnodes > 1 and not (len(address) == 2 or "init_method" in given or seats):
         raise ArgumentError(
@@ -674,6 +685,7 @@ def _plan(nproc_per_node: Any, options: Mapping[str, Any]) -> LaunchPlan:
 
 
 def _check_own_launch(model: str, options: Mapping[str, Any]) -> None:
+    """Raise on options that a model which starts its replicas itself doesn't support."""
     if options.get("join") is False or options.get("nnodes", 1) not in (None, 1, "1"):
         raise ArgumentError(
             f"spawn on {model} takes neither join=False nor several nodes: start the processes "

@@ -92,7 +92,7 @@ def explain(env: Mapping[str, str], extra: Iterable[Environment] = ()) -> list[F
     candidates = (*ENVIRONMENTS, *extra)
     try:
         winner = _choose(candidates, env)
-    except EnvironmentDetectionError:
+    except EnvironmentDetectionError:  # its finding shows it
         winner = None
     return [judge(partial(_ask, each), env, winner, _is_same) for each in candidates]
 
@@ -111,7 +111,7 @@ def judge(
         verdict = "refused"
     elif finding.info is None:
         verdict = "absent"
-    elif winner is None or winner.info is None:
+    elif winner is None or winner.info is None:  # nothing is set, or an error was raised
         verdict = "unused"
     elif finding.source == winner.source:
         verdict = "won"
@@ -135,9 +135,9 @@ def _ask(environment: Environment, env: Mapping[str, str]) -> Finding[RankInfo]:
             f"{name} environment: its detect() failed with {type(raised).__name__}: {raised}; "
             "report this to its author, or uninstall the plug-in",
             source=name,
-            value="",
+            value="",  # None would mean a missing variable, and yield to a later environment
         )
-        failure.__cause__ = raised
+        failure.__cause__ = raised  # it is raised later, if at all
         return Finding(name, error=failure)
     return Finding(name, info)
 
@@ -148,7 +148,7 @@ def _choose(candidates: Iterable[Environment], env: Mapping[str, str]) -> Findin
     for environment in candidates:
         finding = _ask(environment, env)
         if finding.error is not None:
-            if finding.error.value is not None:
+            if finding.error.value is not None:  # a wrong value, not a missing variable
                 raise finding.error
             incomplete = incomplete or (environment, finding.error)
         elif finding.info is not None:
@@ -177,4 +177,5 @@ def _is_agreed(
 def _is_same(one: RankInfo, other: RankInfo) -> bool:
     if (one.rank, one.world_size) != (other.rank, other.world_size):
         return False
+    # Not every launcher reports it: an unknown one contradicts nothing.
     return None in (one.local_rank, other.local_rank) or one.local_rank == other.local_rank
