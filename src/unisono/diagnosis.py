@@ -30,7 +30,7 @@ _ADDRESSES = (socket.AF_INET, socket.AF_INET6)
 
 
 def diagnose(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return all facts."""
+    """Return facts about this process, its environment and its host."""
     # No backend library is imported, and nothing is sent.
     variables = os.environ if environ is None else environ
     plugins = environments.load_plugins()
@@ -53,14 +53,14 @@ def diagnose(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
 
 
 def _memory(ranks: int) -> dict[str, Any]:
-    """Return the bytes that `ranks` of this host share for tensors, and their limit or obstacle."""
+    """Return bytes and limit of the shared memory of `ranks` ranks, or why there is none."""
     facts: dict[str, Any] = {"ranks": ranks, "bytes": 0, "most_bytes": None}
     reason = memory.why_not()
     try:
         limit = number_in("UNISONO_SHARED_BYTES", math.inf)
     except EnvironmentDetectionError as error:
         return {**facts, "reason": str(error)}
-    made = None if reason else memory.make(1)  # by trying, whether the host has any
+    made = None if reason else memory.make(1)  # only an attempt shows whether the host has any
     if made is None:
         return {**facts, "reason": reason or "anonymous shared memory is not available here"}
     os.close(made[0])
@@ -128,8 +128,8 @@ def _version(distribution: str) -> str | None:
 
 
 def problems(facts: Mapping[str, Any], backend: str | None, launcher: str | None) -> list[str]:
-    """List why the environment, a backend or a launcher can't work, with remedies."""
-    is_node = facts["node"]["source"] is not None  # its ranks have variables of their own
+    """List the reasons why the environment, a backend or a launcher can't work, with remedies."""
+    is_node = facts["node"]["source"] is not None  # a launcher sets the variables of its ranks
     errors = [None if is_node else facts["environment"]["error"], facts["node"]["error"]]
     reasons = [error for error in errors if error is not None]
     for what, name, find in (

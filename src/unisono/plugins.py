@@ -1,4 +1,4 @@
-"""Objects that are loaded by name: built in, registered at run time, or plug-ins. Without torch."""
+"""Objects loaded by name: built in, registered at run time, or plug-ins. Doesn't import torch."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class Row:
 
     names: tuple[str, ...]  # names for users: a model's backends, a launcher's name
     path: str  # ``module:attribute``, or ``module``
-    library: str = ""  # its library's module, which is searched and not imported
+    library: str = ""  # its library's module, searched for on the path without an import
     remedy: str = ""  # how to get the library
-    check: str = ""  # ``module:function`` that returns why it can't be used
+    check: str = ""  # ``module:function`` that returns the reason if it can't be used, else None
     distribution: str = ""  # empty for unisono
     script: str = ""  # the launcher's function that runs scripts: run(script) -> Outcome
-    seats_nodes: bool = False  # whether a launcher reaches all nodes from one
-    command: str = ""  # shell command that starts a program's replicas, if the row has no name
+    seats_nodes: bool = False  # whether one call of a launcher starts ranks on all nodes
+    command: str = ""  # shell command with which users start a model's replicas
 
     @property
     def module(self) -> str:
@@ -108,7 +108,7 @@ LAUNCHERS = (
         seats_nodes=True,
     ),
 )
-# Launchers of a single model, which refers to them.
+# Launchers of a single model, which names one in its attribute `launcher`.
 OF_MODELS = (
     Row(("mpi",), "unisono.launchers.mpi:launch", command="unisono run --launcher mpi"),
     Row(("horovod",), "unisono.launchers.horovod:launch", command="horovodrun"),
@@ -122,7 +122,7 @@ def by_name(rows: Iterable[Row]) -> dict[str, Row]:
 
 
 def seats_nodes(launcher: str | None) -> bool:
-    """Return whether a launcher reaches all nodes from one, and sets their rendezvous."""
+    """Return whether a launcher starts ranks on all nodes and sets up their rendezvous."""
     return any(row.seats_nodes and launcher in row.names for row in LAUNCHERS)
 
 
@@ -147,7 +147,7 @@ def begin_trace() -> None:
 
 
 class PluginRegistry(Generic[T]):
-    """Objects of one kind by name: registered at run time, built in, or of a plug-in, in order."""
+    """Objects of one kind by name; looks in registered ones, built-in ones, then plug-ins."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class PluginRegistry(Generic[T]):
     def register(self, names: Iterable[str], thing: T, *, override: bool, owner: str = "") -> None:
         """Register all names of an object, or none if one is taken."""
         names = tuple(names)
-        limit = "" if self._replaces_built_in else " for one that was registered"
+        limit = "" if self._replaces_built_in else ", which replaces only a registered one"
         with self._lock:
             for name in names:
                 if self._is_taken(name, thing, override):
@@ -263,7 +263,7 @@ class PluginRegistry(Generic[T]):
         return self._loaded
 
     def availability(self) -> dict[str, str | None]:
-        """Return for every name why it can't be used here, None if it can."""
+        """Return the reason for every name that can't be used here, and None for the others."""
         table: dict[str, str | None] = {}
         for name, entry in self.built_in.items():
             table[name] = why_not_installed(entry, name) if isinstance(entry, Row) else None
@@ -303,7 +303,7 @@ def check_callable(thing: Any) -> Any:
 
 
 def why_not_installed(row: Row, name: str) -> str | None:
-    """Return why a row can't be used here, None if it can; import no library."""
+    """Return why a row can't be used here, None if it can, without importing its library."""
     root = row.library.partition(".")[0]
     # `find_spec` raises for a loaded module without a spec, which a program may have made.
     if root and root not in sys.modules and not _is_package(root):

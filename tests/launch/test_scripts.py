@@ -80,7 +80,7 @@ def test_the_first_failure_is_said_last_with_its_output(
 def test_a_rank_that_is_stopped_is_named_at_once(launcher: str) -> None:
     with started([*words(launcher), JOB, "stop", "gloo"]) as job:
         job.wait_for("READY", 1)
-        said = r"warning: rank 1 of 2 was stopped by SIGSTOP, and goes on after SIGCONT"
+        said = r"warning: rank 1 of 2 was stopped by SIGSTOP, and continues after SIGCONT"
         until(lambda: re.search(said, job.err()), GONE_S)
         (pid,) = [int(pid) for pid in re.findall(r"READY (\d+)", job.out())]
         os.kill(pid, signal.SIGCONT)

@@ -17,12 +17,12 @@ from unisono.errors import ArgumentError, BackendError, UnisonoError, WorkerFail
 COMMANDS: dict[str, str] = {
     "bench": "Measure every collective on this machine.",
     "check": "Check every law on one backend, launcher or environment.",
-    "demo": "Train a small net with several workers, then alone, and compare.",
+    "demo": "Train a small net with several workers and with one, and compare.",
     "doctor": "Show the backends and launchers usable here, and this process's rank.",
-    "run": "Run a script in several ranks: here, or by torchrun, MPI, Slurm or Ray.",
-    "top": "Show which rank of your jobs hangs where, and who waits for it.",
-    "trace": "Join the traces of all ranks: one file for Perfetto, or which rank waited for which.",
-    "where": "Print the stacks of all ranks of a job, equal ones once.",
+    "run": "Run a script on several ranks: locally, or with torchrun, MPI, Slurm or Ray.",
+    "top": "Show the ranks of your jobs that hang, their lines, and the ranks that wait.",
+    "trace": "Join the traces of all ranks: one file for Perfetto, or a summary of the waits.",
+    "where": "Print the stacks of all ranks of a job, and equal stacks only once.",
 }
 _HELP = {"help_option_names": ["-h", "--help"]}
 _SETTINGS: dict[str, dict[str, Any]] = {
@@ -61,7 +61,7 @@ def _unisono(
 
 
 def _command_line(name: str) -> Any:
-    """Build the parser; of the commands it loads only one, as some need seconds."""
+    """Build the parser; import only the command `name`, as some imports take seconds."""
     app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
     app.callback(
         invoke_without_command=True,
@@ -102,8 +102,8 @@ def _named_in(args: Sequence[str]) -> str:
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the command that the arguments name, and exit with its code."""
-    # Wrong use and a backend that can't be used are one line on stderr and exit code 2; a
-    # worker's failure is its own traceback and exit code 1; Ctrl-C is exit code 130.
+    # Wrong use and an unusable backend print one line on stderr, with exit code 2; a
+    # worker's failure prints the worker's traceback, with exit code 1; Ctrl-C is exit code 130.
     sys.exit(_exit_code(sys.argv[1:] if args is None else args))
 
 
@@ -120,7 +120,7 @@ def _exit_code(args: Sequence[str]) -> int:
     except (typer.Abort, KeyboardInterrupt):
         return _complain("interrupted", _INTERRUPTED)
     except Exception as error:
-        # Click's exceptions, or the same of a typer that carries its own: no common public base.
+        # Exceptions of click, or of the copy of click in newer typer: they share no public base.
         if not (hasattr(error, "format_message") and hasattr(error, "exit_code")):
             raise
         return _complain(f"{error.format_message()} (see --help)", error.exit_code)

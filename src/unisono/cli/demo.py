@@ -29,7 +29,7 @@ def demo(
         int, typer.Option("-n", "--nproc-per-node", min=1, metavar="N", help="Workers to start.")
     ] = 2,
 ) -> int:
-    """Train a small net with several workers, then alone, and compare the parameters.
+    """Train a small net with several workers and with one, and compare the parameters.
 
     The net learns which arm of a spiral a point belongs to. Every worker takes a part of each
     batch.

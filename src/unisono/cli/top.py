@@ -1,4 +1,4 @@
-"""``unisono top``: which rank hangs where, and who waits for it."""
+"""``unisono top``: ranks that hang, their lines, and the ranks that wait for them."""
 
 from __future__ import annotations
 

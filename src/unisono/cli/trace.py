@@ -46,17 +46,17 @@ def trace(
     summary: Annotated[
         bool,
         typer.Option(
-            "--summary", help="Print which rank waited for which; so it does without other options."
+            "--summary", help="Print how long ranks waited for each other; the default output."
         ),
     ] = False,
     picture: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Draw that as FILE.png, FILE.svg or FILE.pdf; needs matplotlib."
+            metavar="FILE", help="Draw the waits to a .png, .svg or .pdf file; needs matplotlib."
         ),
     ] = None,
 ) -> int:
-    """Join the traces of all ranks: one file for Perfetto, or which rank waited for which.
+    """Join the traces of all ranks: one file for Perfetto, or a summary of the waits.
 
     ``UNISONO_TRACE=DIR``, ``unisono run --trace DIR`` or ``idist.trace(DIR)`` in the program
     write the traces. Open the file at https://ui.perfetto.dev or in chrome://tracing.

@@ -1,4 +1,4 @@
-"""``unisono where``: the stacks of all ranks of a job, equal ones once."""
+"""``unisono where``: the stacks of all ranks of a job, and equal stacks only once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def where(
     ] = 1.0,
     via: Via = None,
 ) -> int:
-    """Print the stacks of all ranks of a job that runs on this host, equal ones once.
+    """Print the stacks of all ranks of a job on this host, and equal stacks only once.
 
     Ranks needn't be prepared or responsive: they may be in a lock, in C or in a busy loop.
     For ranks on the hosts of --via, only the stacks of their own threads are printed.

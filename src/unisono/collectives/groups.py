@@ -25,19 +25,20 @@ __tracebackhide__ = hides
 def new_group(ranks: Sequence[int], **options: Unpack[GroupOptions]) -> Group:
     """Create a group of ranks.
 
-    Collective at creation, over all ranks of the context, members or not, in the same order.
+    Collective at creation. Every rank of the context calls it, members and others, and creates
+    its groups in the same order.
 
     Args:
-        ranks: global ranks, in any order; the group is ordered by rank. An empty one, such as
+        ranks: global ranks, in any order; the group is ordered by rank. An empty sequence, such as
             ``range(1, 1)``, creates a group whose collectives return every rank's input.
         options: ``timeout``, in seconds or as a timedelta, for each collective over the group (by
-            default the job's; not on XLA), and options of the model's library: on native
-            ``backend``, ``pg_options``, ``group_desc``.
+            default the job's timeout; XLA has none), and options of the model's library: for
+            torch.distributed ``backend``, ``pg_options`` and ``group_desc``.
 
     Returns:
         A group for the `group` argument of collectives. It has its own communicator, even if
-        another group has the same ranks. A list of ranks passed as `group` creates one group at
-        its first use, and no other later.
+        another group has the same ranks. A list of ranks passed as `group` creates a group at its
+        first use, and later uses get the same group.
 
     Raises:
         ArgumentError: a duplicate rank, a rank that isn't in the job or isn't an int; a bad

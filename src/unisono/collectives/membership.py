@@ -54,7 +54,7 @@ def resolve(context: ContextState, group: GroupLike) -> Group | None:
         if group.context_id != context.context_id:
             raise GroupMembershipError(
                 f"group {group.ranks} belongs to another context than the active "
-                f"{context.model.name} one, probably to a finished job: make it again with "
+                f"{context.model.name} one, probably to a finished job: create it again with "
                 "new_group"
             )
         return group
@@ -66,7 +66,7 @@ def resolve(context: ContextState, group: GroupLike) -> Group | None:
         if made is None:
             ordered = checked(context, ranks)
             made = context.groups.get(ordered) or make(context, ordered)
-            context.groups[ordered] = context.groups[ranks] = made  # later it isn't sorted again
+            context.groups[ordered] = context.groups[ranks] = made  # spares a sort next time
         return made
     adopted = context.model.adopt_group(group)
     if adopted is None:
@@ -97,7 +97,7 @@ def team(group: GroupLike, async_op: bool = False) -> tuple[ContextState, Group 
 
 
 def check_rank(context: ContextState, group: Group | None, rank: int, role: str) -> None:
-    """Raise if a root isn't a member, on every rank alike."""
+    """Raise on every rank if a root isn't a member."""
     size = context.model.topology.world_size
     if type(rank) is not int or not 0 <= rank < size:
         raise ArgumentError(f"{role}={rank!r} should be a global rank from 0 to {size - 1}")

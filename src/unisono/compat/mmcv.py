@@ -50,11 +50,11 @@ def _found(launcher: str) -> RankInfo | None:
 
 
 def infer_launcher() -> str:
-    """Return which launcher started this process, by its environment variables.
+    """Return the launcher that started this process, according to its environment variables.
 
     Returns:
-        ``"pytorch"`` for torchrun, ``"slurm"`` for a Slurm step, ``"mpi"`` for mpirun and the
-        like, ``"none"`` otherwise: names for `init_dist`.
+        ``"pytorch"`` for torchrun, ``"slurm"`` for a Slurm step, ``"mpi"`` for mpirun or a
+        similar program, ``"none"`` otherwise. `init_dist` accepts these names.
 
     Example:
         >>> import unisono as idist
@@ -80,7 +80,7 @@ def init_dist(
 
     Args:
         launcher: ``"pytorch"``, ``"slurm"`` or ``"mpi"``, to read only its variables;
-            ``"none"`` for a process alone; None infers it.
+            ``"none"`` for a single process; None infers it.
         backend: as in `initialize`.
         kwargs: further options of `initialize`, such as ``timeout``; ``rank`` and ``world_size``
             together replace the launcher's values.
@@ -102,7 +102,7 @@ def init_dist(
         known = sorted((*_LAUNCHERS, "none"))
         raise ArgumentError(
             f"unknown launcher {launcher!r}.{suggestion(name, known)} Known: {', '.join(known)}; "
-            "or None to infer it"
+            "pass None to infer the launcher"
         )
     if "rank" in options or "world_size" in options:
         initialize(backend, **options)

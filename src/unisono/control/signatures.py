@@ -1,8 +1,9 @@
 """Signatures of calls: name, line and sequence number of each rank's calls.
 
-Ranks may make the same call on different lines, so lines that differ prove nothing. But where they
-begin to differ in one round, and in the next one rank is on the line that all others were on
-before, while those are on a third, that rank has made one call more or less than they have.
+Ranks may make the same call on different lines, so one difference of lines proves nothing. But if
+one rank's line differs in a round, and in the next round that rank is on the line that the others
+have just left, or they are on its previous line, it has made one call more or less than they have.
+If both hold, two calls were swapped, which only causes a warning.
 
     blob   magic 2s   length of the call H   length of the site H   call   site   value
 
@@ -66,7 +67,7 @@ class CallHistory:
 
     def __init__(self) -> None:
         self.sites: list[str] | None = None
-        """Its lines by position, if those of the round before agreed; None if its own agreed."""
+        """Lines of this round by position; empty after an earlier difference, None without one."""
         self._swaps: set[frozenset[str]] = set()
 
     def compare(self, sites: list[str], call: str, ranks: Sequence[int]) -> None:
@@ -91,8 +92,8 @@ class CallHistory:
         if frozenset((one, other)) not in self._swaps:
             self._swaps.add(frozenset((one, other)))
             _log.warning(
-                "rank %d called %s at %s and then at %s, the other ranks the other way round: "
-                "their values were taken together in the order of the calls",
+                "rank %d called %s at %s and then at %s, the other ranks in the opposite order: "
+                "values were combined in the order of the calls",
                 *(rank, call, one, other),
             )
 
@@ -102,18 +103,18 @@ def _shifted(
 ) -> CollectiveMismatchError:
     extra, count = (own[0], "more") if is_behind else (others[0], "less")
     return CollectiveMismatchError(
-        f"rank {rank} has made one call {count} than the others, probably at {extra}, so what the "
-        f"ranks got doesn't belong together:\n"
+        f"rank {rank} has made one call {count} than the others, probably at {extra}, so the ranks "
+        f"received values of different calls:\n"
         f"  rank {rank}: {call} at {own[0]}, then at {own[1]}\n"
         f"  others: {call} at {others[0]}, then at {others[1]}\n"
-        "make every rank of the group call the same collectives in the same order; where this is "
-        "meant, set UNISONO_DEBUG=0"
+        "make every rank of the group call the same collectives in the same order; if this is "
+        "intended, set UNISONO_DEBUG=0"
     )
 
 
 UNKNOWN = "an internal call"
 """Result of `describe` for frames without a call."""
-_LONGEST_SITE = 60  # bytes: with its call a short value still fits into the fallback's frame
+_LONGEST_SITE = 60  # bytes; leaves space for the call and a short value in a fallback's frame
 OUR_FRAMES = (
     *(str(Path(__file__).parents[1]), contextlib.__file__),
     f"{Path(torch.__file__).parent}{os.sep}",
@@ -123,16 +124,16 @@ sections."""
 _STARTED = "<string>"  # the file of the first frame of a process that we started
 
 
-# The line of the call that a background thread carries: its own frames don't show it.
+# The user's line for which a background thread runs a call; it isn't in the thread's own frames.
 _carried: ContextVar[bytes] = ContextVar("_carried", default=b"")
 _purpose: ContextVar[str] = ContextVar("_purpose", default="")
 
 
 class _Line(threading.local):
     known: bytes = b""
-    """Of the call that this thread is in; empty until it is looked up."""
+    """Line of this thread's current call; empty until it is looked up."""
     compared: bytes = b""
-    """Of the next call, if it was compared already; else empty."""
+    """Line of the next call if it was compared already, else empty."""
 
 
 line: _Line = _Line()
@@ -140,7 +141,7 @@ line: _Line = _Line()
 
 @contextlib.contextmanager
 def called(purpose: str) -> Iterator[None]:
-    """Set the purpose that names the calls within, and those that they start."""
+    """Set a purpose, which replaces the names of calls within the block and those they start."""
     token = _purpose.set(purpose)
     try:
         yield
@@ -154,14 +155,14 @@ def purpose_or(call: str) -> str:
 
 
 def from_here() -> Context:
-    """Return a context for a call elsewhere, in which `site` returns the line of here."""
+    """Return a context for a call in another thread, in which `site` returns the current line."""
     context = copy_context()
     context.run(_carried.set, site())
     return context
 
 
 def carried_line() -> str:
-    """Return the line of the call that this thread carries out for another; empty for none."""
+    """Return the line for which this thread runs a call of another thread; empty if none."""
     return _carried.get().decode("utf-8", "replace")
 
 
@@ -193,7 +194,7 @@ def line_of_call() -> str:
 
 
 def level() -> int:
-    """Return the ``stacklevel`` for a warning here at the line that `site` returns."""
+    """Return the ``stacklevel`` of a warning that should point to the line that `site` returns."""
     frame, depth = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(OUR_FRAMES):
         frame, depth = frame.f_back, depth + 1
@@ -243,7 +244,7 @@ def describe(frame: bytes) -> str:
 
 
 def _short(line: str) -> str:
-    """Return a site for messages; one that `site` cut is matched with the folder."""
+    """Return a site for messages; complete a shortened one from the working directory."""
     file, _, number = line.rpartition(":")
     if not number.isdecimal():
         return line
@@ -265,7 +266,7 @@ def name(frame: bytes) -> str:
 
 
 def _split(frame: bytes) -> tuple[str, str]:
-    """Return the call of a frame and its line; empty for other frames."""
+    """Return the call of a frame and its line; both are empty if it has none."""
     parts = read_call(frame)
     if parts is None:
         return "", ""
@@ -291,13 +292,13 @@ def _mismatch(frames: Sequence[bytes], ranks: Sequence[int]) -> CollectiveMismat
 
 
 class SequenceNumbers:
-    """The calls of each group, by its name."""
+    """Counts and last calls of each group, by the group's name."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
-        """Operations of the data plane that this rank began: equal counts are the same one."""
+        """Operations of the data plane that this rank began; the same one has the same number."""
         self.last: str = ""
-        """The last of them and its line; empty once another call has followed."""
+        """The last operation and its line; empty after any other call."""
         self.histories: defaultdict[str, CallHistory] = defaultdict(CallHistory)
         """The lines of rounds in which the ranks compared calls."""
         self._models: dict[str, int] = {}

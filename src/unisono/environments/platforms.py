@@ -36,7 +36,7 @@ class Machine:
 
 
 class _Hosts(NamedTuple):
-    """Hosts of a job, each once, node 0's first; the slots of each if all have as many."""
+    """Distinct hosts of a job, node 0 first, and the slots per host if all have equally many."""
 
     variable: str
     value: str
@@ -50,7 +50,7 @@ def _read_node(
     machine: Machine,
     find_leader: Callable[[Reader, Machine], str] | None = None,
 ) -> NodeInfo:
-    """Read a node by its number, else by its position among the hosts; else it numbers itself."""
+    """Read a node's facts; its rank is its number or its position among the hosts, or None."""
     hosts = _read_hosts(platform, reader, machine)
     least, most = _count_nodes(platform, reader, hosts)
     rank = None
@@ -117,7 +117,7 @@ def _parse_file(text: str) -> list[str]:
 
 
 def _count_nodes(platform: Platform, reader: Reader, hosts: _Hosts | None) -> tuple[int, int]:
-    """Return the least and the greatest number of nodes."""
+    """Return the smallest and the largest number of nodes."""
     name, value = reader.text(*platform.nnodes) or ("", "")
     # Only torchrun's own option allows a range; elsewhere it is no number.
     match = _RANGE.fullmatch(value) if name == "PET_NNODES" else None
@@ -140,8 +140,8 @@ def _count_nodes(platform: Platform, reader: Reader, hosts: _Hosts | None) -> tu
 def _find_position(platform: Platform, reader: Reader, machine: Machine, hosts: _Hosts) -> int:
     """Return this node's position among the hosts."""
     if len(hosts.names) == 1:
-        return 0  # under any name
-    # The platform's name of this node if a variable beside the list has it; else the host's.
+        return 0  # the only host is this one, even under another name
+    # The name that the platform gives this node in another variable, or else the host name.
     variables = [name for name in platform.marks if name not in platform.hosts]
     own = reader.text(*variables)
     if variables and own is None:
@@ -169,7 +169,7 @@ def _find_leader(
     hosts: _Hosts | None,
     find: Callable[[Reader, Machine], str] | None,
 ) -> str:
-    """Return node 0's host: a variable's, else the first of the list, else the result of `find`."""
+    """Return node 0's host: from a variable, or else the first in the list, or else from `find`."""
     variable = reader.text(*platform.leader)
     if variable is None and hosts is not None:
         variable = hosts.variable, hosts.names[0]
@@ -184,13 +184,13 @@ def _find_leader(
 
 
 def _read_port(platform: Platform, reader: Reader) -> int:
-    """Return node 0's port: a variable's, else the one beside the host."""
+    """Return node 0's port: from its own variable, or else from the variable with the host."""
     for name in (*platform.port, *platform.leader):
         value = reader.value(name) or ""
         if name in platform.leader:
             match = _HOST_PORT.fullmatch(value)
             value = match["port"] if match else ""  # a host alone has none
-        # the reader's checks, for a part of the variable's text
+        # check that part of the variable's text as if it were the whole value
         number = replace(reader, env={name: value}).number(name, least=1, most=65535)
         if number is not None:
             return number.value
@@ -210,7 +210,7 @@ def _count_ranks(platform: Platform, reader: Reader, hosts: _Hosts | None) -> st
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """A platform and its variables; of several for one fact the first that is set counts."""
+    """A platform and its variables; if several hold one fact, the first that is set is used."""
 
     NAME: str
     remedy: str
@@ -238,8 +238,8 @@ def _kubeflow(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo:
     info = _read_node(platform, reader, machine)
     way = reader.value("PET_RDZV_BACKEND") if info.max_nnodes > 1 else None
     if way is not None and way not in ("c10d", "static"):
-        message = f"PET_RDZV_BACKEND={shown(way)} isn't c10d or static: unisono's nodes can't "
-        raise reader.error(f"{message}meet in another way", "PET_RDZV_BACKEND", way)
+        message = f"PET_RDZV_BACKEND={shown(way)} isn't c10d or static: unisono has no other "
+        raise reader.error(f"{message}rendezvous", "PET_RDZV_BACKEND", way)
     restarts = reader.number("PET_MAX_RESTARTS")
     return replace(info, max_restarts=None if restarts is None else restarts.value)
 
@@ -248,8 +248,8 @@ def _pai(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo | Non
     """Read a node of PAI DLC, recognized by the name of its first node."""
     leader = reader.value("MASTER_ADDR") or ""
     # With LOCAL_RANK it is a rank, started by torchrun on such a node.
-    is_its = re.fullmatch(r"dlc[0-9a-z]+-master-0(\..+)?", leader) and not reader.has("LOCAL_RANK")
-    return _read_node(platform, reader, machine) if is_its else None
+    is_dlc = re.fullmatch(r"dlc[0-9a-z]+-master-0(\..+)?", leader) and not reader.has("LOCAL_RANK")
+    return _read_node(platform, reader, machine) if is_dlc else None
 
 
 def _volcano(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo:
@@ -320,7 +320,7 @@ def _tpu(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo:
     if slices is not None and slices.value > 1:
         remedy = "set PET_NODE_RANK, PET_NNODES and PET_MASTER_ADDR, which count the hosts of all "
         reader = replace(reader, remedy=f"{remedy}parts, {_ALONE}")
-        message = f"{slices}, and TPU_WORKER_ID counts the hosts of one slice alone"
+        message = f"{slices}, and TPU_WORKER_ID counts only the hosts of one slice"
         raise reader.error(f"{message}, and PET_NODE_RANK is not set", "PET_NODE_RANK", None)
     return _read_node(platform, reader, machine)
 
@@ -329,7 +329,7 @@ def _kubernetes(platform: Platform, reader: Reader, machine: Machine) -> NodeInf
     """Read a pod of an Indexed Job."""
     if not reader.has(*platform.nnodes):
         return None  # a pod that works alone, as in a sweep
-    if _count_nodes(platform, reader, None) == (1, 1):  # with any index: each trains by itself
+    if _count_nodes(platform, reader, None) == (1, 1):  # the index may be any number
         platform = replace(platform, node_rank=())
     return _read_node(platform, reader, machine, _first_pod)
 
@@ -340,17 +340,17 @@ def _first_pod(reader: Reader, machine: Machine) -> str:
     name, dot, domain = machine.name().partition(".")
     job, _, index = name.rpartition("-")
     if index != str(rank) or not job:
-        message = f"JOB_COMPLETION_INDEX={rank}, but this pod's name, {shown(name)}, doesn't end so"
+        message = f"this pod's name, {shown(name)}, doesn't end with JOB_COMPLETION_INDEX, {rank}"
         raise reader.error(f"{message}: set MASTER_ADDR", "MASTER_ADDR", None)
     if not dot:
-        message = f"this pod's name, {shown(name)}, has no domain under which others could find it"
+        message = f"this pod's name, {shown(name)}, has no domain, so other pods can't resolve it"
         more = "create a headless Service and name it as the pods' subdomain, or set MASTER_ADDR"
         raise reader.error(f"{message}: {more}", "MASTER_ADDR", None)
     return f"{job}-0.{domain}"
 
 
-# In order of priority: a platform built on another one, with more facts, comes first. The page of
-# each is named by its dump in tests/data/platforms.
+# In order of priority: a platform that is built on another one precedes it, as it has more facts.
+# Each dump in tests/data/platforms names the page that documents the platform.
 PLATFORMS: tuple[Platform, ...] = (
     # Kubeflow Trainer, newer releases of Kubeflow's PyTorchJob, and charts that follow them:
     # torchrun reads each of its options from PET_ and the option's name. PET_NNODES may be MIN:MAX;
@@ -412,7 +412,7 @@ PLATFORMS: tuple[Platform, ...] = (
         nnodes=("WORLD_SIZE",),
         read=_stated,
     ),
-    # SkyPilot: one address a line in SKYPILOT_NODE_IPS, the head node's first; no accelerator is 0.
+    # SkyPilot: one address a line in SKYPILOT_NODE_IPS, the head node first. 0 GPUs means none.
     Platform(
         "skypilot",
         "start it by the run section of a task, or unset the SKYPILOT_ variables",
@@ -423,7 +423,7 @@ PLATFORMS: tuple[Platform, ...] = (
         hosts=("SKYPILOT_NODE_IPS",),
     ),
     # AWS Batch, multi-node parallel jobs: the main node has no variable with its own address, and
-    # may have another index than 0.
+    # its index may differ from 0.
     Platform(
         "aws-batch",
         "start it as a multi-node parallel job, or unset the AWS_BATCH_JOB_NODE variables",
@@ -486,9 +486,9 @@ PLATFORMS: tuple[Platform, ...] = (
         hosts=("TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES"),
         read=_tpu,
     ),
-    # Indexed Jobs and JobSets of Kubernetes: only a pod's number, so the number of pods must be in
-    # the manifest, under torchrun's name; without it they are taken for pods that work alone, as
-    # those of a sweep do. The first pod's name follows from this one's.
+    # Indexed Jobs and JobSets of Kubernetes set only a pod's index, so the manifest has to set the
+    # number of pods, in torchrun's variable. Pods without it are treated as independent, such as
+    # those of a sweep. The first pod's name is derived from this pod's.
     Platform(
         "kubernetes",
         "set PET_NNODES to the number of pods that train together in the manifest: 1 where each "

@@ -1,16 +1,17 @@
-"""Stacks of a process for others of its user, written by a signal handler without its help.
+"""Stacks of a process for other processes of the same user, written by a signal handler.
 
     observer:  tgkill(pid, thread, a real-time signal) ──▶ faulthandler's handler, in C, there
     observer:  reads /proc/PID/fd/N                    ◀── appends that thread's stack to a memfd
 
-The handler needs no interpreter lock, so it answers in a busy loop, in a lock and in C code. A
-process that is stopped answers when it goes on. The kernel keeps the signal blocked while its
-handler runs: an unblocked one shows that the text is whole. Forks share the memory.
+The handler needs no interpreter lock, so it works while the thread runs a busy loop, waits for a
+lock or runs C code. A stopped process answers after it continues. The kernel blocks the signal
+while its handler runs, so the text is complete when the signal is unblocked again. Forked processes
+share the memory.
 
-Each thread writes only its own stack: the stacks of others change while it reads them without the
-interpreter lock, which ends the process now and then. Before Python 3.11, so does a thread that
-writes its own while others run: faulthandler takes references to frames and code there, and threads
-in the same functions share those counts. Such a process isn't asked.
+Each thread writes only its own stack: reading the stacks of running threads without the interpreter
+lock sometimes crashes the process. Before Python 3.11 even a thread's own stack can do so:
+faulthandler changes the reference counts of its frames and code there, while other threads in the
+same functions change them too. Such processes aren't asked.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
-_HIGHEST = 4  # below SIGRTMAX: other runtimes take the last ones first
-_LOOK_S = 0.002
+_RESERVED = 4  # below SIGRTMAX: other runtimes use the highest signals first
+_POLL_S = 0.002
 _LOCKED_S = 1.0
-_QUIET = 20  # looks without an answer: the thread runs no Python
+_MAX_QUIET_POLLS = 20  # polls without an answer: the thread runs no Python
 _TGKILL = {"x86_64": 234, "aarch64": 131}  # the number of the system call
-_MAX_BYTES = 1 << 20  # of old text, before the next one is asked for
-_COUNTS = sys.version_info < (3, 11)  # whether faulthandler takes references
+_MAX_BYTES = 1 << 20  # of old text, which is removed before the next request
+_CHANGES_COUNTS = sys.version_info < (3, 11)  # whether faulthandler takes references
 _MASK = re.compile(r"^(SigPnd|ShdPnd|SigBlk|SigCgt|SigIgn):\s*([0-9a-f]+)", re.MULTILINE)
 _MEMORY = "unisono-stacks"
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$', re.MULTILINE)
@@ -56,12 +57,12 @@ def install() -> Mapping[str, int]:
 
 @cache  # once, for this process and its forks, which inherit the handler and the memory
 def _install() -> Mapping[str, int]:
-    if _COUNTS or not sys.platform.startswith("linux"):
+    if _CHANGES_COUNTS or not sys.platform.startswith("linux"):
         return {}
     masks = _masks(Path("/proc/self/status"))
     # -1: unknown masks count as full.
     used = masks.get("SigCgt", -1) | masks.get("SigIgn", -1) | masks.get("SigBlk", -1)
-    numbers = range(signal.SIGRTMAX - _HIGHEST, signal.SIGRTMIN, -1)
+    numbers = range(signal.SIGRTMAX - _RESERVED, signal.SIGRTMIN, -1)
     number = next((number for number in numbers if not used & _bit(number)), None)
     if number is None:
         return {}
@@ -93,14 +94,14 @@ def ask(pid: int, facts: Mapping[str, int], thread_id: int, timeout_s: float) ->
     """Return the stack of a thread of a process of this user; None if it doesn't answer."""
     until = time.monotonic() + timeout_s
     with contextlib.suppress(OSError), _memory(pid, facts) as fd:
-        while not _is_alone(fd):  # each observer takes the next text for its own thread's
+        while not _lock_memory(fd):  # an observer takes any new text for its answer
             if time.monotonic() > until:
                 return None
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         try:
             return _answer(pid, thread_id, facts["signal"], fd, until)
         finally:
-            fcntl.flock(fd, fcntl.LOCK_UN)  # a child forked meanwhile may hold the descriptor
+            fcntl.flock(fd, fcntl.LOCK_UN)  # a process forked meanwhile may hold the descriptor
     return None
 
 
@@ -113,18 +114,18 @@ def parse(text: str) -> list[tuple[str, int, str]]:
 
 @contextlib.contextmanager
 def _memory(pid: int, facts: Mapping[str, int]) -> Iterator[int]:
-    """Open the memory of a process's stacks; raise OSError if the number is another file's."""
+    """Open the memory of a process's stacks; raise OSError if the descriptor is another file."""
     fd = os.open(f"/proc/{pid}/fd/{facts.get('stacks_fd')}", os.O_RDWR | os.O_CLOEXEC)
     try:
         is_named = os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_MEMORY}")
-        if not is_named or os.fstat(fd).st_ino != facts["stacks_inode"]:  # a file may have the same
+        if not is_named or os.fstat(fd).st_ino != facts["stacks_inode"]:
             raise OSError
         yield fd
     finally:
         os.close(fd)
 
 
-def _is_alone(fd: int) -> bool:
+def _lock_memory(fd: int) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -142,7 +143,7 @@ def texts(
     if own is None:
         return None
     found = {thread_id: own}
-    with contextlib.suppress(OSError):  # it has ended
+    with contextlib.suppress(OSError):  # the process has ended
         tasks = os.listdir(f"/proc/{pid}/task") if all_threads else []
         for each in sorted({int(task) for task in tasks} - {thread_id}):
             left_s = until - time.monotonic()
@@ -160,22 +161,22 @@ def _answer(pid: int, thread_id: int, number: int, fd: int, until: float) -> str
     if os.fstat(fd).st_size > _MAX_BYTES:
         os.ftruncate(fd, 0)
     begin = os.fstat(fd).st_size
-    # A pending one is an earlier observer's: the thread is stopped, or about to write.
+    # An earlier observer sent a pending signal: the thread is stopped, or is about to write.
     if not masks["SigPnd"] & bit and not _send(pid, thread_id, number):
         return None
     quiet = 0
-    while time.monotonic() < until and quiet < _QUIET:
+    while time.monotonic() < until and quiet < _MAX_QUIET_POLLS:
         end, masks = os.fstat(fd).st_size, _masks(task)
         # The end was read before the masks: if it is the same after them, the text is whole.
         is_over = not (masks.get("SigPnd", 0) | masks.get("SigBlk", 0)) & bit
         if is_over and end > begin and os.fstat(fd).st_size == end:
             return os.pread(fd, end - begin, begin).decode("utf-8", "replace")
         quiet = quiet + 1 if is_over else 0
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     return None
 
 
 def _send(pid: int, thread_id: int, number: int) -> bool:
-    """Send a signal to one thread, which Python does only within its own process."""
+    """Send a signal to one thread; Python's own function works only within this process."""
     call = _TGKILL.get(platform.machine())
     return call is not None and ctypes.CDLL(None).syscall(call, pid, thread_id, number) == 0

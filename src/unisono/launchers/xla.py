@@ -1,8 +1,8 @@
-"""Replicas that torch_xla's own launcher makes, in a fresh process that this one starts.
+"""Replicas that torch_xla's own launcher starts from a new process.
 
-The runtime reads its variables once, when it starts, and torch_xla sets some itself when it is
-imported; so neither happens here. The fresh process forks the one, or on a TPU the several, in
-which the replicas run, as threads where there are more of them than processes.
+XLA's runtime reads its environment variables only once, when it starts, and importing torch_xla
+sets some of them, so this process does neither. The new process forks one process, or several on a
+TPU. These run the replicas, in threads if there are more replicas than processes.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from unisono.pickling import Pickler
 from unisono.topology import LaunchPlan, RankInfo
 
 _SERVE = "from unisono.launchers.xla import serve; serve({})"
-_FORK_DIED = 86  # exit code of the fresh process where one that it forked has died
-_LAST = -100  # after multiprocessing's own finalizers
+_FORK_DIED = 86  # exit code of the new process if a process that it forked has died
+_LAST = -100  # priority of a finalizer that runs after all others
 
 
 def launch(
@@ -67,14 +67,14 @@ def launch(
         "XLA's runtime",
         size,
         plan.nproc_per_node,
-        end_signal=signal.SIGKILL,  # it ignores SIGTERM, so that those that it forks end first
+        end_signal=signal.SIGKILL,  # it ignores SIGTERM, so that its children exit first
     )
     ranks = partial(_Replicas, plan)
     return run_function(entry, Script.of(plan), spec, prepare, environ, ranks, join=join)
 
 
 class _Replicas(RemoteWorkers):
-    """Replicas of one fresh process; each has connections of its own."""
+    """Replicas of one new process; each has its own connections to this process."""
 
     takes: Sequence[int] = ()
     n_last = 200
@@ -84,7 +84,7 @@ class _Replicas(RemoteWorkers):
         self._plan = plan
 
     def see_out(self, job: Job[Any]) -> None:
-        """Wait for the process's end: what it still does may be a checkpoint."""
+        """Wait for the process to exit: a thread or exit handler may still write a checkpoint."""
         assert self.process is not None
         if not self.has_ended(limit_of(None)):
             raise CollectiveTimeoutError(
@@ -95,7 +95,7 @@ class _Replicas(RemoteWorkers):
             job.stop(self.early_end(job))
 
     def end(self, job: Job[Any]) -> None:
-        """End the fresh process and those that it forked, and their connections with them."""
+        """End the new process and its children, and close their connections."""
         self.end_launcher()
         super().end(job)
 
@@ -114,7 +114,7 @@ class _Replicas(RemoteWorkers):
         name = signal_name(-code) if code < 0 else None
         how = f" by {name}" if name else f" with exit code {code}" if code != _FORK_DIED else ""
         return WorkerFailedError(
-            f"the process of XLA's replicas ended{how} before they were done; its last output:\n"
+            f"the process of XLA's replicas ended{how} before they returned; its last output:\n"
             f"{self.last_lines()}",
             exit_code=code if code >= 0 and code != _FORK_DIED else None,
             signal=name,
@@ -136,24 +136,24 @@ class _Replicas(RemoteWorkers):
 
 @dataclass(frozen=True, slots=True)
 class _Child:
-    """State of the fresh process, and of those that it forks."""
+    """State of the new process, inherited by the processes that it forks."""
 
     link: Link
     is_alone: bool
     pid: int
 
 
-_child: _Child | None = None  # the runtime's launcher pickles the function that it runs
+_child: _Child | None = None  # a global: torch_xla.launch pickles its function and arguments
 
 
 def serve(is_alone: bool) -> NoReturn:
-    """Run one job in this fresh process, and end it."""
+    """Run one job in this new process, and exit."""
     global _child
     _child = _Child(Link.taken(), is_alone, os.getpid())
-    if not is_alone:  # its forks end first, and are reaped here
+    if not is_alone:  # wait for the exit of its children, and reap them
         signal.signal(signal.SIGTERM, lambda *_: None)
     os.register_at_fork(after_in_child=_after_fork)
-    faulthandler.enable()  # XLA aborts the process where a graph doesn't get all replicas
+    faulthandler.enable()  # XLA aborts the process if a replica doesn't run a graph
     try:
         # Not at the top of the module: the import sets and reads variables.
         torch_xla = importlib.import_module("torch_xla")
@@ -178,12 +178,12 @@ def _after_fork() -> None:
 
 
 def _replica(_rank: int) -> None:
-    """Run the entry as one replica: in a thread of its own where a process has several."""
+    """Run the entry as one replica; each runs in its own thread if a process has several."""
     child = _child
     assert child is not None
-    if os.getpid() != child.pid:  # multiprocessing ends those that it forks without exit handlers
+    if os.getpid() != child.pid:  # multiprocessing skips the exit handlers of its children
         multiprocessing.util.Finalize(None, Lifetime.run_exit_handlers, exitpriority=_LAST)
-    who = _who_am_i(child)
+    who = _own_rank_info(child)
     channel, status = child.link.connect(b"c", who), child.link.connect(b"s", who)
     status.sendall(f"{os.getpid()}p".encode())  # as the fork server reports it
     task = receive_task(channel)
@@ -200,12 +200,12 @@ def _replica(_rank: int) -> None:
     except BaseException as error:  # SystemExit and KeyboardInterrupt are failures too
         flush()
         messages.send(channel, messages.ERROR, pickle.dumps(describe(error)))
-        threading.Event().wait()  # until the parent, which waits for others' errors, ends this
+        threading.Event().wait()  # the parent ends this process after it collects all errors
     flush()
     messages.send(channel, messages.RESULT, buffer.getvalue())
 
 
-def _who_am_i(child: _Child) -> RankInfo:
+def _own_rank_info(child: _Child) -> RankInfo:
     """Return the replica's rank, as the runtime reports it."""
     if child.is_alone:
         return RankInfo(0, 1, 0, 1, 0, 1, source="spawn")

@@ -13,9 +13,9 @@ from unisono.observe.stacks import Frame, Stack, is_before, own_frame
 from unisono.observe.verdict import Culprit, Rank, State, Verdict, judge
 
 _S = 1e9
-_MOST_ASKED = 8  # culprits whose stacks are asked for
+_MAX_RANKS_ASKED = 8  # for their stacks, in one report
 _ANSWER_S = 0.3
-_AGAIN_S = 5.0  # until a rank that hasn't answered is asked again
+_RETRY_S = 5.0  # before a rank that hasn't answered is asked again
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Asked:
         now_s, new = time.monotonic(), []
         for rank, state in states.items():
             known = self._known.get((job.name, rank))
-            is_late = known and isinstance(known.stacks, str) and now_s - known.at_s >= _AGAIN_S
+            is_late = known and isinstance(known.stacks, str) and now_s - known.at_s >= _RETRY_S
             if known is None or known.state != state or is_late:
                 new.append(living[rank])
         for rank, stacks in stacks_of(new, _ANSWER_S).items():
@@ -54,7 +54,7 @@ class Asked:
 
 
 def _state_of(rank: Rank, verdict: Verdict) -> tuple[object, ...]:
-    """Return a rank's process and call; while they are the same, it is asked once."""
+    """Return a rank's process and call; it is asked again only when they change."""
     state, call = verdict.states[rank.rank], None
     if state.call is not None:
         call = (state.call.key, state.call.number, state.call.begin_ns)
@@ -63,7 +63,7 @@ def _state_of(rank: Rank, verdict: Verdict) -> tuple[object, ...]:
 
 def reports(jobs: Sequence[ObservedJob]) -> dict[str, Any]:
     """Return the state of each rank of each job, and the ranks that make others wait."""
-    # Of this host, it asks only ranks that make others wait, and the others of an extra call.
+    # Asks ranks of this host that make others wait, and all others if one made an extra call.
     asked = Asked()
     return {"host": socket.gethostname(), "jobs": [report_of(job, asked) for job in jobs]}
 
@@ -81,7 +81,7 @@ def report_of(job: ObservedJob, asked: Asked) -> dict[str, Any]:
     verdict = judge(job.ranks, job.at_ns)
     if verdict.kind == "extra call" and _is_early(job, verdict, asked):
         verdict = judge(job.ranks, job.at_ns, is_early=True)
-    culprits = [each.rank for each in verdict.culprits[:_MOST_ASKED]]
+    culprits = [each.rank for each in verdict.culprits[:_MAX_RANKS_ASKED]]
     answers = asked.stacks(job, verdict, culprits)
     return {
         **facts_of(job),
@@ -110,9 +110,9 @@ def calls_of(job: ObservedJob) -> dict[int, str]:
 
 
 def _is_early(job: ObservedJob, verdict: Verdict, asked: Asked) -> bool:
-    """Return whether a rank has yet to reach the line where one is alone, by their stacks."""
+    """Return whether a rank's stack is before the line that only the culprit has reached."""
     alone = verdict.culprits[0].rank
-    others = [rank.rank for rank in job.ranks if rank.rank != alone][:_MOST_ASKED]
+    others = [rank.rank for rank in job.ranks if rank.rank != alone][:_MAX_RANKS_ASKED]
     answers = asked.stacks(job, verdict, [alone, *others])
     frames = {rank: _own_stack(answer) for rank, answer in answers.items()}
     return any(is_before(frames.get(rank, ()), frames.get(alone, ())) for rank in others)
@@ -128,7 +128,7 @@ def _position(culprit: Culprit, verdict: Verdict, answer: Answer | None) -> dict
     """Return a culprit's position: the line of its call, of its stack, or of its last call."""
     state, frames = verdict.states[culprit.rank], _own_stack(answer)
     own, call = own_frame(frames), state.call
-    # Of a call that shouldn't have been made, its line counts, and not one within it.
+    # For a wrong call the position is the line of the call, not a line within it.
     is_of_calls = verdict.kind in ("mismatch", "deadlock", "extra call")
     position: dict[str, Any] = {"file": "", "line": 0, "function": "", "from": ""}
     if own is not None and not (is_of_calls and call is not None):

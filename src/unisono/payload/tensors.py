@@ -28,7 +28,7 @@ _DTYPE_OF = {
 }
 _CODE_OF = {dtype: code for code, dtype in _DTYPE_OF.items()}
 _HEAD = struct.Struct("<BBB")
-_SHORT_BYTES = 2048  # copying twice is faster than a memoryview
+_SHORT_BYTES = 2048  # for fewer bytes, a second copy is faster than creating a memoryview
 _LARGEST_BYTES = 2**47  # the address space of a process
 device: ContextVar[torch.device] = ContextVar("device")
 """Device for tensors of accelerators: pickle has no argument for it."""
@@ -55,7 +55,7 @@ class TensorHeader:
     """Facts of a tensor that peers need before they receive it."""
 
     # Its bytes are ``<BBB`` (dtype, flags, number of dimensions), then ``<q`` for each dimension.
-    # The flags: 1 it is on an accelerator, 2 it is an ``nn.Parameter``, 4 that requires grad.
+    # Flags: 1 on an accelerator, 2 an ``nn.Parameter``, 4 a parameter that requires grad.
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -71,12 +71,12 @@ class TensorHeader:
 
     @classmethod
     def unpack(cls, data: memoryview | bytes, at: int = 0) -> tuple[TensorHeader, int]:
-        """Read a header and the position of its end."""
+        """Return the header at `at`, and the position after it."""
         code, flags, dims = _HEAD.unpack_from(data, at)
         sizes = struct.Struct(f"<{dims}q")
         shape = sizes.unpack_from(data, at + _HEAD.size)
         dtype = _DTYPE_OF[code]
-        # Not the product of all: a size of 0 would hide others whose strides overflow in torch.
+        # Counts a size of 0 as 1, as it would hide other sizes whose strides overflow in torch.
         extent = math.prod(max(size, 1) for size in shape)
         # An empty tensor takes no memory: only its strides must fit.
         most = _LARGEST_BYTES // dtype.itemsize if 0 not in shape else 2**62
@@ -115,7 +115,7 @@ def taken_apart(tensor: Tensor) -> tuple[bytes, bytes | memoryview]:
 
 
 def reduce_tensor(tensor: Tensor) -> tuple[Any, ...]:
-    """Return how pickle rebuilds a dense tensor; large memory is a buffer outside of the pickle."""
+    """Return the pickle reduction of a dense tensor; a large one is an out-of-band buffer."""
     head, data = taken_apart(tensor)
     return put_together, (head, PickleBuffer(data) if isinstance(data, memoryview) else data)
 
@@ -123,7 +123,7 @@ def reduce_tensor(tensor: Tensor) -> tuple[Any, ...]:
 class _PutTogether:
     """Rebuilds a tensor from the arguments of `reduce_tensor`."""
 
-    # Not a function: a pickle may set attributes of its globals, and this has none.
+    # An object without attributes, not a function: a malicious pickle could set a function's.
     __slots__ = ()
 
     def __call__(self, head: bytes, data: Any) -> Tensor:
@@ -138,8 +138,8 @@ put_together: _PutTogether = _PutTogether()
 
 def is_dense(value: object) -> bool:
     """Return whether `value` is a tensor that can be sent as plain memory."""
-    # Not those without memory of their own: subclasses with a `__torch_dispatch__` (DTensor,
-    # masked, fake, jagged), and wrappers of torch.func, have none that could be read.
+    # Subclasses with a `__torch_dispatch__` (DTensor, masked, fake, jagged) and wrappers of
+    # torch.func aren't dense: they have no memory of their own that could be read.
     if not (
         isinstance(value, Tensor)
         and type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
@@ -236,9 +236,9 @@ def from_bytes(
         raise PayloadError(f"{len(data)} bytes aren't a tensor of {dtype} and shape {shape}")
     try:
         tensor = torch.empty(shape, dtype=dtype, device="cpu")
-    except RuntimeError as error:  # a size of 0 hides others too large for torch
+    except RuntimeError as error:  # a size of 0 hides other sizes that are too large for torch
         raise PayloadError(
-            f"a tensor of {dtype} and shape {shape} can't be made: {error}"
+            f"a tensor of {dtype} and shape {shape} can't be created: {error}"
         ) from error
     if len(data):
         view_bytes(tensor)[:] = data
@@ -246,7 +246,7 @@ def from_bytes(
 
 
 def stack_bytes(rows: Sequence[bytes], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Create one tensor from the bytes of several, to compute with; its memory can't be resized."""
+    """Create one tensor from the bytes of several; it supports all operations but a resize."""
     data = bytearray().join(rows)
     if len(data) != len(rows) * math.prod(shape) * dtype.itemsize:
         raise PayloadError(

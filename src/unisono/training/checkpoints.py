@@ -57,32 +57,33 @@ def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | Non
     """Write a checkpoint atomically: at any time the old or the new one is complete.
 
     Collective over all ranks. A file is written under another name in the same folder, synced to
-    the disk, and renamed. Shards are written to a new folder within `path`, and a file that is
-    renamed last names the current one. A killed process leaves files with ``.tmp`` in their names,
-    which a later save there removes. A symbolic link stays one, and a file keeps its mode.
+    the disk, and renamed. Shards are written to a new folder within `path`; a file with the name of
+    the current folder is replaced last. A killed process leaves files with ``.tmp`` in their names,
+    which the next save to that folder removes. Symbolic links and file modes are preserved.
 
     Args:
-        obj: a module, an optimizer or another object with a state dict, which is saved in its
-            place; a dict, list or tuple of these; or any value for ``torch.save``. The keys of a
-            module are those without `auto_model`'s wrapper, with any number of replicas. Only
-            `rank`'s is written; shards are written by every rank. All but optimizers are asked for
-            their state on every rank.
+        obj: a module, an optimizer or another object with a state dict, which is saved instead of
+            the object; a dict, list or tuple of these; or any value that ``torch.save`` accepts.
+            For any number of replicas, a module's keys are those without `auto_model`'s wrapper.
+            Only the state of `rank` is written; shards are written by every rank. Every rank
+            computes the states of all objects except optimizers.
         path: the file; for shards a folder that every rank can reach.
         rank: global rank that writes.
         sharded: whether each rank writes its shard, through ``torch.distributed.checkpoint``, which
-            needs torch's process group or a single rank; None for whether `obj` has sharded
-            tensors, as FSDP's are.
+            needs torch's process group or a single rank; None means True if `obj` has sharded
+            tensors, such as FSDP's.
 
     Raises:
         ArgumentError: `rank` isn't a rank of the job (on every rank).
-        CollectiveMismatchError: a state differs between ranks, so that all but one would be lost;
-            or not all ranks have a `ByRank` (on every rank).
+        CollectiveMismatchError: a state differs between ranks, of which only one would be saved;
+            or some ranks lack a `ByRank` (on every rank).
         PayloadError: `obj` has a value that can't be pickled, or contains itself, or has sharded
             tensors with ``sharded=False``; or several ranks would save shards under
-            ``UNISONO_NO_PICKLE=1``, as they exchange pickles; or `obj` is neither a dict nor a
-            module, with shards (on every rank).
-        PeerFailedError: writing failed, or reading a state dict (on every rank; the
-            original is the cause on the rank that failed). The old one is untouched.
+            ``UNISONO_NO_PICKLE=1``, as they exchange pickles; or `obj` has shards and is neither a
+            dict nor a module (on every rank).
+        PeerFailedError: a file couldn't be written, or a state dict couldn't be read (on every
+            rank; on the rank that failed, the original error is the cause). The old checkpoint is
+            untouched.
 
     Warns:
         UserWarning: `load_checkpoint` won't read a value without ``weights_only=False`` (on the
@@ -114,7 +115,7 @@ def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | Non
 
 
 def _collected(obj: Any, sharded: bool | None) -> tuple[tuple[dict[int, Any], bool], Any]:
-    """Return states and whether to shard, and for other ranks digests and by-rank states."""
+    """Return this rank's states and whether to shard; for other ranks, digests and `ByRank`s."""
     states = own_states(obj)
     named = entries(obj, states)
     split = {name: item.state() for name, item in named.items() if isinstance(item, ByRank)}
@@ -138,18 +139,18 @@ def _merge_ranks(
     found = differing(context, _SAVE, own, [digests for digests, _ in of_ranks])
     if found:
         raise CollectiveMismatchError(
-            f"save_checkpoint would keep the state of one rank, but {found}. Put what differs into "
-            "ByRank(...), which keeps each rank's, or make it the same on all ranks"
+            f"save_checkpoint would save the state of only one rank, but {found}. Wrap states that "
+            "differ in ByRank(...), which saves those of all ranks, or make them equal on all ranks"
         )
     splits = [split for _, split in of_ranks]
     for name in {name: None for split in splits for name in split}:
         without = [rank for rank, split in enumerate(splits) if name not in split]
         if without:
             raise CollectiveMismatchError(
-                f"save_checkpoint has {name} in ByRank, but not on ranks {without}: put it in on "
-                "every rank"
+                f"save_checkpoint has {name} in ByRank, but not on ranks {without}: wrap it in "
+                "ByRank on every rank"
             )
-        # A tuple, as it is one value in shards, whatever its items are.
+        # A tuple, since shards store a tuple as one value, for items of any type.
         states[id(named[name])] = {BY_RANK: tuple(split[name] for split in splits)}
 
 
@@ -195,7 +196,7 @@ def _save_shards(
     folder = target / name
     run_on_rank(partial(folder.mkdir, parents=True))
     try:
-        with warnings.catch_warnings():  # torch warns of a single process
+        with warnings.catch_warnings():  # torch warns about a single process
             warnings.filterwarnings("ignore", "torch.distributed is ", UserWarning)
             library.save(state, checkpoint_id=str(folder))
     except library.CheckpointException as error:  # torch raises it on every rank
@@ -239,7 +240,8 @@ def _shard_library() -> Any:
         raise UnsupportedOperation(
             context.model.name,
             "sharded checkpoints",
-            "use a backend of torch, such as gloo; what isn't sharded is saved with sharded=False",
+            "use a backend of torch, such as gloo; to save an object without sharded tensors, pass "
+            "sharded=False",
         )
     return importlib.import_module("unisono.training.shards")
 
@@ -255,31 +257,34 @@ def load_checkpoint(
 ) -> Any:
     """Read a checkpoint that `save_checkpoint` wrote, onto this rank's device.
 
-    Local for a file, which each rank that calls reads itself; collective over all ranks for shards,
-    and with `src`. If it fails on any of these ranks, `into` is unchanged.
+    Local for a file: each calling rank reads it. Collective over all ranks for shards, and with
+    `src`. If it fails on any of these ranks, `into` is unchanged.
 
     Args:
         path: the file or folder.
         into: the object to load in place: a module, wrapped or not, an optimizer, or a dict like
-            the one that was saved: objects with a state dict are loaded, tensors are filled, other
-            values replaced, in lists too if they hold an object to load. A dict may name
-            submodules in the place of a module. Sharded tensors take their parts of full tensors.
-            Required for shards, which may be split differently than at saving.
-        weights_only: whether only tensors and plain values are read, from shards too; False can
-            run code from the file, so only for files that you trust, and not under
+            the saved one. Objects with a state dict are loaded, tensors are filled and other values
+            are replaced, also within lists that contain an object to load. A dict may name the
+            submodules of a module instead of the module. Sharded tensors take their parts of full
+            tensors. Required for shards, which may be split differently than when they were saved.
+        weights_only: whether only tensors and plain values are read, from shards too. False can
+            run code from the file: use it only for files that you trust. It is rejected under
             ``UNISONO_NO_PICKLE=1``.
         map_location: as in ``torch.load``; None for `device`.
-        strict: False keeps values that weren't saved, or in another shape, and logs a warning with
-            their names; optimizers are loaded whole, and shards need the same shapes.
-        src: global rank that reads a file and sends it to all, if others can't reach its disk.
+        strict: False keeps values that the checkpoint lacks or has in another shape, and logs a
+            warning with their names; optimizers are always loaded whole, and shards must have the
+            same shapes.
+        src: global rank that reads a file and sends it to all ranks, if others can't reach its
+            disk.
 
     Returns:
         `into`, or a new tuple in its place; the saved value if `into` is None.
 
     Raises:
-        ArgumentError: it doesn't exist, or shards without `into`, or `src` isn't a rank.
-        PayloadError: it can't be read: it isn't a checkpoint, is damaged, has more than weights, or
-            doesn't fit `into` (on every rank where it is collective).
+        ArgumentError: the checkpoint doesn't exist, or it has shards and `into` is missing, or
+            `src` isn't a rank.
+        PayloadError: the file can't be read: it isn't a checkpoint, is damaged, has more than
+            weights, or doesn't fit `into` (on every rank if the call is collective).
 
     Example:
         >>> import unisono as idist
@@ -352,7 +357,7 @@ def _sent(target: Path) -> Any:
     if target.is_dir() or not target.exists():
         return target.is_dir() or None
     # frombuffer() rejects an empty file.
-    data = bytearray(target.read_bytes())  # as a tensor, which is sent fast
+    data = bytearray(target.read_bytes())  # tensors are sent faster than bytes
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
@@ -383,8 +388,8 @@ def _unread(file: Path | IO[bytes]) -> str:
     if not names:
         return ""
     return (
-        f"values made by {', '.join(names)} are read with weights_only=False alone: save numbers, "
-        "strings, lists, dicts and tensors in their place"
+        f"values made by {', '.join(names)} are read only with weights_only=False: save numbers, "
+        "strings, lists, dicts and tensors instead"
     )
 
 
@@ -395,7 +400,7 @@ def _from_shards(
     is_strict: bool,
     step: Callable[[Callable[[], Any]], Any],
 ) -> tuple[Any, list[tuple[Any, ...]]]:
-    """Return a state for `into` from shards, and the paths that weren't saved."""
+    """Return a state for `into` from shards, and the paths that the shards lack."""
     # Collective over all ranks.
     library = _shard_library()
     point = partial(_pointed, target, into)

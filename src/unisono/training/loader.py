@@ -61,8 +61,8 @@ class ReplicaLoader(DataLoader[Any]):
     def epoch(self) -> int:
         """The current or next epoch; it increases when an epoch ends.
 
-        Passes before it is asked for or set for the first time, for statistics or a learning
-        rate, aren't epochs of the training.
+        Passes before the first read of `epoch` or call of `set_epoch` don't count as epochs: they
+        may compute statistics, or find a learning rate.
         """
         if not self._counts:
             self._passed, self._counts = self._position.order - self._begin[0], True
@@ -71,8 +71,8 @@ class ReplicaLoader(DataLoader[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of an epoch; a different epoch starts at its first batch.
 
-        A pass without it takes the next order. The epoch is passed on to the data set's
-        ``set_epoch``, if any; then even persistent workers restart for each pass to receive it.
+        Without a call, each pass uses the next epoch's order. The epoch is passed on to the data
+        set's ``set_epoch``, if it has one; then even persistent workers restart for each pass.
         """
         check_count("epoch", epoch, 0)
         # The same epoch keeps the position. After passes before training, the loaded one counts.
@@ -95,7 +95,7 @@ class ReplicaLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         at = self._position
-        if at.epoch_of_sampler != at.epoch_passed_on:  # the program called its set_epoch
+        if at.epoch_of_sampler != at.epoch_passed_on:  # the program called the sampler's set_epoch
             self.set_epoch(at.epoch_of_sampler)
         # From now on an earlier iterator no longer moves the position.
         at.begin(at.order, at.start)
@@ -121,7 +121,8 @@ class ReplicaLoader(DataLoader[Any]):
     def _seeds(self) -> torch.Generator | None:
         """Return the generator of the workers' seeds, which differ by rank.
 
-        Only a pass from its start draws from the program's, as a resumed one has drawn before.
+        Only a pass that begins at its first batch draws from the program's generator: a resumed
+        pass drew from it before the interruption.
         """
         generator: torch.Generator | None = self.generator
         if self._position.start:
@@ -134,7 +135,7 @@ class ReplicaLoader(DataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position for a checkpoint.
 
-        The same on every rank, at the same batch.
+        After the same batch it is equal on every rank.
 
         Returns:
             Plain numbers.
@@ -270,7 +271,7 @@ class _Position:
     turn: int = 0  # number of the iterator that moves the position: the latest
 
     def __post_init__(self) -> None:
-        self.order = self.epoch_passed_on = self.epoch_of_sampler  # the epoch of its order
+        self.order = self.epoch_passed_on = self.epoch_of_sampler  # the epoch whose order is used
 
     @property
     def epoch_of_sampler(self) -> int:
@@ -322,7 +323,7 @@ class _Batches:
                 position.begin(position.order + 1, 0)
                 position.set_epoch_of_sampler()
             raise
-        except Exception:  # of the dataset: the next call returns the batch after this one
+        except Exception:  # raised by the dataset: the next call returns the next batch
             self._count(is_new)
             raise
         self._count(is_new)
@@ -340,7 +341,7 @@ class _Fetcher:
     rank: int
 
     def fetch(self, indices: Any) -> Any:
-        """Fetch the samples of some indices, as torch's fetcher."""
+        """Fetch the samples of some indices, as torch's fetcher does."""
         with seeded(_drawn() + self.rank):
             return self.inner.fetch(indices)
 
@@ -351,7 +352,7 @@ def _drawn(generator: torch.Generator | None = None) -> int:
 
 @dataclass(eq=False)
 class _Rest:
-    """The batches of indices from the start position on."""
+    """Batches of indices, without those before the start position."""
 
     position: _Position
     whole: Any
@@ -389,12 +390,12 @@ def moved(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
 def shard(iterable: Iterable[T]) -> IterableDataset[T]:
     """Split an iterable over the ranks, and over the workers of their loaders.
 
-    Each reads all of it and keeps its part. Of n ranks, rank r has the items r,
-    r + n, ..., with any number of workers; it may have one less than others.
+    Each worker reads the whole iterable and keeps its part. With n ranks, rank r gets the items r,
+    r + n, ..., for any number of workers; it may get one item fewer than other ranks.
 
     Args:
-        iterable: the same items on every rank, such as a stream, or a generator within the
-            ``__iter__`` of a dataset; one that is read again for each pass.
+        iterable: yields the same items on every rank, such as a stream, or a generator within the
+            ``__iter__`` of a dataset. Each pass iterates over it again.
 
     Returns:
         A dataset for `auto_dataloader`, or for direct iteration. The rank and the worker are those

@@ -67,7 +67,7 @@ def test_two_calls_in_another_order_are_told_once(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING):
         follow(["AA", "AB", "BA", "CC", "AB", "BA", "CC"])
     (record,) = caplog.records
-    assert "A.py:1 and then at B.py:1, the other ranks the other way round" in record.getMessage()
+    assert "A.py:1 and then at B.py:1, the other ranks in the opposite order" in record.getMessage()
 
 
 def test_a_call_that_is_long_is_compared_whole() -> None:

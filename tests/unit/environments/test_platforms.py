@@ -165,7 +165,7 @@ def test_a_wrong_variable_is_refused_by_name(name: str, case: str) -> None:
         ("volcano.node1 VC_PS_HOSTS=train-ps-0.train VC_PS_NUM=1", "", "VC_PS_HOSTS",
          "VC_PS_HOSTS and VC_WORKER_HOSTS are lists, .*pytorch"),
         ("kubernetes.node1", "train-1", "MASTER_ADDR", "headless Service"),
-        ("kubernetes.node1", "web.train.svc", "MASTER_ADDR", "doesn't end so"),
+        ("kubernetes.node1", "web.train.svc", "MASTER_ADDR", "doesn't end with JOB_"),
     ],
 )  # fmt: skip
 def test_what_numbers_no_node_is_refused(words: str, host: str, variable: str, said: str) -> None:
@@ -177,7 +177,7 @@ def test_what_numbers_no_node_is_refused(words: str, host: str, variable: str, s
 def test_several_slices_are_told_what_counts_the_hosts_of_all() -> None:
     error = refused("tpu.node1 MEGASCALE_NUM_SLICES=2")
     assert (error.source, error.variable, error.value) == ("tpu", "PET_NODE_RANK", None)
-    assert "MEGASCALE_NUM_SLICES=2, and TPU_WORKER_ID counts the hosts of one slice" in str(error)
+    assert "MEGASCALE_NUM_SLICES=2, and TPU_WORKER_ID counts only the hosts of one" in str(error)
     assert "set PET_NODE_RANK, PET_NNODES and PET_MASTER_ADDR" in str(error)
     assert "set TPU_WORKER_ID" not in str(error)
     assert is_gap(error, may_be_several=True)  # a bare Parallel() warns, and continues alone

@@ -32,11 +32,11 @@ _FLUSH_S = 0.3  # after END, before SIGTERM
 _TERM_S = 1.2  # after SIGTERM, before SIGKILL
 _KILL_S = 5.0  # after SIGKILL, before the fork server is ended, too
 _STATUS = re.compile(rb"([0-9]+)([psecx])")  # the fork server's reports on a status socket
-_EXIT_S = 5.0  # for `LastCalls` of ranks, after all results have come
-_TICK_S = 1.0  # between two checks of limits, which no descriptor reports
+_EXIT_S = 5.0  # for `LastCalls` of ranks, after all results have arrived
+_TICK_S = 1.0  # between checks of time limits, which make no socket readable
 _STATUS_S = 2.0  # from the end of a channel to the report of its process's end
-_MAKE_S = 300.0  # until the ranks are there, which includes importing torch for the first ones
-_STOP_GRACE_S = 1.0  # for the more precise errors of ranks that wait for a stopped one
+_MAKE_S = 300.0  # until the ranks have started, with an import of torch before the first one
+_STOP_GRACE_S = 1.0  # for ranks that wait for a stopped rank, whose errors are more precise
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class Worker:
     unread: bytes = b""
     asked_at: float = field(default_factory=time.monotonic)
     pid: int | None = None
-    refusal: int | None = None
+    refusal: int | None = None  # errno of its failed fork
     wait_status: int | None = None
     has_ended: bool = False
     is_silent: bool = False
@@ -67,14 +67,14 @@ class Worker:
             self.status.send(bytes(numbers), socket.MSG_DONTWAIT)
 
     def send_task(self) -> None:
-        """Send what is left of its task, as far as there is room."""
-        with contextlib.suppress(OSError):  # its end is found when its channel is read
+        """Send the rest of its task, as far as the socket accepts it."""
+        with contextlib.suppress(OSError):  # reading the channel reports its exit
             if self.task:
                 sent = self.channel.send(self.task, socket.MSG_DONTWAIT)
                 self.task = self.task[sent:]
 
     def close(self) -> None:
-        """Close its sockets, which ends it."""
+        """Close its sockets, so that it exits."""
         self.channel.close()
         self.status.close()
 
@@ -88,13 +88,14 @@ class Workers(JobRanks):
         self.workers: list[Worker] = []
         self.world_size: int = world_size
         self.fork_server: subprocess.Popen[bytes] | None = None
-        self.answers: list[tuple[int, bytes, bytes]] = []  # of a pool's ranks: rank, kind and body
+        # Messages of a pool's ranks: rank, kind and body.
+        self.answers: list[tuple[int, bytes, bytes]] = []
         self._held = held
         self._stop_limit_s = stop_limit_s + _STOP_GRACE_S
         self._checked_at = self._woken_at = time.monotonic()
 
     def are_starting(self) -> bool:
-        """Return whether a worker hasn't its task yet."""
+        """Return whether a worker hasn't received its whole task yet."""
         return any(worker.task for worker in self.workers)
 
     def poll(self, job: Job[Any], until: float) -> None:
@@ -118,12 +119,12 @@ class Workers(JobRanks):
 
     def end(self, job: Job[Any]) -> None:
         """End all workers that still run, within seconds."""
-        self._woken_at = 0.0  # a stopped fork server couldn't pass the signals on
+        self._woken_at = 0.0  # wake the fork server at once: a stopped one forwards no signals
         for worker in self._running:
             with contextlib.suppress(OSError):
                 worker.channel.setblocking(False)  # it may read nothing
                 messages.send(worker.channel, messages.END)
-        if job.orders.received:  # their grace is over
+        if job.orders.received:  # a signal was forwarded, and the time to react is over
             self._signal(signal.SIGKILL)
         self._wait_for_ends(job, _FLUSH_S)
         for worker in self.workers:  # one that hasn't started ends when its sockets are closed
@@ -145,9 +146,10 @@ class Workers(JobRanks):
             self.poll(job, limit)
         who = f"rank {rank} of {self.world_size}"
         if worker.refusal is not None:
-            return LaunchError(f"{who} can't be made: {os.strerror(worker.refusal)}; see ulimit -a")
+            reason = os.strerror(worker.refusal)
+            return LaunchError(f"{who} can't be created: {reason}; see ulimit -a")
         if worker.wait_status is None:
-            return WorkerFailedError(f"{who} is lost: the process that made it died", rank)
+            return WorkerFailedError(f"{who} is lost: its parent process died", rank)
         code = os.waitstatus_to_exitcode(worker.wait_status)
         if code < 0:
             name = signal_name(-code)
@@ -157,7 +159,7 @@ class Workers(JobRanks):
         )
 
     def why_late(self) -> str:
-        """Return which workers are stopped, for an error."""
+        """Return the stopped workers and their signals, as text for an error."""
         return "".join(
             f"; rank {worker.rank} was stopped by {signal_name(worker.stopped_by)}"
             for worker in self.workers
@@ -169,7 +171,7 @@ class Workers(JobRanks):
         return [worker for worker in self.workers if not worker.has_ended]
 
     def _abandon(self, job: Job[Any]) -> None:
-        """Warn about workers that signals don't end, or that their fork server can't reap."""
+        """Warn about workers that survive SIGKILL, or that their fork server can't reap."""
         if self.fork_server is not None and self._running:
             self.fork_server.kill()  # the kernel ends its children with it
         self._wait_for_ends(job, _STATUS_S)
@@ -204,7 +206,7 @@ class Workers(JobRanks):
     def _check_limits(self, job: Job[Any]) -> None:
         """Wake a stopped fork server, and stop the job once a worker's time is over."""
         now = time.monotonic()
-        # Capped: time in which this process was stopped itself isn't the workers'.
+        # Capped: if this process was stopped itself, workers aren't charged for that time.
         passed = min(now - self._checked_at, 2 * _TICK_S)
         self._checked_at = now
         for worker in self.workers:
@@ -215,11 +217,11 @@ class Workers(JobRanks):
         unmade = [w.rank for w in self._running if w.pid is None and now > w.asked_at + _MAKE_S]
         if unmade:
             who = f"ranks {unmade} of {self.world_size}"
-            job.stop(LaunchError(f"{who} weren't there after {_MAKE_S:g} s"))
+            job.stop(LaunchError(f"{who} didn't start within {_MAKE_S:g} s"))
         if self.fork_server is not None and now > self._woken_at + _TICK_S:
             self._woken_at = now
             with contextlib.suppress(OSError):
-                self.fork_server.send_signal(signal.SIGCONT)  # it serves no purpose while stopped
+                self.fork_server.send_signal(signal.SIGCONT)  # nothing else would continue it
 
     def _exchange(self, job: Job[Any], worker: Worker) -> None:
         worker.send_task()
@@ -258,7 +260,7 @@ class Workers(JobRanks):
         worker.unread = _STATUS.sub(b"", worker.unread)
         for number, kind in reports:
             self._record_status(job, worker, int(number), kind)
-        if not received and not worker.has_ended:  # the process that made it is gone
+        if not received and not worker.has_ended:  # its parent process is gone
             self._record_end(job, worker, None)
 
     def _record_status(self, job: Job[Any], worker: Worker, number: int, kind: bytes) -> None:
@@ -267,7 +269,7 @@ class Workers(JobRanks):
         elif kind == b"s":
             worker.stopped_by, worker.stopped_s = number, 0.0
             _log.warning(
-                "rank %d of %d was stopped by %s, and goes on after SIGCONT",
+                "rank %d of %d was stopped by %s, and continues after SIGCONT",
                 worker.rank, self.world_size, signal_name(number),
             )  # fmt: skip
         elif kind == b"c":
@@ -280,8 +282,8 @@ class Workers(JobRanks):
 
     def _record_end(self, job: Job[Any], worker: Worker, wait_status: int | None) -> None:
         """Record the end of a worker's process, after its last messages."""
-        # All that it sent has arrived, but the channel's end may never: a child of it may hold
-        # the channel open.
+        # All its messages have arrived, but an end of file may never: a child process of the
+        # worker may hold the channel open.
         while not worker.is_silent and self._receive(job, worker):
             pass
         worker.wait_status = wait_status
@@ -291,8 +293,8 @@ class Workers(JobRanks):
     def _stopped(self, worker: Worker, number: int) -> WorkerFailedError:
         name = signal_name(number)
         return WorkerFailedError(
-            f"rank {worker.rank} of {self.world_size} was stopped by {name}, and hasn't gone on "
-            f"for {worker.stopped_s:.3g} s",
+            f"rank {worker.rank} of {self.world_size} was stopped by {name}, and hasn't "
+            f"continued for {worker.stopped_s:.3g} s",
             worker.rank,
             signal=name,
         )

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 __tracebackhide__ = hides
 
 
-_TAG = 32_767  # the highest of every MPI: apart from a user's own messages
+_TAG = 32_767  # the largest tag that every MPI allows, to avoid the tags of users' messages
 
 
 class _ControlPlane(ControlPlane):
-    """Exchange of bytes in MPI, in calls that end on every rank alike."""
+    """Exchanges bytes in MPI calls that have the same outcome on every rank."""
 
-    is_one_host = has_world = False  # until the world is ours, which all ranks learn together
+    is_one_host = has_world = False  # set when all ranks together duplicate the world
 
     def __init__(self, model: MpiModel, calls: MPICalls) -> None:
         super().__init__(model)
@@ -51,14 +51,14 @@ class _ControlPlane(ControlPlane):
         return group is not None or self.has_world
 
     def compares_calls(self, group: Group | None) -> bool:
-        """Return whether to compare, which costs 10 to 20 us: on one host, with CPU tensors."""
-        # Known from the first collective over an adopted world on: nothing is compared before.
+        """Return whether to compare calls: on one host, with CPU tensors, in 10 to 20 us."""
+        # False before the first collective over an adopted world, which sets `is_one_host`.
         model = self.model
         is_on_cpu = model.transport_device.type == "cpu"
         return self.is_one_host and is_on_cpu and model.topology.size(group) > 1
 
     def inline_bytes(self, group: Group | None, folds: bool = False) -> int:
-        """Return the bytes that fit into the round in which the calls are compared."""
+        """Return the number of bytes that fit into the round in which the ranks compare calls."""
         return super().inline_bytes(group, folds and not self.compares_calls(group))
 
     def interrupt(self, how: str) -> None:
@@ -69,16 +69,16 @@ class _ControlPlane(ControlPlane):
 class MpiModel(ComputationModel):
     """``MPI.COMM_WORLD``, started by `initialize` or adopted from the user's program."""
 
-    # Collectives run on a duplicate of it, so that our messages never match the user's. An adopted
-    # world is duplicated by the first collective over it, which every rank calls anyway;
-    # messages between two ranks use the adopted world itself, with a tag of their own. MPI runs
-    # until the process exits, since it can't be initialised twice. Reductions of 32 and 64 bits are
-    # MPI's own; sums and products of fewer bits are torch's, within an MPI operation of ours. With
-    # two ranks every result is bit for bit that of `fold_tensors`. Set-up waits for all ranks
-    # within ``timeout``, else for 60 s; no collective call of MPI is begun before. Any other call
-    # has the ``timeout``, else 30 minutes: its non-blocking form is polled, about 1 us more, and
-    # up to twice the time for megabytes. With ``timeout=datetime.timedelta.max`` it waits forever,
-    # in MPI.
+    # Collectives use a duplicate of the world, so that our messages never match the user's. An
+    # adopted world is duplicated by the first collective over it, which every rank calls anyway;
+    # `send` and `recv` use the adopted world itself, with a reserved tag. MPI runs until the
+    # process exits, since it can't be initialised twice. MPI itself reduces types of 32 and 64
+    # bits; torch computes sums and products of smaller types, within an MPI operation that we
+    # define. With two ranks every result equals that of `fold_tensors` bit for bit. Set-up waits
+    # for all ranks for at most ``timeout`` (60 s by default), and calls no MPI collective before.
+    # All later calls have the same ``timeout`` (30 minutes by default): we poll the non-blocking
+    # form of the call, which adds about 1 us, and takes up to twice as long for megabytes. With
+    # ``timeout=datetime.timedelta.max`` the call blocks in MPI without a limit.
 
     name: ClassVar[str] = "mpi-dist"
     backends: ClassVar[tuple[str, ...]] = ("mpi4py",)
@@ -86,7 +86,7 @@ class MpiModel(ComputationModel):
     launcher: ClassVar[str] = "mpi"
     options: ClassVar[frozenset[str]] = frozenset({"timeout", "device"})
     dtypes: frozenset[torch.dtype] = frozenset(DATATYPES)
-    transport_device: torch.device = torch.device("cpu")  # an attribute: read in each collective
+    transport_device: torch.device = torch.device("cpu")  # no property: each collective reads it
     largest_count: ClassVar[int] = 2**31 - 1
     """Elements in one MPI call, which MPI 3 counts with a C int; more are sent in several calls."""
     _has_started_mpi: ClassVar[bool] = False
@@ -115,7 +115,7 @@ class MpiModel(ComputationModel):
         if topology is None:
             return None
         adopted = cls._adopted
-        # One instance: another one would duplicate the world again, and wait for ranks that don't.
+        # A second instance would duplicate the world again, and wait for ranks that have just one.
         if not (isinstance(adopted, cls) and adopted.is_alive()):
             adopted = cls._adopted = cls(mpi, topology, world.choose_device(None, None))
         adopted._topology = topology
@@ -130,7 +130,7 @@ class MpiModel(ComputationModel):
         topology = world.measured_topology(mpi, info)
         device = world.choose_device(topology.local_rank, options.get("device"))
         model = cls(mpi, topology, device)
-        model._pairs = model._over(None)
+        model._pairs = model._communicator(None)
         model._calls.probe = LivenessProbe(mpi, model._pairs)
         if timeout is not None:
             model._calls.timeout_s = None if timeout == timedelta.max else timeout.total_seconds()
@@ -145,12 +145,12 @@ class MpiModel(ComputationModel):
         if self.is_alive():  # else pending operations may never end, or MPI is finalized
             is_finished = self._calls.finish()
             with self._calls.mapped_errors("Comm_free"):
-                for comm in self._comms if is_finished else ():  # MPI may still access them
+                for comm in self._comms if is_finished else ():  # unfinished calls still use them
                     comm.Free()
         self._is_live = False
 
     def abort(self) -> None:
-        """Close the context; the job ends when this process exits, after it printed its error."""
+        """Close the context; the job ends when this process has printed its error and exits."""
         self._is_live = False
         self._end.end_at_exit(f"rank {self._topology.rank}: the context was aborted")
 
@@ -165,7 +165,7 @@ class MpiModel(ComputationModel):
     def device(self) -> torch.device:
         return self._device
 
-    def _over(self, group: Group | None) -> Any:
+    def _communicator(self, group: Group | None) -> Any:
         if group is not None:
             return group.handle
         if self._world is None:
@@ -193,13 +193,13 @@ class MpiModel(ComputationModel):
         return row.numel() * self._topology.size(group) > self.largest_count
 
     @staticmethod
-    def _is_derived(tensor: Tensor) -> bool:
-        """Return whether torch would fold, within MPI, memory that the host can't read."""
+    def _is_fold_of_device_memory(tensor: Tensor) -> bool:
+        """Return whether torch's fold within MPI would read device memory, which it can't."""
         return not tensor.is_cpu and is_folded_by_torch(tensor.dtype)
 
     def exchange(self, blob: bytes, group: Group | None = None) -> list[bytes]:
         size, most = self._topology.size(group), self.largest_count
-        sizes, bodies = self._calls.exchange(self._over(group), size, blob, most)
+        sizes, bodies = self._calls.exchange(self._communicator(group), size, blob, most)
         return fallback.exchange_bodies(self, blob, sizes, group) if bodies is None else bodies
 
     def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
@@ -210,13 +210,13 @@ class MpiModel(ComputationModel):
                 self.broadcast(row, rank, group)
             return rows
         buffer = self._calls.buffer
-        self._calls.run("Allgather", self._over(group), buffer(tensor), buffer(rows))
+        self._calls.run("Allgather", self._communicator(group), buffer(tensor), buffer(rows))
         return rows
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
-        if self._is_derived(tensor):
+        if self._is_fold_of_device_memory(tensor):
             return super().all_reduce(tensor, op, group)
-        calls, comm = self._calls, self._over(group)
+        calls, comm = self._calls, self._communicator(group)
         native = calls.native_op(op, tensor.dtype)
         for piece in self._pieces(tensor):
             calls.run("Allreduce", comm, self._mpi.IN_PLACE, calls.buffer(piece), native)
@@ -228,7 +228,7 @@ class MpiModel(ComputationModel):
         is_whole = tensor.numel() <= self.largest_count and tensor.is_cpu
         if not is_whole or not self._calls.allows("MULTIPLE"):
             return None
-        calls, comm = self._calls, self._over(group)
+        calls, comm = self._calls, self._communicator(group)
         native = calls.native_op(op, tensor.dtype)
         args = (self._mpi.IN_PLACE, calls.buffer(tensor), native)
         return Handle(*calls.start("Iallreduce", comm, tensor, *args))
@@ -236,15 +236,15 @@ class MpiModel(ComputationModel):
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
         root = self._topology.position(group, src)
         for piece in self._pieces(tensor):
-            self._calls.run("Bcast", self._over(group), self._calls.buffer(piece), root)
+            self._calls.run("Bcast", self._communicator(group), self._calls.buffer(piece), root)
         return tensor
 
     def reduce(
         self, tensor: Tensor, dst: int, op: ReduceOp, group: Group | None = None
     ) -> Tensor | None:
-        if self._is_derived(tensor):
+        if self._is_fold_of_device_memory(tensor):
             return super().reduce(tensor, dst, op, group)
-        calls, comm = self._calls, self._over(group)
+        calls, comm = self._calls, self._communicator(group)
         native = calls.native_op(op, tensor.dtype)
         is_root, root = self._topology.rank == dst, self._topology.position(group, dst)
         for piece in self._pieces(tensor):
@@ -260,23 +260,23 @@ class MpiModel(ComputationModel):
             return super().scatter(rows, into, src, group)
         calls, root = self._calls, self._topology.position(group, src)
         source = None if rows is None else calls.buffer(rows)
-        calls.run("Scatter", self._over(group), source, calls.buffer(into), root)
+        calls.run("Scatter", self._communicator(group), source, calls.buffer(into), root)
         return into
 
     def reduce_scatter(self, rows: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
-        if rows.numel() > self.largest_count or self._is_derived(rows):
+        if rows.numel() > self.largest_count or self._is_fold_of_device_memory(rows):
             return super().reduce_scatter(rows, op, group)
         calls, native = self._calls, self._calls.native_op(op, rows.dtype)
         row = rows.new_empty(rows.shape[1:])
         ends = (calls.buffer(rows), calls.buffer(row))
-        calls.run("Reduce_scatter_block", self._over(group), *ends, native)
+        calls.run("Reduce_scatter_block", self._communicator(group), *ends, native)
         return row
 
     def all_to_all(self, rows: Tensor, group: Group | None = None) -> Tensor:
         if rows.numel() > self.largest_count:
             return super().all_to_all(rows, group)
         calls, got = self._calls, torch.empty_like(rows)
-        calls.run("Alltoall", self._over(group), calls.buffer(rows), calls.buffer(got))
+        calls.run("Alltoall", self._communicator(group), calls.buffer(rows), calls.buffer(got))
         return got
 
     def send(self, tensor: Tensor, dst: int, group: Group | None = None) -> None:

@@ -349,7 +349,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
             ranks = tuple(dist.get_process_group_ranks(handle))
         except KeyError as error:
             raise GroupMembershipError(
-                f"{handle} isn't a group of the live context: make it again with new_group"
+                f"{handle} isn't a group of the live context: create it again with new_group"
             ) from error
         if handle is self._pg:
             return Group(ranks, handle, EVERYBODY)

@@ -1,4 +1,4 @@
-"""Process groups of torch: devices, creation, facts, wrappers of modules, and gloo's threads."""
+"""Process groups of torch: devices, creation, topology, module wrappers, and gloo's threads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from unisono.accelerators import accelerator, accelerator_count
 from unisono.errors import ArgumentError, BackendUnavailableError
 from unisono.topology import RankInfo, Topology
 
-_LATER = timedelta(seconds=2)
+_MARGIN = timedelta(seconds=2)  # of gloo's timeout over the job's: see `join`
 
 
 def backends_by_device(backend: str) -> dict[str, str]:
@@ -45,15 +45,15 @@ def backends_by_device(backend: str) -> dict[str, str]:
 
 def why_no_device(backend: str) -> str | None:
     """Return which device `backend` lacks on this machine, or None if it has one."""
-    # For lists of usable backends. Ranks may be started regardless: they may be on other
-    # machines.
+    # Only lists of usable backends call this: ranks may run on other machines, which have the
+    # device.
     kinds = backends_by_device(backend)
     kind = accelerator()
     if "cpu" in kinds or (kind is not None and kind.type in kinds):
         return None
     return (
-        f"it carries tensors on {', '.join(kinds)}, and torch sees no such device on this machine: "
-        "use gloo here; ranks that a launcher starts on machines with one can use it"
+        f"it needs a device of type {' or '.join(kinds)}, and torch finds none on this machine: "
+        "use gloo here, or start the ranks on machines with such a device"
     )
 
 
@@ -109,8 +109,9 @@ def join(
 ) -> timedelta | None:
     """Create torch's default group; return the timeout of our own operations."""
     # Collective over all ranks of `info`. Gloo connects all ranks within the time left for set-up.
-    # From then on its timeout is the job's own, and slightly longer: a rank that waits in a
-    # call of ours first reports ranks in calls of torch, such as those of a backward.
+    # After that its timeout is slightly longer than the job's: a rank that waits in one of our
+    # collectives then times out first, and its error names the ranks that are in a collective of
+    # torch, such as those of a backward pass.
     if timeout is not None:
         options = {**options, "timeout": timeout}
     options = {**options, "rank": info.rank, "world_size": info.world_size}
@@ -122,17 +123,17 @@ def join(
     assert pg is not None
     allowed = timeout or dist.default_pg_timeout
     for device in {torch.device(name) for name in backends_by_device(backend)}:
-        pg._get_backend(device)._set_default_timeout(allowed + _LATER)
+        pg._get_backend(device)._set_default_timeout(allowed + _MARGIN)
     return allowed
 
 
 def place_by_store(rank: int, world_size: int) -> Topology:
-    """Return a rank's position, derived from the reach of the default group's store."""
+    """Return a rank's topology; a store that only one host can reach shows that it has one node."""
     one_node = Topology(rank, world_size, rank, world_size, 0, 1)
     if world_size == 1:
         return one_node
     with contextlib.suppress(AttributeError, ValueError, RuntimeError):
-        store = dist.distributed_c10d._get_default_store()  # torch has no public name for it
+        store = dist.distributed_c10d._get_default_store()  # torch has no public accessor
         while hasattr(store, "underlying_store"):
             store = store.underlying_store
         if isinstance(store, HashStore):
@@ -152,13 +153,13 @@ def place_by_store(rank: int, world_size: int) -> Topology:
 def timeout_of(group: Any, device: torch.device) -> timedelta | None:
     """Return the timeout of a process group, or None."""
     with contextlib.suppress(AttributeError, RuntimeError):
-        timeout = group._get_backend(device).options._timeout  # no public name in torch 2.13
+        timeout = group._get_backend(device).options._timeout  # torch 2.13 has no public accessor
         return timeout if isinstance(timeout, timedelta) else None
     return None
 
 
 def wrap(module: nn.Module, wrapper: str, device: torch.device, **options: Any) -> nn.Module | None:
-    """Return a module in ``DistributedDataParallel``, or sharded with ``fully_shard``."""
+    """Wrap a module in ``DistributedDataParallel``, or shard it with ``fully_shard``."""
     # Collective over all ranks.
     if wrapper == "ddp":
         if not any(parameter.requires_grad for parameter in module.parameters()):
@@ -175,19 +176,20 @@ def wrap(module: nn.Module, wrapper: str, device: torch.device, **options: Any) 
     return None
 
 
-# Gloo's threads release an operation's tensors shortly after it, and need the interpreter to
-# release one that has a Python object. Destroying a group meanwhile waits for its threads, and in
-# torch 2.6 holds the interpreter: a deadlock. A program that exits meanwhile aborts: "terminate
-# called without an active exception" (until Python 3.14, CPython then ends threads that request
-# it, out of a destructor of torch that must not be left).
-_MOST_S = 3.0  # less than a launcher's wait for the exit of its ranks
+# Gloo's threads release the tensors of an operation shortly after it, and for a tensor that has a
+# Python object they need the interpreter lock. If a group is destroyed before, torch waits for its
+# threads, and torch 2.6 holds the lock while it waits: a deadlock. If the program exits before,
+# it aborts with "terminate called without an active exception": until Python 3.14, CPython ends a
+# thread that requests the lock at exit by unwinding its stack, which a destructor of torch forbids.
+_SETTLE_S = 3.0  # shorter than a launcher's wait for the exit of its ranks
 _THREADS = Path("/proc/self/task")
-# An idle thread waits for a condition variable without a timeout, the call's fourth
-# argument; gloo within an operation, and a thread that waits for the interpreter, have one.
+# Matches a wait for a condition variable, up to the timeout, the call's fourth argument. An idle
+# thread waits without one (0x0); gloo within an operation, and a thread that waits for the
+# interpreter lock, wait with one.
 _CONDITION = r"\d+ 0x\w+ 0x1?89 0x\w+ "
 if torch.__version__ >= "2.7":
     _THREAD_NAME, _BUSY = "pt_gloo_runloop\n", re.compile(f"(?!{_CONDITION}0x0 )")
-else:  # torch doesn't name them: any thread that isn't Python's may be one
+else:  # torch doesn't name gloo's threads: any thread that Python didn't start may be one
     _THREAD_NAME, _BUSY = "", re.compile(f"running|{_CONDITION}0x[^0]")
 
 
@@ -198,10 +200,10 @@ def settle_at_exit() -> None:
 
 
 def settle() -> None:
-    """Wait until gloo's threads are idle, for at most `_MOST_S`."""
-    until = time.monotonic() + _MOST_S
+    """Wait until gloo's threads are idle, for at most `_SETTLE_S`."""
+    until = time.monotonic() + _SETTLE_S
     while any(map(_BUSY.match, _system_calls())) and time.monotonic() < until:
-        time.sleep(0.001)  # yields the interpreter to them
+        time.sleep(0.001)  # releases the interpreter lock
 
 
 def _system_calls() -> Iterator[str]:

@@ -107,7 +107,7 @@ def test_a_fork_server_that_died_is_named_and_the_next_job_has_another() -> None
         os.kill(os.getppid(), signal.SIGKILL)
         signal.pause()
 
-    with pytest.raises(WorkerFailedError, match="the process that made it died"):
+    with pytest.raises(WorkerFailedError, match="its parent process died"):
         unisono.spawn("gloo", fn, nproc_per_node=2)
     assert unisono.spawn("gloo", add, nproc_per_node=2) == [2, 2]
 

@@ -250,7 +250,7 @@ def groups_do_not_outlive_their_context(rank: int, size: int, folder: Path) -> N
     leave()
     join(folder, rank, size, "second")
     for group in (old, theirs):
-        with pytest.raises(GroupMembershipError, match="make it again with new_group"):
+        with pytest.raises(GroupMembershipError, match="create it again with new_group"):
             unisono.all_reduce(1, group=group)
     assert unisono.all_reduce(1, group=[0, 1]) == (2 if rank < 2 else 1)
     leave()

@@ -192,7 +192,7 @@ class _Running:
             status = os.waitid(os.P_PID, self._process.pid, kinds)
             if status is not None and status.si_code == os.CLD_STOPPED:
                 name = signal_name(status.si_status)
-                self._warn(f"was stopped by {name}, and goes on after SIGCONT")
+                self._warn(f"was stopped by {name}, and continues after SIGCONT")
 
     def _warn(self, text: str) -> None:
         who = f"rank {self._info.rank} of {self._info.world_size}" if self._info else "it"
