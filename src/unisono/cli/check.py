@@ -95,6 +95,7 @@ def check(
         try:
             outcomes_here = subject.check(size, laws=names, **limit)
         except ArgumentError as error:
+            # By default, sizes that a backend refuses are left out, such as two replicas of serial.
             if nproc_per_node or not outcomes:
                 raise
             typer.echo(f"not checked with {size} replicas: {error}", err=True)
@@ -127,7 +128,7 @@ def _subject(backend: str | None, launcher: str | None, environment: str | None)
     if sum(named) != 1:
         raise typer.BadParameter("name one thing: a backend, --launcher NAME or --environment NAME")
     if launcher is not None:
-        registry.find_launcher(launcher)
+        registry.find_launcher(launcher)  # raises if it is unknown
         used = backend or "gloo"
         return _Subject(
             f"launcher {launcher} with {used}",
@@ -137,7 +138,7 @@ def _subject(backend: str | None, launcher: str | None, environment: str | None)
             partial(testing.check_launcher, launcher, backend=used),
         )
     if environment is not None:
-        registry.find_environment(environment)
+        registry.find_environment(environment)  # raises if it is unknown
         return _Subject(
             f"environment {environment}",
             {"environment": environment},
@@ -169,6 +170,7 @@ def _facts(subject: _Subject, outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 def _show(name: str, size: int, outcomes: Sequence[Outcome]) -> None:
     """Print a line for each law, with its name never cut or folded, so that it can be copied."""
+    # Size 0 is that of an environment, which has no replicas.
     replicas = ("", ", 1 replica")[size] if size < 2 else f", {size} replicas"
     console = Console(highlight=False)
     console.print(Text(f"{name}{replicas}", "italic"))

@@ -149,6 +149,7 @@ class _JobFacts:
         """Return a rank's wait; of several, the one with most ranks missing."""
         if not self.ranks[rank].is_alive:
             return None
+        # A call without a number has been rejected by a hook, and isn't made.
         waits = [self._missing(rank, call) for call in self.open[rank] if call.number]
         return max(waits, key=lambda wait: (len(wait.ranks), len(wait.unseen)), default=None)
 
@@ -205,8 +206,10 @@ class _JobFacts:
 
     def state(self, rank: int) -> State:
         facts, opened, wait = self.ranks[rank], self.open[rank], self.waits.get(rank)
+        # Of several open calls, the one that it waits in; else the last begun.
         call = wait.call if wait else (opened[-1] if opened else None)
         is_inside = call is not None
+        # Outside of calls, the last one, and the time since its end.
         call = call or max(facts.calls, key=lambda each: each.end_ns or each.begin_ns, default=None)
         since_ns = facts.made_ns
         if call is not None:
@@ -300,6 +303,7 @@ def _names(job: _JobFacts, call: ObservedCall) -> dict[str, list[int]]:
     for rank in sorted(job.ranks):
         for each in job.ranks[rank].calls:
             if call.number and each.key == call.key and each.number == call.number and each.name:
+                # The two ends of a message have different names, and are no mismatch.
                 name = "a message" if each.name in ("send", "recv") else each.name
                 found.setdefault(name, []).append(rank)
     return found
@@ -308,6 +312,7 @@ def _names(job: _JobFacts, call: ObservedCall) -> dict[str, list[int]]:
 def _extra(job: _JobFacts) -> _Found:
     """Find a rank that waits alone, in a line new to all others, which are idle outside calls."""
     waiting = [rank for rank, wait in job.waits.items() if wait.ranks]
+    # Of two ranks, either may be the one that is wrong.
     if len(waiting) != 1 or len(job.ranks) < 3 or not job.have_waited(waiting):
         return None
     (alone,) = waiting
@@ -407,6 +412,7 @@ def _costs(ranks: Iterable[Rank]) -> tuple[dict[int, float], dict[int, list[floa
     n_calls = 0
     for calls in arrivals.values():
         first = next(iter(calls.values()))
+        # Pages keep only the last calls: of older ones not all ranks are known.
         if len(calls) < 2 or set(calls) != set(first.ranks):
             continue
         n_calls += 1
