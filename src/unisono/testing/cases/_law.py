@@ -109,6 +109,7 @@ def _is_same(value: Any, expected: Any) -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
+    # As bytes, so that NaN equals itself and -0.0 differs from 0.0.
     values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return values.reshape(-1).unsqueeze(-1).view(torch.uint8)
 
@@ -118,7 +119,7 @@ _quiet = threading.Lock()
 
 def quietly(make: Callable[..., T], *args: Any) -> T:
     """Call a function with warnings ignored, such as torch's about prototypes."""
-    with _quiet, warnings.catch_warnings():
+    with _quiet, warnings.catch_warnings():  # replicas that are threads share the filters
         warnings.simplefilter("ignore")
         return make(*args)
 

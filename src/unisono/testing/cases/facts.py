@@ -82,7 +82,7 @@ def ranks_of_a_node_have_a_device_each_where_tensors_travel_on_it(rank: int, siz
 @law()
 def results_are_on_the_device_of_the_input(rank: int, size: int) -> None:
     for device in dict.fromkeys((idist.device(), torch.device("cpu"))):
-        for count in (3, 5000):
+        for count in (3, 5000):  # within a frame, and beyond it
             rows = [tensor_of(r, (count,), torch.float32).to(device) for r in range(size)]
             joined, total, mine = torch.cat(rows), torch.stack(rows).sum(0), rows[rank]
             same(idist.all_gather(mine), joined, device)

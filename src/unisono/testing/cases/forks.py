@@ -50,7 +50,7 @@ def a_fork_of_a_rank_is_told_so_in_every_call(rank: int, size: int) -> None:
     # Starts the thread of asynchronous calls, which the fork lacks.
     same(idist.all_reduce(1, async_op=True).wait(), size)
     reading, writing = os.pipe()
-    child = quietly(os.fork)
+    child = quietly(os.fork)  # Python 3.12 warns of a fork with threads
     if child == 0:
         _reply(writing, calls, f"fork of rank {rank}")
     os.close(writing)

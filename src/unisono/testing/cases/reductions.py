@@ -173,6 +173,7 @@ def containers_are_reduced_leaf_by_leaf_and_keep_their_shape(rank: int, size: in
     got = idist.all_reduce(Metrics(1.0, 2, torch.ones(3)))
     same((got.loss, got.seen, got.hits), (1.0 * size, 2 * size, torch.full((3,), float(size))))
     same(idist.all_reduce({}), {})
+    # More than one message holds.
     many = {f"a name that takes room {i}": float(i) for i in range(3000)}
     same(idist.all_reduce(many), {key: size * item for key, item in many.items()})
     same(value["t"], torch.ones(2))
@@ -248,7 +249,7 @@ def asynchronous_forms_give_what_blocking_ones_give(rank: int, size: int) -> Non
         (idist.all_gather(tensor, async_op=True), joined),
         (idist.barrier(async_op=True), None),
     ]
-    for handle, value in reversed(started):
+    for handle, value in reversed(started):  # handles may be awaited in any order
         same(handle.wait(), value)
         assert handle.is_completed()
         assert handle.wait() is handle.wait()
@@ -257,6 +258,7 @@ def asynchronous_forms_give_what_blocking_ones_give(rank: int, size: int) -> Non
 @law()
 def a_mean_overflows_nowhere(rank: int, size: int) -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e5m2):
+        # The largest power of two: the sum of two overflows, and the mean is exact.
         power = 2.0 ** (math.frexp(torch.finfo(dtype).max)[1] - 1)
         for count in (3, 50_000):
             value = torch.full((count,), power, dtype=dtype)

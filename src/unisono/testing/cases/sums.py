@@ -37,16 +37,18 @@ def rough(seed: int, count: int, dtype: torch.dtype, spread: int = 20) -> Tensor
 
 def correctly_rounded(column: Sequence[float], dtype: torch.dtype) -> float:
     """Sum as fractions and round once: an independent reference."""
+    # A Fraction can't hold these; floats add them right.
     if any(not math.isfinite(value) for value in column):
         return sum(column)
     if all(value == 0 and math.copysign(1, value) < 0 for value in column):
-        return -0.0
+        return -0.0  # only a sum of negative zeros keeps the sign
     total = sum(map(Fraction, column), Fraction())
     if total == 0:
         return 0.0
     fraction_bits, least = _FORMATS[dtype]
     size, sign = abs(total), 1 if total > 0 else -1
     first = size.numerator.bit_length() - size.denominator.bit_length()
+    # The lengths give the exponent or one more.
     first -= size < Fraction(2) ** first
     step = Fraction(2) ** max(first - fraction_bits, least)
     nearest = round(size / step) * step  # ties to even
@@ -69,7 +71,8 @@ def _hard(rank: int, size: int, dtype: torch.dtype) -> Tensor:
     info = torch.finfo(dtype)
     pairs = [(info.max, -info.max), (1.0, info.eps / 2), (1 + info.eps, info.eps / 2)]
     pairs += [(info.smallest_normal / 4, -info.smallest_normal / 2), (-0.0, -0.0), (-0.0, 0.0)]
-    ends = {size - 1: 1, 0: 0}
+    ends = {size - 1: 1, 0: 0}  # alone, a rank has the first of each pair
+    # The others add -0.0, which changes no sum.
     edges = [pair[ends[rank]] if rank in ends else -0.0 for pair in pairs]
     spread = -_FORMATS[dtype][1] // 2
     mine, next_one = (rough(r % size, 60, torch.float64, spread) for r in (rank, rank + 1))

@@ -41,7 +41,7 @@ def all_gather_joins_every_shape_and_layout(rank: int, size: int) -> None:
 
 @law()
 def all_gather_joins_tensors_of_uneven_length(rank: int, size: int) -> None:
-    for scale in (1, 100):
+    for scale in (1, 100):  # within a frame, and beyond it
         parts = [torch.full((r * scale, 2), float(r)) for r in range(size)]
         same(idist.all_gather(parts[rank]), torch.cat(parts))
         same(idist.all_gather(parts[rank], uneven=True), parts)
@@ -58,7 +58,7 @@ def all_gather_joins_tensors_of_uneven_length(rank: int, size: int) -> None:
 
 @law(ranks=2)
 def tensors_that_dont_fit_together_are_named_on_every_rank(rank: int, size: int) -> None:
-    for scale in (1, 100):
+    for scale in (1, 100):  # within a frame, and beyond it
         wrong = torch.ones(2, 3 * scale) if rank == 0 else torch.ones(2, 4 * scale)
         parts = [f"rank 0: float32[2, {3 * scale}]", f"rank 1: float32[2, {4 * scale}]"]
         raises(CollectiveMismatchError, parts, idist.all_gather, wrong)

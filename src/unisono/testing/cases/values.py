@@ -146,6 +146,7 @@ def what_arrives_is_a_copy(rank: int, size: int) -> None:
 @law()
 def a_value_that_cant_travel_is_an_error_on_every_rank(rank: int, size: int) -> None:
     bad = size - 1
+    # A list's iterator can be pickled, a generator can't.
     stuck = iter([1]) if rank != bad else (n for n in range(3))
     parts = [f"rank {bad}", "generator"]
     raises(PayloadError, parts, idist.all_gather, stuck)
