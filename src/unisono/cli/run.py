@@ -280,7 +280,7 @@ def _hosts(text: str | None) -> tuple[tuple[str, int], ...]:
         return ()
     matches = [_HOST.fullmatch(item.strip()) for item in text.split(",")]
     named = tuple((match[1], int(match[2] or 1)) for match in matches if match)
-    if len(dict(named)) != len(matches):
+    if len(dict(named)) != len(matches):  # an entry is malformed, or a name there twice
         raise ArgumentError(
             f"--hosts {text} should be NAME:RANKS,NAME:RANKS, each name once, at least 1 rank each"
         )

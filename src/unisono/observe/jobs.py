@@ -110,6 +110,7 @@ def _is_one(part: ObservedJob, others: Sequence[ObservedJob]) -> bool:
         for rank in job.ranks
         if rank.is_alive
     }
+    # Fewer keys than pairs: a rank has two processes.
     return part.name == others[0].name and len(dict(living)) == len(living)
 
 

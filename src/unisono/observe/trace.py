@@ -62,7 +62,7 @@ def trace(folder: str | os.PathLike[str]) -> Iterator[Path]:
         raise ArgumentError(
             f"trace({str(folder)!r}): the folder can't be made ({error}); name another"
         ) from error
-    tracer = _hold(path.resolve())
+    tracer = _hold(path.resolve())  # replicas share a tracer, however they spell its folder
     try:
         yield path
     finally:

@@ -48,7 +48,7 @@ class TraceFile:
 
     def __init__(self, folder: Path, record: CollectiveRecord) -> None:
         prefix = f"rank-{record.rank}-{socket.gethostname()}-{os.getpid()}-"
-        self._fd, _ = tempfile.mkstemp(_SUFFIX, prefix, folder)
+        self._fd, _ = tempfile.mkstemp(_SUFFIX, prefix, folder)  # a rank's later block has another
         self._heads: dict[tuple[Any, ...], tuple[str, Sequence[int]]] = {}
         facts = {
             "unisono_trace": _FORMAT,

@@ -225,6 +225,8 @@ class _JobFacts:
         lost_s, lates, n_calls = _costs(self.ranks.values())
         found = []
         for culprit in culprits:
+            # Those of a deadlock and an extra call are known; to the past waits, present ones are
+            # added.
             waiters = culprit.waiters or self.waiters(culprit.rank)
             own = lates.get(culprit.rank, [])
             found.append(
@@ -369,6 +371,7 @@ def _deadlock(job: _JobFacts) -> _Found:
         by_call.setdefault((f"{call.name} of {call.group}", call.number), []).append(rank)
     order = sorted(by_call.items(), key=lambda item: len(item[1]))
     parts = [f"{named(ranks)} in {name}" for (name, _), ranks in order]
+    # Ranks outside of the cycle that wait for it are named, and aren't culprits.
     culprits = [
         Culprit(rank, f"is in {name}, and others elsewhere", tuple(r for r in cycle if r != rank))
         for (name, _), rank in _odd_ones(by_call)
@@ -397,7 +400,7 @@ def _unseen(job: _JobFacts) -> _Found:
         f"{named(waits)} may wait for {named(unseen)}, without a page that could be read: on "
         "another host, or ended"
     )
-    return "unseen", text, []
+    return "unseen", text, []  # none can be looked at
 
 
 def _costs(ranks: Iterable[Rank]) -> tuple[dict[int, float], dict[int, list[float]], int]:

@@ -509,7 +509,7 @@ def check_launcher(
         ArgumentError: the launcher is unknown.
         BackendUnavailableError: it can't be used here.
     """
-    find_launcher(launcher)
+    find_launcher(launcher)  # raises before any law has begun
     done = []
     for name in LAUNCHER_LAWS if laws is None else laws:
         with tempfile.TemporaryDirectory(prefix="unisono-laws-") as folder:
@@ -519,7 +519,7 @@ def check_launcher(
                 try:
                     done.append(outcome_of(name, nproc, check))
                 finally:
-                    trial.clean_up()
+                    trial.clean_up()  # of a law that has failed, ranks may be left
     return done
 
 

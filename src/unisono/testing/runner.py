@@ -260,6 +260,7 @@ def _outcome_of(law: Law, model: type[ComputationModel], nproc: int, batch: _Bat
     if missing:
         text = f"{model.name} doesn't declare {', '.join(missing)}, and refuses it as it must"
         return Outcome(law.name, nproc, "unsupported", text)
+    # Laws before a broken one hold, but their durations were lost with the replicas.
     kept = batch.kept.get(law.name, Kept(0.0))
     if kept.derived:
         text = f"derived: {', '.join(kept.derived)}"

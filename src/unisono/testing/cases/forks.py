@@ -80,5 +80,5 @@ def _reply(writing: int, calls: list[Callable[[], Any]], text: str) -> None:
     except BaseException as error:
         reply = f"call {index} raised {type(error).__name__}: {error}"
     finally:
-        os.write(writing, reply.encode("utf-8", "replace")[:4000])
+        os.write(writing, reply.encode("utf-8", "replace")[:4000])  # as much as is read
         os._exit(0)

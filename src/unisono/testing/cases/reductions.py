@@ -48,6 +48,7 @@ def expected(op: str, parts: list[Tensor]) -> Tensor:
     else:
         step = _BOOL[op] if dtype is torch.bool else _STEPS[op]
         numbers = [reduce(step, column) for column in columns]
+    # Wide first: the results may exceed the dtype, and are then rounded or wrapped.
     return torch.tensor(numbers, dtype=_wide(dtype)).to(dtype).reshape(shape)
 
 
@@ -112,7 +113,7 @@ def nan_wins_min_and_max(rank: int, size: int) -> None:
         assert got[0].isnan(), (op, got)
         same(got[1].item(), last)
         number = idist.all_reduce(float("nan") if rank == size - 1 else 1.0, op)
-        assert number != number, (op, number)
+        assert number != number, (op, number)  # NaN
 
 
 @law()
@@ -124,7 +125,7 @@ def the_input_is_never_changed(rank: int, size: int) -> None:
         results += [idist.all_gather(value), idist.reduce(value), idist.gather(value)]
         for result in results:
             if result is not None:
-                result.fill_(1)
+                result.fill_(1)  # shows in the input if they share memory
         same(value, kept, dtype)
     weight = torch.nn.Parameter(torch.full((3,), float(rank)))
     got = idist.all_reduce(weight)
@@ -134,7 +135,7 @@ def the_input_is_never_changed(rank: int, size: int) -> None:
 
 @law()
 def numbers_are_reduced_exactly(rank: int, size: int) -> None:
-    same(idist.all_reduce(2**53 + 1), size * (2**53 + 1))
+    same(idist.all_reduce(2**53 + 1), size * (2**53 + 1))  # a float would round it
     same(idist.all_reduce(rank, "max"), size - 1)
     same(idist.all_reduce(rank + 1, "PRODUCT"), reduce(mul, range(1, size + 1)))
     same(idist.all_reduce(rank, "mean"), sum(range(size)) / size)

@@ -65,7 +65,7 @@ def unknown_operations_are_refused_and_known_ones_taken_in_any_case(rank: int, s
 
 @law()
 def roots_that_arent_there_are_refused(rank: int, size: int) -> None:
-    for bad in (size, -1, True, 0.0, "0", None):
+    for bad in (size, -1, True, 0.0, "0", None):  # True and 0.0 equal ranks, and are none
         raises(ArgumentError, ["src"], idist.broadcast, 1, src=bad)
         raises(ArgumentError, ["src"], idist.broadcast_, torch.ones(1), src=bad)
         raises(ArgumentError, ["dst"], idist.gather, 1, dst=bad)

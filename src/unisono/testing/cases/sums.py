@@ -85,7 +85,7 @@ def _hard(rank: int, size: int, dtype: torch.dtype) -> Tensor:
 @law()
 def sums_have_the_same_bits_on_every_rank(rank: int, size: int) -> None:
     """On every path: short and long tensors, and each operation that rounds."""
-    for count in (5, 3_000, 40_000):
+    for count in (5, 3_000, 40_000):  # within a frame, a short message, a long one
         totals = []
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
             value = rough(rank, count, dtype)
@@ -133,6 +133,7 @@ def an_exact_sum_has_one_rule_for_what_isnt_finite(rank: int, size: int) -> None
         rows = [(INF, 1.0), (1.0, -INF), (INF, -INF), (INF, INF), (NAN, 1.0), (-INF, NAN)]
         rows += [(big, big), (-big, -big), (-0.0, -0.0), (-0.0, 0.0), (1.0, -1.0), (2.0, 3.0)]
         terms = torch.tensor(rows, dtype=dtype).T
+        # Rank 0 has the first of two terms, the last rank the second, those between none.
         mine = terms if size == 1 else terms[:1] if rank == 0 else terms[1:]
         is_end = rank in (0, size - 1)
         same(idist.exact_sum(mine if is_end else mine[:0]), _sums(rows, dtype), dtype)
@@ -154,6 +155,7 @@ def exact_sums_of_containers_and_numbers_keep_their_shape(rank: int, size: int) 
     same(idist.all_reduce(mixed, exact=True), [_expected(double), torch.tensor([True]), total])
     same(idist.all_reduce(2**53 + 1, exact=True), size * (2**53 + 1))
     same(idist.all_reduce(True, exact=True), True)
+    # Overflows in between, unless the sum is exact.
     numbers = [1e308, 1e308, -1e308][: min(size, 3)] + [0.0] * (size - 3)
     same(idist.all_reduce(numbers[rank], exact=True), correctly_rounded(numbers, torch.float64))
     infinity = INF if rank == 0 else -INF if rank == size - 1 else 0.0

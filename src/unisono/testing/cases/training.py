@@ -183,6 +183,7 @@ def gradients_are_clipped_by_the_norm_of_their_mean(rank: int, size: int) -> Non
         optimizer.step()
         optimizer.zero_grad()
     (weight,) = (item.detach().cpu() for item in idist.unwrap_model(model).parameters())
+    # Two steps of the mean gradient, a multiple of (3, 4), clipped to norm 1.
     torch.testing.assert_close(weight, torch.tensor([[1 - 2 * 0.6, 1 - 2 * 0.8]]))
     idist.assert_equal(weight)
     scaler = torch.amp.GradScaler(idist.device().type, enabled=False)

@@ -100,6 +100,7 @@ class RankSession:
         self._tmp_path = Path()
         self._failure: pytest.ExceptionInfo[BaseException] | None = None
         self._errors: dict[str, str] = {}
+        # After these facts: hooks record warnings and errors from here on.
         self._config = self._configured(setting)
         self._session = pytest.Session.from_config(self._config)
         self._config.hook.pytest_sessionstart(session=self._session)

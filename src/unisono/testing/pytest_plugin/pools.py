@@ -140,7 +140,7 @@ class Pools:
 
     def _setting(self) -> Setting:
         config = self._session.config
-        # Only these files: ranks collect no test that they don't run.
+        # Ranks needn't collect files without marked tests.
         marked = [item for item in self._session.items if place_of(item) is not None]
         files = dict.fromkeys(str(item.path) for item in marked)
         options = {key: value for key, value in vars(config.option).items() if _is_plain(value)}
@@ -239,7 +239,7 @@ class Pools:
                 try:
                     _end_fixtures(pool, [])
                 finally:
-                    pool.close()
+                    pool.close()  # even if a fixture has failed
 
     def close(self) -> None:
         """End all ranks."""

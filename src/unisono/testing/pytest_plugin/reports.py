@@ -217,6 +217,7 @@ def _with_head(longrepr: Any, head: str, item: pytest.Item) -> Any:
     if not isinstance(longrepr, ExceptionChainRepr):
         text = str(longrepr)
         longrepr = _text(item, text.strip().partition("\n")[0], text)
+    # The head comes first in the text; the last exception's message is the summary.
     traceback, crash, _ = longrepr.chain[0]
     traceback.reprentries = [ReprEntryNative([f"{head}\n"]), *traceback.reprentries]
     crash = longrepr.reprcrash
@@ -248,7 +249,7 @@ def _sections(ranks: Sequence[_Rank], printed: Printed, size: int) -> Iterable[t
     """Yield sections of the ranks' output and logs, equal ones once."""
     by_text: dict[tuple[str, str], list[int]] = {}
     for one in ranks:
-        for name, text in one.phases[-1].sections:
+        for name, text in one.phases[-1].sections:  # it has those of all phases
             by_text.setdefault((name, text), []).append(one.rank)
     for name, streams in printed.items():
         for rank, kept in sorted(streams.items()):

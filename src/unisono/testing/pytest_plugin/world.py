@@ -89,5 +89,6 @@ def ranks_text(ranks: Collection[int]) -> str:
             parts[-1].append(rank)
         else:
             parts.append([rank])
+    # Of two neighbours, a range is no shorter.
     texts = [f"{p[0]}-{p[-1]}" if len(p) > 2 else ",".join(map(str, p)) for p in parts]
     return f"rank{'s' if len(ranks) > 1 else ''} {','.join(texts)}"
