@@ -86,6 +86,7 @@ def check(
         The exit code: 0 if no law failed, 1 if one did.
     """
     subject = _subject(backend, launcher, environment)
+    # A name may be typed with spaces.
     names = [name for name in subject.groups if law.strip().replace(" ", "_") in name]
     if not names:
         raise typer.BadParameter(f"none of the {len(subject.groups)} laws has {law!r} in its name")

@@ -138,8 +138,7 @@ def run(
         nproc_per_node = nproc_per_node or node.nproc_per_node
         max_restarts = node.max_restarts if max_restarts is None else max_restarts
         master_addr = master_addr or node.master_addr
-        # With one node, a free port is chosen, and there is no other node to tell apart.
-        if max_nnodes > 1:
+        if max_nnodes > 1:  # one node alone needs neither
             node_rank, master_port = node.node_rank, master_port or node.master_port
     name = launcher or ("torchrun" if max_nnodes > 1 else _default_launcher(backend))
     registry.find_launcher(name)  # an unknown one is reported before all else

@@ -134,7 +134,7 @@ class _Tracer:
             except Exception as error:  # it must not end the traced program
                 self._remove()
                 self._is_over.set()
-                self._waiting.clear()
+                self._waiting.clear()  # nothing would write them
                 _log.warning(
                     "the trace in %s ends here, the program goes on: %s: %s",
                     *(self.folder, type(error).__name__, error),
@@ -153,7 +153,7 @@ class _Tracer:
 
     def stop(self) -> None:
         """Write pending calls and stop."""
-        self._remove()
+        self._remove()  # no more calls, before the last are written
         self._is_over.set()
         if self._thread is not None:
             self._thread.join(_LONGEST_END_S)

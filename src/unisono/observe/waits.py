@@ -92,7 +92,8 @@ def meetings(ranks: Records, offsets: Mapping[int, int] | None = None) -> list[M
 
 
 def _is_counted(record: CollectiveRecord) -> bool:
-    # Calls of a group of one rank are left out, except in a job of one.
+    # Not those without a number, which a hook has rejected, nor those of a group of one rank,
+    # except in a job of one.
     is_of_several = len(record.ranks) >= min(record.world_size, 2)
     return bool(record.number) and record.duration_ns >= 0 and is_of_several
 
@@ -156,6 +157,7 @@ def common_clock(ranks: Records, clocks: Mapping[int, Clock]) -> tuple[dict[int,
         spans = _spans(meeting, hosts)
         for host in spans.keys() & bounds.keys() if first in spans else ():
             (arrival, end), (its_arrival, its_end) = spans[first], spans[host]
+            # The clocks differ by between arrival - its_end and end - its_arrival.
             width = end - arrival + its_end - its_arrival
             bounds[host].append((width, (arrival - its_end + end - its_arrival) // 2))
     unsure_ns = 0

@@ -331,7 +331,7 @@ class _Watchdog:
 
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
-        self._thread.join()
+        self._thread.join()  # it may be reading the folder
         self._folder.cleanup()
 
     def law_of(self, rank: int) -> str:

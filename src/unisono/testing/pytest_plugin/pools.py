@@ -203,7 +203,7 @@ class Pools:
         if capture is not None:
             capture.suspend_global_capture(in_=True)
         terminal.ensure_newline()
-        report.toterminal(terminal._tw)
+        report.toterminal(terminal._tw)  # as pytest does before its own debugger
         report._pdbshown = True  # read by pytest's own summary
         failed = [] if self._merged is None else self._merged.failed  # the first cause first
         wanted = node.config.getoption("ranks_pdb")

@@ -107,6 +107,7 @@ def merge(answers: PoolCall, place: Place, item: pytest.Item, printed: Printed) 
     for text, category, file, line in dict.fromkeys(warned):  # equal ones of several ranks once
         message = WarningMessage(text, category, file, line)
         facts = {"warning_message": message, "when": "runtest", "nodeid": item.nodeid}
+        # A historic hook can be called in no other way.
         item.ihook.pytest_warning_recorded.call_historic(kwargs={**facts, "location": None})
     merged = _merged(answers, place, item, ranks)
     merged.has_lost_context = any(each.report.has_lost_context for each in ranks)
@@ -152,7 +153,7 @@ def _by_rank(answers: PoolCall, item: pytest.Item) -> list[tuple[int, RankReport
             failure = _text(item, headline, text)
             report = pytest.TestReport(item.nodeid, item.location, {}, "failed", failure, "call")
             data = item.config.hook.pytest_report_to_serializable(config=item.config, report=report)
-            by_rank[rank] = RankReport([data], time.monotonic())
+            by_rank[rank] = RankReport([data], time.monotonic())  # after all whose time is known
     return sorted(by_rank.items())
 
 
