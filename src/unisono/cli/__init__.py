@@ -70,6 +70,7 @@ def _command_line(name: str) -> Any:
     )(_unisono)
     for each, line in COMMANDS.items():
         command = _load(each) if each == name else _unloaded
+        # Only the summary: the rest of a docstring is for readers of the code.
         text = (command.__doc__ or "").partition("\n\n")[0]
         app.command(
             each,
@@ -78,6 +79,7 @@ def _command_line(name: str) -> Any:
             context_settings={**_HELP, **_SETTINGS.get(each, {})},
         )(command)
     group = typer.main.get_command(app)
+    # --version is understood behind a command's name, too.
     version = copy.copy(next(option for option in group.params if option.name == "version"))
     version.expose_value = False  # the commands' functions needn't take it
     for command in group.commands.values():  # type: ignore[attr-defined]
@@ -96,6 +98,7 @@ def _unloaded() -> int:
 
 def _named_in(args: Sequence[str]) -> str:
     """Return the command in the arguments, or in the words that a shell completes."""
+    # The first word typed is the program's name.
     typed = " ".join(os.environ.get(name, "") for name in _TYPED).split()[1:]
     return next((word for word in (*args, *typed) if not word.startswith("-")), "")
 
@@ -110,11 +113,12 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 def _exit_code(args: Sequence[str]) -> int:
     try:
         group = _command_line(_named_in(args))
+        # Not standalone: it would print errors and exit with codes of its own.
         code: Any = group(args=list(args), prog_name="unisono", standalone_mode=False)
     except (ArgumentError, BackendError) as error:
         return _complain(str(error), _WRONG_USE)
     except WorkerFailedError as error:
-        return _complain(str(error).rstrip(), 1)
+        return _complain(str(error).rstrip(), 1)  # its text is the worker's traceback
     except UnisonoError as error:
         return _complain(f"{type(error).__name__}: {error}", 1)
     except (typer.Abort, KeyboardInterrupt):

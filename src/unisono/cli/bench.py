@@ -109,6 +109,7 @@ def _measure(
     )
     for operation, payload, size, call in works:
         low, seconds, high = _time(call, rounds)
+        # The bytes of a value are those of its contents; what is sent has another size.
         speed = size / seconds / 1e9 if payload == "tensor" else None
         rows.append(
             {
@@ -127,12 +128,13 @@ def _measure(
 
 def _time(call: Callable[[], object], rounds: int) -> list[float]:
     """Return quartiles in seconds, of the rank whose median is the largest."""
-    call()
+    call()  # the first call may set up connections, and isn't measured
     samples = []
     for _ in range(rounds):
         idist.barrier()
         begin = time.perf_counter()
         call()
+        # Calls on these devices return before they are done.
         if idist.device().type in ("cuda", "xpu"):
             torch.accelerator.synchronize()
         samples.append(time.perf_counter() - begin)
@@ -159,6 +161,7 @@ def _values() -> list[Work]:
 def _tensors(sizes: list[int]) -> Iterator[Work]:
     n = idist.get_world_size()
     for size in sizes:
+        # Float32, and the same number of elements for each rank, at least one.
         count = max(n, size // 4 // n * n)
         tensor = torch.zeros(count, device=idist.device())
         part = tensor[: count // n].clone()

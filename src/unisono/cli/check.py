@@ -86,6 +86,7 @@ def check(
         The exit code: 0 if no law failed, 1 if one did.
     """
     subject = _subject(backend, launcher, environment)
+    # A name may be typed with spaces.
     names = [name for name in subject.groups if law.strip().replace(" ", "_") in name]
     if not names:
         raise typer.BadParameter(f"none of the {len(subject.groups)} laws has {law!r} in its name")
@@ -95,6 +96,7 @@ def check(
         try:
             outcomes_here = subject.check(size, laws=names, **limit)
         except ArgumentError as error:
+            # By default, sizes that a backend refuses are left out, such as two replicas of serial.
             if nproc_per_node or not outcomes:
                 raise
             typer.echo(f"not checked with {size} replicas: {error}", err=True)
@@ -127,7 +129,7 @@ def _subject(backend: str | None, launcher: str | None, environment: str | None)
     if sum(named) != 1:
         raise typer.BadParameter("name one thing: a backend, --launcher NAME or --environment NAME")
     if launcher is not None:
-        registry.find_launcher(launcher)
+        registry.find_launcher(launcher)  # raises if it is unknown
         used = backend or "gloo"
         return _Subject(
             f"launcher {launcher} with {used}",
@@ -137,7 +139,7 @@ def _subject(backend: str | None, launcher: str | None, environment: str | None)
             partial(testing.check_launcher, launcher, backend=used),
         )
     if environment is not None:
-        registry.find_environment(environment)
+        registry.find_environment(environment)  # raises if it is unknown
         return _Subject(
             f"environment {environment}",
             {"environment": environment},
@@ -169,6 +171,7 @@ def _facts(subject: _Subject, outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 def _show(name: str, size: int, outcomes: Sequence[Outcome]) -> None:
     """Print a line for each law, with its name never cut or folded, so that it can be copied."""
+    # Size 0 is that of an environment, which has no replicas.
     replicas = ("", ", 1 replica")[size] if size < 2 else f", {size} replicas"
     console = Console(highlight=False)
     console.print(Text(f"{name}{replicas}", "italic"))

@@ -40,7 +40,7 @@ def where(
         ArgumentError: there isn't such a job, or there are several.
     """
     jobs, code = look_everywhere(Meter(), via)
-    if job is None and not jobs:
+    if job is None and not jobs:  # with a name, `chosen` raises
         typer.echo(NO_JOB)
         return code
     found = chosen(jobs, job)

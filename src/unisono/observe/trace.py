@@ -62,7 +62,7 @@ def trace(folder: str | os.PathLike[str]) -> Iterator[Path]:
         raise ArgumentError(
             f"trace({str(folder)!r}): the folder can't be made ({error}); name another"
         ) from error
-    tracer = _hold(path.resolve())
+    tracer = _hold(path.resolve())  # replicas share a tracer, however they spell its folder
     try:
         yield path
     finally:
@@ -93,7 +93,7 @@ class _Tracer:
         self._waiting: deque[CollectiveRecord] = deque(maxlen=_MOST_WAITING)
         self._files: dict[tuple[int, int, str], TraceFile] = {}
         self._ranges: dict[tuple[int, int, str], Any] = {}
-        self._writing = threading.Lock()
+        self._writing = threading.Lock()  # a thread of the parent may have held the old one
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -105,6 +105,7 @@ class _Tracer:
 
     def _end(self, record: CollectiveRecord) -> None:
         if self._ranges:
+            # None if the profiler began within the call.
             entered = self._ranges.pop((record.thread_id, record.arrival_ns, record.name), None)
             if entered is not None:
                 entered.__exit__(None, None, None)
@@ -114,6 +115,7 @@ class _Tracer:
 
     def _start(self) -> None:
         with self._writing:
+            # Again under the lock: another thread may have started it, or the trace has ended.
             if self._thread is None and not self._is_over.is_set():
                 thread = threading.Thread(target=self._run, name="unisono-trace", daemon=True)
                 with suppress(RuntimeError):  # there can't be one more: `stop` writes the calls
@@ -132,7 +134,7 @@ class _Tracer:
             except Exception as error:  # it must not end the traced program
                 self._remove()
                 self._is_over.set()
-                self._waiting.clear()
+                self._waiting.clear()  # nothing would write them
                 _log.warning(
                     "the trace in %s ends here, the program goes on: %s: %s",
                     *(self.folder, type(error).__name__, error),
@@ -145,13 +147,13 @@ class _Tracer:
             by_rank.setdefault((record.rank, record.world_size, record.job), []).append(record)
         for key, records in by_rank.items():
             if key not in self._files:
-                self.folder.mkdir(parents=True, exist_ok=True)
+                self.folder.mkdir(parents=True, exist_ok=True)  # not done by `begin_if_asked`
                 self._files[key] = TraceFile(self.folder, records[0])
             self._files[key].append(records)
 
     def stop(self) -> None:
         """Write pending calls and stop."""
-        self._remove()
+        self._remove()  # no more calls, before the last are written
         self._is_over.set()
         if self._thread is not None:
             self._thread.join(_LONGEST_END_S)
@@ -181,15 +183,15 @@ def _release(tracer: _Tracer) -> None:
     with _lock:
         tracer.holders -= 1
         if tracer.holders:
-            tracer.flush()
+            tracer.flush()  # the calls of a block are on disk at its end
             return
         _tracers.pop(tracer.folder, None)
-    tracer.stop()
+    tracer.stop()  # without the lock, for it may wait for seconds
 
 
 def _after_fork() -> None:
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.Lock()  # a thread of the parent may have held the old one
     for tracer in _tracers.values():
         tracer.reset()
 

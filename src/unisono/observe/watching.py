@@ -118,7 +118,7 @@ def watching() -> Iterator[Watch]:
     try:
         yield watch
     finally:
-        remove()
+        remove()  # the exchange below isn't a call of the block
     clock = Clock(boot_id(), time.time_ns() - time.monotonic_ns())
     watch._waits = _waits(all_gather(_packed(clock, kept)))
 

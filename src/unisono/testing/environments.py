@@ -75,6 +75,7 @@ def check_info(info: Any) -> None:
     }
     for name, (low, end) in ranges.items():
         value = getattr(info, name)
+        # None is an unknown fact; rank and size must be known.
         if value is None and name not in ("rank", "world_size"):
             continue
         assert type(value) is int, f"{name}={value!r} isn't an int"
@@ -106,6 +107,7 @@ class EnvironmentTrial:
             assert error.source == name, f"source={error.source!r}, not {name!r}: {error}"
             assert error.variable in reads.read, f"{error.variable!r} is none that it read"
             assert error.variable in str(error), f"{error.variable} isn't in the text: {error}"
+            # `value` is None only for a missing variable; blank ones count as missing.
             value = env.get(error.variable)
             is_unset = error.value is None and (value is None or not value.strip())
             assert is_unset or error.value is not None, f"value=None, though it is set: {error}"
@@ -194,6 +196,8 @@ def variables_of_others_are_no_job(trial: EnvironmentTrial) -> None:
     for other in ENVIRONMENTS:
         for env in () if other is trial.environment else getattr(other, "EXAMPLES", ()):
             found = trial.answer(env)
+            # Another launcher may set some of its variables, too: then both must find the same
+            # rank.
             is_right = found in (None, _identity(other.detect(env)))
             assert is_right, f"given what {other.NAME} sets, it finds {found}"
 
@@ -214,10 +218,11 @@ def a_partial_example_is_refused_by_name(trial: EnvironmentTrial) -> None:
         whole, marks = _identity(info), []
         for name in trial.variables(example):
             left_out = {each: value for each, value in example.items() if each != name}
+            # An empty variable counts as missing.
             found = {trial.answer(env) for env in ({**example, name: ""}, left_out)}
             wrong = [each for each in found - {None, whole} if not isinstance(each, str)]
             assert not wrong, f"without {name} it says rank, size {wrong}, not {whole}"
-            if None in found:
+            if None in found:  # the variable that marks a job of this launcher
                 marks.append(name)
         assert len(marks) <= 1, (
             f"without any of {marks} there is no job, and nobody learns that one is missing: raise "
@@ -230,6 +235,7 @@ def a_malformed_variable_is_refused_by_name(trial: EnvironmentTrial) -> None:
     """A value that is not a number in range is an error, and never a rank."""
     for example, info in trial.examples_with_facts():
         for name in trial.variables(example):
+            # A malformed mark may mean that there is no job; other variables only count in one.
             is_mark = trial.answer({**example, name: ""}) is None
             for value in _MALFORMED:
                 found, what = trial.answer({**example, name: value}), f"{name}={value!r}"
@@ -256,7 +262,7 @@ def it_says_the_same_each_time(trial: EnvironmentTrial) -> None:
     """No state is kept between calls."""
     for example in (*trial.examples, {}):
         first = trial.detect(example)
-        trial.detect({})
+        trial.detect({})  # state kept from the first call would show in the next
         assert trial.detect(example) == first, "the second call says something else"
 
 
@@ -267,6 +273,7 @@ def it_is_loaded_without_torch(trial: EnvironmentTrial) -> None:
     if module is None:  # a module, or an instance
         module = getattr(trial.environment, "__name__", type(trial.environment).__module__)
     code = f"import sys, {module}; sys.exit({_IMPORTS_TORCH} * ('torch' in sys.modules))"
+    # A plug-in under test may be found only by this process's search path.
     path = os.pathsep.join(filter(None, sys.path))
     how: dict[str, Any] = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
     env = {**os.environ, "PYTHONPATH": path}

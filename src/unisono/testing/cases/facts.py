@@ -76,13 +76,14 @@ def ranks_of_a_node_have_a_device_each_where_tensors_travel_on_it(rank: int, siz
     if kind is not None and model.transport_device.type == kind.type:
         devices = idist.all_gather((host_of_this_process(), str(idist.device())))
         visible = torch.accelerator.device_count()
+        # A launcher may show each rank only its own device, which is number 0 on all.
         assert visible == 1 or len(set(devices)) == len(devices), devices
 
 
 @law()
 def results_are_on_the_device_of_the_input(rank: int, size: int) -> None:
     for device in dict.fromkeys((idist.device(), torch.device("cpu"))):
-        for count in (3, 5000):
+        for count in (3, 5000):  # within a frame, and beyond it
             rows = [tensor_of(r, (count,), torch.float32).to(device) for r in range(size)]
             joined, total, mine = torch.cat(rows), torch.stack(rows).sum(0), rows[rank]
             same(idist.all_gather(mine), joined, device)
@@ -137,6 +138,7 @@ def the_user_s_default_device_changes_nothing(rank: int, size: int) -> None:
         partial(idist.all_reduce, mine.bool(), "XOR"),
         partial(idist.all_gather, mine.expand(2, 3)),
     ]
+    # A tensor on meta has no values: a call that made one there would give something else.
     expected = [call() for call in calls]
     with torch.device("meta"):
         for call, value in zip(calls, expected, strict=True):

@@ -19,6 +19,7 @@ _LONG = 1 << 16  # with shared memory, 256 KiB or more are not copied
 @law()
 def collectives_of_a_shared_tensor_are_those_of_any_other(rank: int, size: int) -> None:
     for dtype, count in ((torch.float32, _LONG), (torch.int64, _LONG), (torch.int64, 3)):
+        # Small whole numbers, whose sums are exact in float32.
         values = torch.arange(size * count).remainder(89).add(rank).to(dtype).view(size, count)
         mine = idist.shared_empty(size, count, dtype=dtype)
         same((mine.shape, mine.dtype, mine.device.type), (values.shape, dtype, "cpu"))
@@ -71,6 +72,7 @@ def what_is_shared_is_built_once_on_each_host(rank: int, size: int) -> None:
     counts = idist.all_gather(len(built))
     same(tree, build())
     hosts = idist.all_gather(host_of_this_process())
+    # Of each host, its first rank builds.
     same(counts, [int(host not in hosts[:r]) for r, host in enumerate(hosts)])
 
 

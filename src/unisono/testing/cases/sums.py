@@ -37,16 +37,18 @@ def rough(seed: int, count: int, dtype: torch.dtype, spread: int = 20) -> Tensor
 
 def correctly_rounded(column: Sequence[float], dtype: torch.dtype) -> float:
     """Sum as fractions and round once: an independent reference."""
+    # A Fraction can't hold these; floats add them right.
     if any(not math.isfinite(value) for value in column):
         return sum(column)
     if all(value == 0 and math.copysign(1, value) < 0 for value in column):
-        return -0.0
+        return -0.0  # only a sum of negative zeros keeps the sign
     total = sum(map(Fraction, column), Fraction())
     if total == 0:
         return 0.0
     fraction_bits, least = _FORMATS[dtype]
     size, sign = abs(total), 1 if total > 0 else -1
     first = size.numerator.bit_length() - size.denominator.bit_length()
+    # The lengths give the exponent or one more.
     first -= size < Fraction(2) ** first
     step = Fraction(2) ** max(first - fraction_bits, least)
     nearest = round(size / step) * step  # ties to even
@@ -69,7 +71,8 @@ def _hard(rank: int, size: int, dtype: torch.dtype) -> Tensor:
     info = torch.finfo(dtype)
     pairs = [(info.max, -info.max), (1.0, info.eps / 2), (1 + info.eps, info.eps / 2)]
     pairs += [(info.smallest_normal / 4, -info.smallest_normal / 2), (-0.0, -0.0), (-0.0, 0.0)]
-    ends = {size - 1: 1, 0: 0}
+    ends = {size - 1: 1, 0: 0}  # alone, a rank has the first of each pair
+    # The others add -0.0, which changes no sum.
     edges = [pair[ends[rank]] if rank in ends else -0.0 for pair in pairs]
     spread = -_FORMATS[dtype][1] // 2
     mine, next_one = (rough(r % size, 60, torch.float64, spread) for r in (rank, rank + 1))
@@ -82,7 +85,7 @@ def _hard(rank: int, size: int, dtype: torch.dtype) -> Tensor:
 @law()
 def sums_have_the_same_bits_on_every_rank(rank: int, size: int) -> None:
     """On every path: short and long tensors, and each operation that rounds."""
-    for count in (5, 3_000, 40_000):
+    for count in (5, 3_000, 40_000):  # within a frame, a short message, a long one
         totals = []
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
             value = rough(rank, count, dtype)
@@ -130,6 +133,7 @@ def an_exact_sum_has_one_rule_for_what_isnt_finite(rank: int, size: int) -> None
         rows = [(INF, 1.0), (1.0, -INF), (INF, -INF), (INF, INF), (NAN, 1.0), (-INF, NAN)]
         rows += [(big, big), (-big, -big), (-0.0, -0.0), (-0.0, 0.0), (1.0, -1.0), (2.0, 3.0)]
         terms = torch.tensor(rows, dtype=dtype).T
+        # Rank 0 has the first of two terms, the last rank the second, those between none.
         mine = terms if size == 1 else terms[:1] if rank == 0 else terms[1:]
         is_end = rank in (0, size - 1)
         same(idist.exact_sum(mine if is_end else mine[:0]), _sums(rows, dtype), dtype)
@@ -151,6 +155,7 @@ def exact_sums_of_containers_and_numbers_keep_their_shape(rank: int, size: int) 
     same(idist.all_reduce(mixed, exact=True), [_expected(double), torch.tensor([True]), total])
     same(idist.all_reduce(2**53 + 1, exact=True), size * (2**53 + 1))
     same(idist.all_reduce(True, exact=True), True)
+    # Overflows in between, unless the sum is exact.
     numbers = [1e308, 1e308, -1e308][: min(size, 3)] + [0.0] * (size - 3)
     same(idist.all_reduce(numbers[rank], exact=True), correctly_rounded(numbers, torch.float64))
     infinity = INF if rank == 0 else -INF if rank == size - 1 else 0.0

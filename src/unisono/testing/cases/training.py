@@ -32,7 +32,7 @@ def a_position_is_followed_by_what_was_not_seen(rank: int, size: int) -> None:
     whole = [rows.tolist() for rows in loader]
     same(sorted(i for part in idist.all_gather(whole) for rows in part for i in rows), data)
     loader.set_epoch(1)
-    for _, _rows in zip(range(2), loader, strict=False):
+    for _, _rows in zip(range(2), loader, strict=False):  # a pass that ends within an epoch
         pass
     state = loader.state_dict()
     same(idist.all_gather(state), [state] * size, "the position")
@@ -56,7 +56,7 @@ def a_signal_to_one_rank_is_told_to_all_at_the_same_point(rank: int, size: int) 
         if rank == size - 1:
             signal.raise_signal(signal.SIGUSR1)
         same(idist.preemption_point(), True)
-        same(idist.preemption_point(), True)
+        same(idist.preemption_point(), True)  # it stays so
         if rank != size - 1:  # a signal to all ranks reaches this one later, harmlessly
             signal.raise_signal(signal.SIGUSR1)
         idist.barrier()
@@ -183,6 +183,7 @@ def gradients_are_clipped_by_the_norm_of_their_mean(rank: int, size: int) -> Non
         optimizer.step()
         optimizer.zero_grad()
     (weight,) = (item.detach().cpu() for item in idist.unwrap_model(model).parameters())
+    # Two steps of the mean gradient, a multiple of (3, 4), clipped to norm 1.
     torch.testing.assert_close(weight, torch.tensor([[1 - 2 * 0.6, 1 - 2 * 0.8]]))
     idist.assert_equal(weight)
     scaler = torch.amp.GradScaler(idist.device().type, enabled=False)

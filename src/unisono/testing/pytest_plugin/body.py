@@ -100,6 +100,7 @@ class RankSession:
         self._tmp_path = Path()
         self._failure: pytest.ExceptionInfo[BaseException] | None = None
         self._errors: dict[str, str] = {}
+        # After these facts: hooks record warnings and errors from here on.
         self._config = self._configured(setting)
         self._session = pytest.Session.from_config(self._config)
         self._config.hook.pytest_sessionstart(session=self._session)
@@ -110,6 +111,7 @@ class RankSession:
     def _configured(self, setting: Setting) -> Config:
         place = f"{facts.get_world_size()}-{facts.backend()}-rank{self._rank}-{os.getpid()}"
         options = {**setting.options, IN_RANK: self._rank}
+        # pytest deletes a base directory that exists, so each session in a rank has its own.
         options["basetemp"] = str(Path(setting.temporary, place))
         # pytest would warn that this package is already imported.
         ignored = "ignore::pytest.PytestAssertRewriteWarning"
@@ -142,7 +144,7 @@ class RankSession:
         item = self._items.get(nodeid)
         if item is None:
             file = nodeid.partition("::")[0]
-            if file in self._errors:
+            if file in self._errors:  # the reason that the rank itself has recorded
                 raise UnisonoError(f"this rank can't collect {file}:\n{self._errors[file]}")
             raise UnisonoError(
                 f"this rank collects no test {nodeid}: what a file's tests and their "
@@ -153,6 +155,7 @@ class RankSession:
         self._session._setupstate.teardown_exact(item)
         around: Any = item.parent  # keeps its fixtures
         item.ihook.pytest_runtest_protocol(item=item, nextitem=around)
+        # A test that ended or replaced the context leaves ranks that can't run another.
         self._report.has_lost_context = context.current_model() is not self._model
         if any(phase["outcome"] != "passed" for phase in self._report.phases):
             raise TestFailed(self._report)
@@ -183,15 +186,16 @@ class RankSession:
 
     def debug(self, stdin: str) -> None:
         """Start the debugger at the last failure; a process rank reads from `stdin`."""
-        if self._failure is None:
+        if self._failure is None:  # this rank hasn't failed
             return
+        # pytest's `post_mortem` takes an exception from Python 3.13 on, before that a traceback.
         at = self._failure.value if sys.version_info >= (3, 13) else self._failure.tb
         if not self.is_process:
-            post_mortem(at)
+            post_mortem(at)  # threads have the parent's terminal
             return
         capture: Any = self._config.pluginmanager.get_plugin("capturemanager")
         if capture is not None:
-            capture.suspend(in_=True)
+            capture.suspend(in_=True)  # else the user can't type or see anything
         kept = os.dup(0)
         _read_from(os.open(stdin, os.O_RDONLY))
         try:
@@ -211,6 +215,7 @@ class RankSession:
         """Record when and why this rank failed."""
         del item
         report = yield
+        # The first failure counts: one in teardown may follow from it.
         if report.failed and call.excinfo is not None and not self._report.failed_at:
             self._report.failed_at = time.monotonic()
             self._report.is_secondary = describe(call.excinfo.value).is_secondary

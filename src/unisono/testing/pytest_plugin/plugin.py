@@ -80,13 +80,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Register the mark, and in the parent the hooks that run marked tests in ranks."""
     config.addinivalue_line("markers", _MARK)
-    if not hasattr(config.option, IN_RANK):
+    if not hasattr(config.option, IN_RANK):  # a rank runs the body itself
         config.pluginmanager.register(_Session(), "unisono-ranks")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Create one test per size and backend, by the marks of the test, its class or module."""
     found = [*metafunc.definition.iter_markers_with_node("ranks")]
+    # Marks of the nearest node replace those of its class and module.
     marks = [mark for node, mark in reversed(found) if node is found[0][0]]
     places = {str(place): place for mark in marks for place in _places(mark, metafunc)}
     if places:
@@ -118,6 +119,7 @@ def _backends(mark: pytest.Mark, metafunc: pytest.Metafunc) -> list[str]:
         names = [name for part in parts for name in part.replace(",", " ").split()]
         if names:
             return names
+    # Its fixtures change the process, and ranks that are threads share one.
     is_for_processes = not OF_A_PROCESS.isdisjoint(metafunc.fixturenames)
     return ["gloo"] if is_for_processes else ["threads", "gloo"]
 
@@ -180,6 +182,7 @@ class _Session:
             return
         if self._pools is not None:
             self._pools.end_threads()
+        # Marked, and yet without a place: pytest doesn't parametrize tests of this kind.
         if item.get_closest_marker("ranks") is not None:
             pytest.fail(
                 "mark ranks is for functions and for methods of plain classes: this test is "

@@ -86,14 +86,17 @@ class Pool:
                 raise reports.error_of(begun, self.size, "starting the ranks", _START_S)
         keep = self._keeps_failures
         call = outcome(self._pool, in_session, (method, *args), timeout_s, keep=keep)
+        # Ranks that a failure left busy stay for the debugger until the next call.
         self._is_held = not call.replicas_stay
         return call
 
     def debug(self, rank: int) -> None:
         """Start the debugger at the last failure of a rank."""
         own = f"/proc/{os.getpid()}/fd/0"
+        # Ranks open the parent's own terminal; without /proc, as on macOS, the controlling one.
         stdin = own if Path(own).exists() else "/dev/tty"
         asked = outcome(self._pool, in_session, (RankSession.debug, stdin), only=[rank], keep=True)
+        # Quitting the debugger raises in the rank, and ends the session here.
         fault = asked.failures.get(rank)
         if isinstance(fault, Failure) and fault.cause is not None:
             raise pickle.loads(fault.cause)
@@ -109,7 +112,7 @@ class Pool:
             self.drop()
         with contextlib.suppress(UnisonoError):  # their threads or exit handlers have failed
             self._pool.close()
-        self._pool = WorkerPool(self.backend, self.size)
+        self._pool = WorkerPool(self.backend, self.size)  # a closed one can't start ranks again
 
 
 class Pools:
@@ -137,10 +140,11 @@ class Pools:
 
     def _setting(self) -> Setting:
         config = self._session.config
+        # Ranks needn't collect files without marked tests.
         marked = [item for item in self._session.items if place_of(item) is not None]
         files = dict.fromkeys(str(item.path) for item in marked)
         options = {key: value for key, value in vars(config.option).items() if _is_plain(value)}
-        options.pop("file_or_dir", None)
+        options.pop("file_or_dir", None)  # the ranks collect `files`
         temporary = self._temporary() / "ranks"
         temporary.mkdir(exist_ok=True)
         ini = None if config.inipath is None else str(config.inipath)
@@ -153,15 +157,15 @@ class Pools:
 
     def run_test(self, item: pytest.Function, place: Place) -> None:
         """Run a marked test in its ranks, and raise unless it passes."""
-        self._merged = None
+        self._merged = None  # else a test without a report would get the last one's
         try:
             pool = self._pool(place.backend, place.size)
         except UnknownBackendError as error:
             raise pytest.fail.Exception(str(error), pytrace=False) from None
-        name = re.sub(r"\W", "_", item.name)[:30]
+        name = re.sub(r"\W", "_", item.name)[:30]  # as pytest names `tmp_path`
         tmp_path = str(self._temporary() / f"{name}-{next(self._numbers)}")
         is_debugged = item.config.getoption("usepdb", False)
-        limit_s = None if is_debugged else place.timeout_s
+        limit_s = None if is_debugged else place.timeout_s  # a user may stay in the debugger
         is_kept = item.config.getoption("capture", "fd") != "no"
         try:
             with _output_of_threads(is_kept) as printed:
@@ -169,6 +173,7 @@ class Pools:
         except ArgumentError as error:
             raise pytest.fail.Exception(str(error), pytrace=False) from None
         except BackendUnavailableError as error:
+            # A backend whose library isn't here is no failure of the test.
             raise pytest.skip.Exception(str(error), _use_item_location=True) from None
         self._merged = merged = reports.merge(answers, place, item, printed)
         if merged.has_lost_context and not is_debugged:  # a debugger has yet to look at them
@@ -198,7 +203,7 @@ class Pools:
         if capture is not None:
             capture.suspend_global_capture(in_=True)
         terminal.ensure_newline()
-        report.toterminal(terminal._tw)
+        report.toterminal(terminal._tw)  # as pytest does before its own debugger
         report._pdbshown = True  # read by pytest's own summary
         failed = [] if self._merged is None else self._merged.failed  # the first cause first
         wanted = node.config.getoption("ranks_pdb")
@@ -221,6 +226,7 @@ class Pools:
     def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
         """End fixtures in the ranks whose module or class the session leaves."""
         kept = [node.nodeid for node in nextitem.listchain()] if nextitem is not None else []
+        # The modules and classes that this test is in, and the next one isn't.
         left = {node.nodeid for node in item.listchain()[:-1]}.difference(kept)
         for pool in self._pools.values() if left or not kept else ():
             if pool.is_warm:
@@ -233,7 +239,7 @@ class Pools:
                 try:
                     _end_fixtures(pool, [])
                 finally:
-                    pool.close()
+                    pool.close()  # even if a fixture has failed
 
     def close(self) -> None:
         """End all ranks."""

@@ -60,6 +60,7 @@ class Merged:
         """Raise unless the test passed."""
         if self.outcome == "skipped" and self.wasxfail is None:
             raise pytest.skip.Exception(str(self.longrepr[2]), _use_item_location=True)
+        # An xfail as well: `copy_to` turns the report of this exception into the ranks' own.
         if self.outcome != "passed":
             raise RanksFailed(_headline(self.longrepr))
 
@@ -70,7 +71,7 @@ class Merged:
         report.longrepr = self.longrepr
         report.sections = [*report.sections, *self.sections]
         report.user_properties = [*report.user_properties, *self.properties]
-        report.__dict__.pop("wasxfail", None)
+        report.__dict__.pop("wasxfail", None)  # pytest may have set it for this process's exception
         if self.wasxfail is not None:
             report.wasxfail = self.wasxfail
 
@@ -103,9 +104,10 @@ def merge(answers: PoolCall, place: Place, item: pytest.Item, printed: Printed) 
         for rank, report in _by_rank(answers, item)
     ]
     warned = [warning for each in ranks for warning in each.report.warnings]
-    for text, category, file, line in dict.fromkeys(warned):
+    for text, category, file, line in dict.fromkeys(warned):  # equal ones of several ranks once
         message = WarningMessage(text, category, file, line)
         facts = {"warning_message": message, "when": "runtest", "nodeid": item.nodeid}
+        # A historic hook can be called in no other way.
         item.ihook.pytest_warning_recorded.call_historic(kwargs={**facts, "location": None})
     merged = _merged(answers, place, item, ranks)
     merged.has_lost_context = any(each.report.has_lost_context for each in ranks)
@@ -143,7 +145,7 @@ def _by_rank(answers: PoolCall, item: pytest.Item) -> list[tuple[int, RankReport
             cause = pickle.loads(fault.cause)
         if isinstance(cause, TestFailed):
             by_rank[rank] = cause.report
-        elif isinstance(cause, pytest.exit.Exception):
+        elif isinstance(cause, pytest.exit.Exception):  # the whole session is to end
             raise cause
         else:
             text = fault.traceback if isinstance(fault, Failure) else str(fault)
@@ -151,7 +153,7 @@ def _by_rank(answers: PoolCall, item: pytest.Item) -> list[tuple[int, RankReport
             failure = _text(item, headline, text)
             report = pytest.TestReport(item.nodeid, item.location, {}, "failed", failure, "call")
             data = item.config.hook.pytest_report_to_serializable(config=item.config, report=report)
-            by_rank[rank] = RankReport([data], time.monotonic())
+            by_rank[rank] = RankReport([data], time.monotonic())  # after all whose time is known
     return sorted(by_rank.items())
 
 
@@ -182,6 +184,7 @@ def _failure(answers: PoolCall, place: Place, item: pytest.Item, failed: Sequenc
         waited = f"{ranks_text(answers.stacks)} of {place.size} still ran, and were ended"
         longrepr.addsection(waited, _stacks(answers, place.size))
     ranks = [one.rank for group in groups for one in group]
+    # Ranks that were lost can't be debugged.
     return Merged("failed", when, longrepr, failed=[] if answers.error else ranks)
 
 
@@ -191,6 +194,7 @@ def _groups(failed: Iterable[_Rank]) -> list[list[_Rank]]:
     for one in sorted(
         failed, key=lambda r: (r.report.is_secondary, r.is_strict, r.report.failed_at)
     ):
+        # Addresses in messages differ among ranks, and make no other failure.
         text = _ADDRESS.sub("0x", f"{one.decisive.when} {_headline(one.decisive.longrepr)}")
         groups.setdefault((one.report.is_secondary, text), []).append(one)
     return list(groups.values())
@@ -214,6 +218,7 @@ def _with_head(longrepr: Any, head: str, item: pytest.Item) -> Any:
     if not isinstance(longrepr, ExceptionChainRepr):
         text = str(longrepr)
         longrepr = _text(item, text.strip().partition("\n")[0], text)
+    # The head comes first in the text; the last exception's message is the summary.
     traceback, crash, _ = longrepr.chain[0]
     traceback.reprentries = [ReprEntryNative([f"{head}\n"]), *traceback.reprentries]
     crash = longrepr.reprcrash
@@ -233,6 +238,7 @@ def _stacks(answers: PoolCall, size: int) -> str:
     was = "was" if len(done) == 1 else "were"
     parts = [f"{ranks_text(done)} of {size} {was} done\n"] if done else []
     for rank, frames in sorted(answers.stacks.items()):
+        # The last frame of pytest's that calls the body; the rank's session is further out.
         starts = [at for at, frame in enumerate(frames, 1) if frame.filename.endswith(_BODY)]
         own = StackSummary.from_list(frames[max(starts, default=0) :])
         shown = fold_text("".join(own.format())) or _NO_ANSWER
@@ -244,7 +250,7 @@ def _sections(ranks: Sequence[_Rank], printed: Printed, size: int) -> Iterable[t
     """Yield sections of the ranks' output and logs, equal ones once."""
     by_text: dict[tuple[str, str], list[int]] = {}
     for one in ranks:
-        for name, text in one.phases[-1].sections:
+        for name, text in one.phases[-1].sections:  # it has those of all phases
             by_text.setdefault((name, text), []).append(one.rank)
     for name, streams in printed.items():
         for rank, kept in sorted(streams.items()):
@@ -265,6 +271,7 @@ def error_of(answers: PoolCall, size: int, what: str, timeout_s: float) -> BaseE
         )
     faults = [(f.doubt, rank, f) for rank, f in answers.failures.items() if isinstance(f, Failure)]
     if faults:
+        # The rank least likely to report another one's failure.
         _, rank, fault = min(faults, key=lambda each: each[:2])
         return fault.error(rank, size)
     return WorkerFailedError(f"{what}: some ranks returned nothing", -1)
