@@ -87,6 +87,7 @@ def broadcast(
 
 def _broadcast(context: ContextState, value: Any, src: int, group: Group | None) -> Any:
     is_src = context.model.topology.rank == src
+    # Short values arrive whole in this exchange, of the others only the header.
     frame = frame_or_reason(frame_of, context, value, group) if is_src else b""
     frames = swap(context, f"broadcast from {src}", frame, group)  # the others send nothing
     frame = frames[context.model.topology.position(group, src)]
@@ -160,10 +161,11 @@ def broadcast_(
         is_plain = tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
         is_direct = is_shared and is_plain  # such a carrier writes into the tensor that it gets
         mine = plain(tensor) if is_direct else carriers.own(context, tensor)
+        # Routed again: the copy may be on another device.
         tensors = carry(context, mine, members)
         carrier, restore = carriers.movement(tensors, mine)
         got = restore(tensors.broadcast(carrier, src, members))
-        if not is_direct and context.model.topology.rank != src:
+        if not is_direct and context.model.topology.rank != src:  # `src` has it already
             carriers.fill(tensor, got)
         return tensor
 
@@ -234,6 +236,7 @@ def _scatter(context: ContextState, values: Any, src: int, group: Group | None) 
     raise_failures([frame], lambda: [src], "scatter")
     head = decode(frame, context.model.device)
     if not isinstance(head, TensorHeader):
+        # No header: all values were short enough to arrive whole.
         return head[context.model.topology.position(group)]
     memory = memory_for(context, head)
     tensors = carry(context, memory, group)
@@ -258,12 +261,13 @@ def _scatter_frame(context: ContextState, values: Any, group: Group | None) -> b
     if not isinstance(values, (list, tuple)) or len(values) != size:
         count = len(values) if isinstance(values, (list, tuple)) else type(values).__name__
         raise PayloadError(f"scatter takes a list of {size} values, one for each rank, not {count}")
+    # One header for all, if all are tensors too large for the exchange, and alike.
     heads = {
         header(value) if is_exact(value) and not fits_round(context, value, group) else None
         for value in values
     }
     if len(heads) == 1 and None not in heads:
-        return heads.pop() or b""
+        return heads.pop() or b""  # never empty; for the type checker
     return encode(list(values))
 
 
@@ -339,7 +343,7 @@ def _swap_values(context: ContextState, values: Any, group: Group | None) -> lis
     def lengths() -> bytes:
         if not isinstance(values, (list, tuple)) or len(values) != size:
             raise PayloadError(f"all_to_all takes a tensor or a list of {size} values: {values!r}")
-        frames[:] = [encode(item) for item in values]
+        frames[:] = [encode(item) for item in values]  # in place: only the lengths are returned
         return encode([len(frame) for frame in frames])
 
     own_lengths = frame_or_reason(lengths)

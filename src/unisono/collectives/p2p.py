@@ -50,6 +50,7 @@ def send(value: Any, dst: int, group: GroupLike = None) -> None:
     context, members = _pair(group, dst, "dst")
     with context.calls.message("send", context.model.topology.rank, dst, value):
         frame = frame_or_reason(frame_of, context, value, members)
+        # Of fixed size, as the peer doesn't know the length; a longer frame follows whole.
         head = as_frame(frame)
         context.model.send(_as_row(context, head), dst, members)
         if inline_part(head) is None:

@@ -91,7 +91,7 @@ def _shared_empty(
     size_bytes = shape.numel() * kind.itemsize
     call = f"shared_empty of {str(kind)[6:]}{list(shape)}"
     if host is None or size_bytes == 0:
-        swap(context, call, b"", members)
+        swap(context, call, b"", members)  # compares size and dtype here, too
         return torch.empty(shape, dtype=kind, device="cpu")
     mapped = _map_together(context, host, call, host.size * room_bytes(size_bytes), members)
     if mapped is None:
@@ -190,6 +190,7 @@ def shared(build: Callable[[], T]) -> T:
                 result = _opened(context, build, address)
         except BaseException as raised:
             error = raised
+        # The builder's memory can be opened until all ranks have met here.
         agreed(context, name, error)
     return cast("T", result)
 
@@ -209,7 +210,7 @@ def _opened(context: ContextState, build: Callable[[], Any], address: bytes) -> 
     """Map the tree that another rank of this host has built, or build it if that fails."""
     try:
         fd = memory.open_at(address, writes=False)
-    except OSError:
+    except OSError:  # it isn't allowed, or the builder has no such memory
         return build()
     try:
         return load_file(memory.path_of(fd), context.model.device)
