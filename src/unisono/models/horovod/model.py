@@ -114,7 +114,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
         model = cls._current
         if not isinstance(model, cls) or not model.is_alive():
             model = cls(_topology(hint), False, DEFAULT_TIMEOUT_S)
-        elif not model._is_owner:
+        elif not model._is_owner:  # ours was measured
             model._topology = _topology(hint)
         return model
 
@@ -132,8 +132,9 @@ class HorovodModel(ComputationModel, TrainingHooks):
 
     def finalize(self) -> None:
         self.control.close()
-        if not (self._is_owner and self.is_alive()):
+        if not (self._is_owner and self.is_alive()):  # an adopted one is the user's
             return
+        # The others may take the timeout to arrive at the barrier.
         _leave(self._end, (limit_of(self.control.timeout_s) or 0.0) + _LEAVE_S)
 
     def _end(self) -> None:
@@ -147,8 +148,8 @@ class HorovodModel(ComputationModel, TrainingHooks):
         hvd.shutdown()
 
     def abort(self) -> None:
-        self.control.close(farewell="")
-        if self._is_owner and self.is_alive():
+        self.control.close(farewell="")  # no farewell: this rank has failed
+        if self._is_owner and self.is_alive():  # no barrier, either
             _leave(hvd.shutdown, _LEAVE_S)
 
     def is_alive(self) -> bool:
@@ -177,6 +178,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
         own: Any = optimizer
         if not hasattr(own, "skip_synchronize"):
             return None
+        # It averages; the step would do so again unless it is told to skip that.
         own.synchronize()
         skipping = own.skip_synchronize()
         skipping.__enter__()
@@ -327,7 +329,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
 
     def _finish(self, key: str, call: str, group: Group | None, step: int, handle: int) -> Any:
         self._wait(call, group, step, handle)
-        if self._under_way.get(key) == handle:
+        if self._under_way.get(key) == handle:  # else a later call has replaced it
             del self._under_way[key]
         try:
             return hvd.synchronize(handle)

@@ -106,6 +106,7 @@ def _meet(store: Store, rank: int, size: int, until: float) -> str:
     arrived = [json.loads(place) for place in places if place not in (None, _GONE)]
     why = ""
     if len(arrived) == size:
+        # Horovod's: of each host's ranks, and of the ranks of one local rank.
         scopes = {f"local_{host}" for host, _ in arrived} | {
             f"cross_{index}" for _, index in arrived
         }
@@ -115,14 +116,14 @@ def _meet(store: Store, rank: int, size: int, until: float) -> str:
         why = f"rank {places.index(_GONE)} had timed out"
     else:
         why = store.missing(size)
-    store.ask("PUT", _VERDICT, why)
+    store.ask("PUT", _VERDICT, why)  # of failure, too: the others wait for it
     return why
 
 
 def _clear(store: Store, scope: str, size: int) -> None:
     for _ in range(size):
         if store.ask("GET", "0", scope=scope) is None:
-            return
+            return  # nothing is left in it
         # The server counts these: it clears the scope with the last one of its size.
         store.ask("DELETE", "0", scope=scope)
 

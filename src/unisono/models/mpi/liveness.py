@@ -17,8 +17,8 @@ _WARN_AFTER_S = 10.0
 _GRACE_S = 1.0  # for the verdict of the first rank to arrive
 _QUESTION, _ANSWER, _TAG = 32_764, 32_765, 32_766  # beside that of the model's own messages
 _BYTES = 256  # of an answer, and of a verdict
-_SHOWN = 32
-_SPINS = 1_000
+_SHOWN = 32  # ranks that fit into a verdict
+_SPINS = 1_000  # tests before the first nap
 _NAP_S = 1e-3
 _HERE = b"!"  # outlives every call, even an abandoned one
 _sending = threading.Lock()
@@ -97,6 +97,7 @@ def bounded_barrier(
     answer = comm.Irecv([verdict, mpi.BYTE], first, _TAG)
     is_late = _await([answer], limit_s + _GRACE_S, f"{what}: rank {comm.rank} awaits rank {first}")
     if is_late:
+        # A cancelled request has to be completed, or MPI may still write to its buffer.
         answer.Cancel()
         answer.Wait()
     del _held[id(verdict)]
@@ -118,7 +119,7 @@ def _collect(mpi: Any, comm: Any, others: list[int], limit_s: float, what: str) 
     _held[id(verdict)] = verdict
     for at, (rank, request) in enumerate(zip(others, requests, strict=True)):
         if at in open_indices:
-            request.Cancel()
+            request.Cancel()  # completed as well, as in `bounded_barrier`
             request.Wait()
         else:
             sends.append(comm.Isend([verdict, mpi.BYTE], rank, _TAG))

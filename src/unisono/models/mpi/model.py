@@ -109,7 +109,7 @@ class MpiModel(ComputationModel):
     @classmethod
     def from_context(cls, hint: ContextHint) -> Self | None:
         mpi = world.live()
-        if mpi is None or MpiModel._has_started_mpi:
+        if mpi is None or MpiModel._has_started_mpi:  # not the user's
             return None
         topology = world.adopted_topology(mpi, hint, os.environ)
         if topology is None:
@@ -118,7 +118,7 @@ class MpiModel(ComputationModel):
         # One instance: another one would duplicate the world again, and wait for ranks that don't.
         if not (isinstance(adopted, cls) and adopted.is_alive()):
             adopted = cls._adopted = cls(mpi, topology, world.choose_device(None, None))
-        adopted._topology = topology
+        adopted._topology = topology  # the hint may be another one
         return adopted
 
     @classmethod
@@ -172,6 +172,7 @@ class MpiModel(ComputationModel):
             with self._calls.mapped_errors("Comm_dup"):
                 self._world = self._keep(self._mpi.COMM_WORLD.Dup())
                 self.control.has_world = True
+                # Collective, so that all ranks learn it in the same call.
                 host = self._world.Split_type(self._mpi.COMM_TYPE_SHARED)
                 self.control.is_one_host = host.size == self._world.size
                 host.Free()
@@ -184,7 +185,7 @@ class MpiModel(ComputationModel):
 
     def _pieces(self, tensor: Tensor) -> list[Tensor]:
         size, count = self.largest_count, tensor.numel()
-        if count <= size:
+        if count <= size:  # else more than MPI 3 can count
             return [tensor]
         flat = tensor.view(-1)
         return [flat[at : at + size] for at in range(0, count, size)]
@@ -207,7 +208,7 @@ class MpiModel(ComputationModel):
         if self._is_too_large(tensor, group):
             rows[self._topology.position(group)] = tensor
             for row, rank in zip(rows, self._topology.members(group), strict=True):
-                self.broadcast(row, rank, group)
+                self.broadcast(row, rank, group)  # in pieces
             return rows
         buffer = self._calls.buffer
         self._calls.run("Allgather", self._over(group), buffer(tensor), buffer(rows))
@@ -280,6 +281,7 @@ class MpiModel(ComputationModel):
         return got
 
     def send(self, tensor: Tensor, dst: int, group: Group | None = None) -> None:
+        # Not over a duplicate of an adopted world, which only all ranks together can make.
         pairs, to = group.handle if group else self._pairs, self._topology.position(group, dst)
         for piece in self._pieces(tensor):
             self._calls.run("Send", pairs, self._calls.buffer(piece), to, _TAG)

@@ -123,6 +123,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
             self.control.destroy = _destroy
         if is_gloo:
             process_group.settle_at_exit()
+        # On an accelerator a wait only orders streams; a single rank waits for no other.
         self._is_watched = self.transport_device.type == "cpu" and topology.world_size > 1
         self._ops = {op: _OPS[op] for op in _OPS if is_gloo or not op.is_bitwise}
         # Gloo's always sums, for any operation: in torch 2.6, no longer in torch 2.9.
@@ -170,7 +171,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         url = options.get("init_method")
         if "store" not in options and (url is None or rendezvous.at(url)):
             options["store"] = rendezvous.store()
-            options.pop("init_method", None)
+            options.pop("init_method", None)  # torch takes one or the other
         is_local = is_one_host(rendezvous.info)
         interface = gloo_interface(rendezvous.info)
         try:
@@ -185,7 +186,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
                     hosts = model.exchange(host_of_this_process().encode())
                     model._topology = model.topology.among(hosts)
         except (RuntimeError, ValueError, OSError) as error:
-            if dist.group.WORLD is not None:
+            if dist.group.WORLD is not None:  # the first exchange failed, not the join
                 dist.destroy_process_group()
             options.clear()  # a held store listens, and the error holds this frame
             if isinstance(error, PeerRefusedError):  # it says more than ours
@@ -207,7 +208,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
     def finalize(self) -> None:
         self.control.close()
         if self._is_owner and self.is_alive():
-            process_group.settle()
+            process_group.settle()  # destroying a group waits for gloo's threads
             dist.destroy_process_group()
 
     def abort(self) -> None:
@@ -239,6 +240,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         kind = accelerator()
         if kind is None or kind.type not in process_group.backends_by_device(self._backend):
             return torch.device("cpu")
+        # Gloo is registered for CUDA as well, but isn't its default.
         if dist.get_default_backend_for_device(kind) not in _parts(self._backend):
             return torch.device("cpu")
         return torch.device(kind.type, torch.accelerator.current_device_index())
@@ -330,6 +332,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         group = Group(ranks, made, made.group_name, allowed_s)
         secret = self.control.secret
         if secret is not None and len(ranks) > 1:  # it opens connections of its own
+            # A group over another backend, such as gloo, may only take CPU tensors.
             kinds = {device.type for device in made._device_types}
             device = (
                 self.transport_device
@@ -393,7 +396,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
                 else:
                     work.wait(_SLICE)
                 return
-            except RuntimeError as error:
+            except RuntimeError as error:  # torch raises at the end of a slice, too
                 if is_over:
                     check.fail(_ERRORS, error)
             if not work.is_completed():  # else just after its slice, or with an error

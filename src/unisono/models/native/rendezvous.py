@@ -112,6 +112,7 @@ class Rendezvous:
         self._private = private if is_one_host(info) else ""
         self._limit_s = limit_s
         self._is_default_limit = timeout is None
+        # A default limit, which progress extends, still ends with the block's deadline.
         self._last: float = end_of_block() or math.inf
         self._until = time.monotonic() + host_s(limit_s)
         self._warn_at: float = time.monotonic() + host_s(_WARN_AFTER_S)
@@ -123,7 +124,7 @@ class Rendezvous:
     def at(self, url: str) -> bool:
         """Set the address of our store from a ``tcp://`` URL; return whether it is one."""
         parts = urlsplit(url)
-        if parts.scheme != "tcp" or parts.query:
+        if parts.scheme != "tcp" or parts.query:  # torch parses ranks in a query
             return False
         try:
             addr, port = parts.hostname, parts.port
@@ -132,7 +133,7 @@ class Rendezvous:
         if addr is None or port is None:
             raise ArgumentError(f"init_method={url!r} should be tcp://HOST:PORT")
         there = {"master_addr": addr, "master_port": port, "source": "init_method"}
-        self._private = ""
+        self._private = ""  # the user's address takes precedence
         self.info = replace(self.info, **there, store_is_hosted=False)  # type: ignore[arg-type]
         return True
 
@@ -140,7 +141,7 @@ class Rendezvous:
         """Create or join the store, and wait there for all ranks. Collective over all ranks."""
         info = self.info
         if info.world_size == 1:
-            return HashStore()
+            return HashStore()  # no other rank joins
         if self._private:
             return self._in_thread(self._join_private_store)
         if info.master_addr is None or info.master_port is None:
@@ -166,6 +167,7 @@ class Rendezvous:
         """Run `join` in a thread: torch waits forever for a listener that never answers."""
         outcome, thread = SafeFuture.in_thread(join, "unisono-rendezvous")
         try:
+            # For longer than `join` should take: its own error at the limit says more.
             while not outcome.is_known and (left := self._until + _GRACE_S - time.monotonic()) > 0:
                 thread.join(left)
         except BaseException:  # Ctrl-C: the thread gives up, and its store closes
@@ -304,6 +306,7 @@ class Rendezvous:
         rank, size = self.info.rank, self.info.world_size
         turn = store.add(f"arrived/{rank}", 1)
         end, begin = f"end/{turn}", time.monotonic()
+        # The first rank to arrive sets the size, and the others receive it.
         first = store.compare_set(f"size/{turn}", "", f"{rank} {size}").decode().split()
         if first[1] != str(size):
             text = (
@@ -316,11 +319,12 @@ class Rendezvous:
             return turn, text
         n_ranks = store.add(f"ranks/{turn}", 1)
         if n_ranks == size:
+            # Unless a rank has timed out before: the first verdict is that of all.
             return turn, json.loads(store.compare_set(end, "", _ALL))
         while not store.check([end]):
             now = time.monotonic()
             if now >= self._until and self._is_default_limit:
-                n_before, n_ranks = n_ranks, store.add(f"ranks/{turn}", 0)
+                n_before, n_ranks = n_ranks, store.add(f"ranks/{turn}", 0)  # read only
                 if n_ranks > n_before:  # the timeout is for set-up without progress
                     self._until = min(now + host_s(self._limit_s), self._last)
             if now >= min(self._until, self._warn_at):

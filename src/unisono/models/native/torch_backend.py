@@ -134,7 +134,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         gloo: Any = dist.ProcessGroupGloo(
             _c10d.PrefixStore("gloo/", place.store), rank, size, timeout
         )
-        gloo._set_sequence_number_for_group()
+        gloo._set_sequence_number_for_group()  # as torch does for its own
         kind = dist.ProcessGroup.BackendType.GLOO
         # Calls left to gloo use a group of torch's own, which never calls back here.
         self._gloo: Any = _ProcessGroup(rank, size)
@@ -241,7 +241,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         self._compare(
             f"all_reduce {op.name}" if dst is None else f"reduce {op.name} to {dst}", tensor
         )
-        if not _can_reduce(tensor, op):
+        if not _can_reduce(tensor, op):  # now known to be the same on all ranks
             return False
         mine = _reducible(tensor, op)
         total = host.all_reduce(mine, op) if dst is None else host.reduce(mine, dst, op)
@@ -272,7 +272,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         if op is None or not _is_multiple(tensor, output, host.size):
             return False
         self._compare(f"reduce_scatter {op.name}", tensor)
-        if not _can_reduce(tensor, op):
+        if not _can_reduce(tensor, op):  # as in `_reduced`
             return False
         _copy_back(host.reduce_scatter(_reducible(tensor, op).view(host.size, -1), op), output)
         return True

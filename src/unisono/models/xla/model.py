@@ -127,7 +127,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
             return None
         graph = setup.find_graph()
         topology = None if graph is None else graph.replica()
-        if topology is None or REPLICAS.has_left(topology.rank):
+        if topology is None or REPLICAS.has_left(topology.rank):  # finalized here
             return None
         return cls(graph, topology, False)
 
@@ -147,7 +147,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
                 "dist.init_process_group('xla', init_method='xla://') first"
             )
         graph.begin(setup.KINDS[backend])
-        topology = topology or graph.replica()
+        topology = topology or graph.replica()  # unknown before the runtime has started
         if topology is None:
             raise ContextError(
                 f"{backend}: this thread isn't a replica of XLA's runtime: make the call in the "
@@ -166,6 +166,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         REPLICAS.leave(self._topology.rank, "has failed")
 
     def is_alive(self) -> bool:
+        # Replicas may start later, in place of the single one.
         return self._is_live and self._n_replicas == self._graph.n_replicas()
 
     @property
@@ -196,11 +197,13 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
             return [blob]
         if self._are_threads:
             return self._swap("an exchange", blob, group)
+        # All ranks: across processes there are no other groups with several.
         return fallback.exchange(self, blob, None, _bucket)
 
     def wrap_module(self, module: nn.Module, wrapper: str, **options: Any) -> nn.Module | None:
         if wrapper != "ddp":
             return None
+        # Equal parameters suffice: `wrap_optimizer` averages the gradients.
         with torch.no_grad():
             for item in (*module.parameters(), *module.buffers()):
                 mine = item.detach().to(self.transport_device).contiguous()
@@ -225,7 +228,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         if tensor.numel() == 0:  # XLA fails on it
             return tensor.new_empty((n, *tensor.shape))
         if not self._is_everybody(group):
-            own = tensor.to("cpu", copy=True)
+            own = tensor.to("cpu", copy=True)  # others read it later
             parts = self._swap(_describe("all_gather", tensor), own, group)
             return torch.stack(parts).to(self.transport_device)
         return self._run("all_gather", tensor, self._graph.all_gather)
@@ -350,6 +353,7 @@ def _average(model: ComputationModel, optimizer: Any) -> None:
     parameters = [each for entry in optimizer.param_groups for each in entry["params"]]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     with torch.no_grad():
+        # In the same order on all ranks.
         for dtype in sorted({parameter.dtype for parameter in trained}, key=str):
             members = [parameter for parameter in trained if parameter.dtype == dtype]
             grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in members]
@@ -362,6 +366,6 @@ def _average(model: ComputationModel, optimizer: Any) -> None:
             *sums, counts = torch.split(total, sizes)
             holders = counts.tolist()
             for parameter, part, count in zip(members, sums, holders, strict=True):
-                if count:
+                if count:  # else no rank has a gradient, and none gets one
                     mean = (part / size).to(dtype).view(parameter.shape)
                     parameter.grad = mean.to(parameter.device)
