@@ -202,8 +202,7 @@ def _with_prologue(
             if type(async_op) is not bool:
                 async_op = kwargs["async_op"] = check_flag("async_op", async_op)
             group = args[at] if len(args) > at else kwargs.get("group")
-            # `enter` settles a group's calls; an asynchronous call queues behind pending ones.
-            context = communicator(None, not async_op and group is None)
+            context = communicator(None, not async_op and group is None)  # else `enter` settles
             if group is not None:
                 group = enter(context, group, async_op)
             if root:
@@ -219,10 +218,9 @@ def _with_prologue(
             try:
                 run = fn(*args, **kwargs)
             except Exception as error:
-                # All ranks raise other errors of ours alike, by facts that they share.
                 if isinstance(error, refuses) or _is_of_value(error):
                     refuse(context, fn.__name__, first if folds else None, group, error)
-                raise
+                raise  # an interrupt, or an error that all ranks raise alike, by shared facts
             if async_op:
                 return _started(context, token, run, group)
             value = run()
