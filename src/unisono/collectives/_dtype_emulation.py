@@ -273,7 +273,7 @@ def reduce(
     if carrier.dtype in tensors.dtypes:
         total = tensors.reduce(carrier.contiguous(), dst, step, group)
         return None if total is None else restore(total)
-    total = _fold(tensors, carrier, step, group)
+    total = _fold(tensors, carrier, step, group)  # on every rank, as each has all parts
     return restore(total) if context.model.topology.rank == dst else None
 
 

@@ -386,6 +386,7 @@ def _sum_of_integers(terms: Tensor) -> Tensor:
     dtype = terms.dtype
     if dtype is torch.bool:
         return terms.any(0)
+    # The bits of a sum are the same for uint64 and int64.
     wide = terms.view(torch.int64) if dtype is torch.uint64 else terms.to(torch.int64)
     total = wide.sum(0)
     return total.view(dtype) if dtype is torch.uint64 else total.to(dtype)

@@ -86,6 +86,7 @@ def sum_values(
         return f"{tensor.dtype}{list(tensor.shape[1:])}"
 
     columns, leaves, tensors = _compared(context, call, value, look, group, not are_terms)
+    # Without `are_terms` each rank's tensor is one term.
     terms = tensors if are_terms else [tensor.unsqueeze(0) for tensor in tensors]
     totals = sum_exactly(context, call, terms, group) if terms else []
     return _rebuilt(value, leaves, [sum_numbers_exactly(column) for column in columns], totals)

@@ -92,7 +92,7 @@ def recv(src: int, group: GroupLike = None) -> Any:
     """
     context, members = _pair(group, src, "src")
     with context.calls.message("recv", src, context.model.topology.rank):
-        row = _as_row(context, bytes(FRAME_BYTES))
+        row = _as_row(context, bytes(FRAME_BYTES))  # memory for the head
         head = to_bytes(context.model.recv(row, src, members).cpu())
         frame = inline_part(head)
         if frame is None:

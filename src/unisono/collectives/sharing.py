@@ -75,6 +75,7 @@ def shared_empty(
         shape, kind = _shape_of(size), _dtype_of(dtype)
     except ArgumentError as error:
         if is_member:
+            # The others always compare this call.
             with context.calls.call("shared_empty", members):
                 refuse_compared(context, "shared_empty", members, error)
         raise
