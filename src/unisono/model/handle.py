@@ -58,7 +58,7 @@ class SafeFuture(Generic[T]):
     def wait(self) -> T:
         """Wait for the value, or raise the error."""
         if not self.is_known:
-            with self._gate:
+            with self._gate:  # until `of` releases it
                 pass
         if self._error is not None:
             raise self._error
