@@ -94,6 +94,7 @@ class ThreadExchange:
         return [entries[r][1] for r in ranks]
 
     def _round_of(self, group: Hashable, rank: int) -> _Round:
+        """Return the oldest open round without this rank; open one if there is none."""
         rounds = self._open.setdefault(group, [])
         for entries in rounds:
             if rank not in entries:

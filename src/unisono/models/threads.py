@@ -105,7 +105,7 @@ class _World(ThreadExchange):
         if self.failure is None:
             return
         peer, text = self.failure
-        if self.is_late:
+        if self.is_late:  # the error of the rank that timed out
             raise CollectiveTimeoutError(f"{text}\n  rank {rank} {doing}")
         raise PeerFailedError(f"rank {rank} {doing}, but rank {peer} failed: {text}", peer, text)
 

@@ -126,6 +126,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
         if model._device.type != "cpu":
             torch.accelerator.set_device_index(model._device.index)
         host = os.environ.get("HOROVOD_HOSTNAME") or host_of_this_process()
+        # Without Horovod's node numbers, which count only nodes that have this local rank.
         own = Topology(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
         model._topology = own.among(model.exchange(host.encode()))
         return model
@@ -185,7 +186,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
         return partial(skipping.__exit__, None, None, None)
 
     def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
-        row = tensor.unsqueeze(0)
+        row = tensor.unsqueeze(0)  # Horovod joins along dim 0
         rows: Tensor = self._run(
             "all_gather",
             group,
@@ -232,7 +233,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
             rows.numel(),
             lambda name, members: hvd.reducescatter_async(carrier, name, hvd.Sum, members),
         )
-        return restore(row.squeeze(0))
+        return restore(row.squeeze(0))  # its dim 0 is now 1
 
     def all_to_all(self, rows: Tensor, group: Group | None = None) -> Tensor:
         got: Tensor = self._run(
@@ -240,7 +241,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
             group,
             rows.numel(),
             lambda name, members: hvd.alltoall_async(rows, None, name, members),
-        )[0]
+        )[0]  # without the counts of rows received
         return got
 
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:

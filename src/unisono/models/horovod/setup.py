@@ -101,7 +101,7 @@ def _meet(store: Store, rank: int, size: int, until: float) -> str:
         verdict = store.wait(_VERDICT, until, size)
         return store.missing(size) if verdict is None else verdict
     places: list[str | None] = []
-    while len(places) < size and not {None, _GONE} & {*places}:
+    while len(places) < size and not {None, _GONE} & {*places}:  # until one is missing
         places.append(store.wait(str(len(places)), until, size))
     arrived = [json.loads(place) for place in places if place not in (None, _GONE)]
     why = ""

@@ -47,7 +47,7 @@ class LivenessProbe:
         answers: dict[int, str] = {}
         until = time.monotonic() + limit_s
         while others - answers.keys() and time.monotonic() < until:
-            self.answer(doing)
+            self.answer(doing)  # they may be asking, too
             answers |= {
                 rank: body.decode("utf-8", "replace") for rank, body in self._received(_ANSWER)
             }

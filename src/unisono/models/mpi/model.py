@@ -101,7 +101,7 @@ class MpiModel(ComputationModel):
         self._end = world.EndOfJob.install(mpi)
         self._calls = MPICalls(mpi, topology.rank, self._end.end_at_exit)
         self._world: Any = None
-        self._pairs: Any = mpi.COMM_WORLD
+        self._pairs: Any = mpi.COMM_WORLD  # `initialize` sets a duplicate
         self._comms: list[Any] = []
         self._is_live = True
         self.control: _ControlPlane = _ControlPlane(self, self._calls)
@@ -126,7 +126,7 @@ class MpiModel(ComputationModel):
         mpi, has_started = world.start()
         MpiModel._has_started_mpi |= has_started
         timeout = options.get("timeout")
-        world.gather(mpi, info, timeout)
+        world.gather(mpi, info, timeout)  # first: MPI's collective calls can't time out
         topology = world.measured_topology(mpi, info)
         device = world.choose_device(topology.local_rank, options.get("device"))
         model = cls(mpi, topology, device)
@@ -215,7 +215,7 @@ class MpiModel(ComputationModel):
         return rows
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
-        if self._is_derived(tensor):
+        if self._is_derived(tensor):  # torch can't fold device memory within MPI
             return super().all_reduce(tensor, op, group)
         calls, comm = self._calls, self._over(group)
         native = calls.native_op(op, tensor.dtype)
@@ -258,7 +258,7 @@ class MpiModel(ComputationModel):
         self, rows: Tensor | None, into: Tensor, src: int, group: Group | None = None
     ) -> Tensor:
         if self._is_too_large(into, group):
-            return super().scatter(rows, into, src, group)
+            return super().scatter(rows, into, src, group)  # broadcasts in pieces
         calls, root = self._calls, self._topology.position(group, src)
         source = None if rows is None else calls.buffer(rows)
         calls.run("Scatter", self._over(group), source, calls.buffer(into), root)

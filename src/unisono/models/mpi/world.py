@@ -200,6 +200,7 @@ def adopted_topology(mpi: Any, hint: ContextHint, environ: Mapping[str, str]) ->
 
 
 def _with_variables(topology: Topology, environ: Mapping[str, str]) -> Topology:
+    """Return a topology with the local rank and size in the variables of an MPI launcher."""
     for rank_name, size_name in _LOCAL:
         rank, size = environ.get(rank_name, ""), environ.get(size_name, "")
         if rank.isdecimal() and size.isdecimal():

@@ -257,6 +257,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
 
     def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
         rows = tensor.new_empty((self._topology.size(group), *tensor.shape))
+        # Only until the ranks' own connections are made.
         if self._gathers_at_root and group is None and EVERYBODY not in self.control.hubs:
             return self._gather_at_root(tensor, rows)
         flat = (rows.view(-1), tensor.view(-1))
@@ -287,6 +288,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         if native is None:
             return None
         started = self._begin(f"all_reduce {op.name}", group, dist.all_reduce, tensor, native)
+        # The deadline of this thread also limits a wait in another one.
         wait = partial(self._wait, group, *started, end_of_block())
         return Handle(wait, started[1].is_completed).then(lambda _: tensor)
 
@@ -345,7 +347,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
 
     def adopt_group(self, handle: object) -> Group | None:
         if handle is dist.GroupMember.NON_GROUP_MEMBER:
-            return Group(())
+            return Group(())  # torch's stand-in for a group without this rank
         if not isinstance(handle, dist.ProcessGroup):
             return None
         try:
@@ -355,7 +357,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
                 f"{handle} isn't a group of the live context: make it again with new_group"
             ) from error
         if handle is self._pg:
-            return Group(ranks, handle, EVERYBODY)
+            return Group(ranks, handle, EVERYBODY)  # the group of group=None
         timeout = process_group.timeout_of(handle, self.transport_device)
         timeout_s = None if timeout is None else timeout.total_seconds()
         group = Group(ranks, handle, handle.group_name, timeout_s)
@@ -364,7 +366,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
 
     def _run(self, call: str, group: Group | None, start: Callable[..., Any], *args: Any) -> None:
         """Run one operation to completion. Collective over `group`."""
-        if not self._is_watched:
+        if not self._is_watched:  # torch alone waits for it
             try:
                 start(*args, _handle(group))
             except RuntimeError as error:

@@ -79,7 +79,7 @@ def wrong_interface(info: RankInfo) -> str:
         )
     if _GLOO not in os.environ and info.nnodes is not None and not gloo_interface(info):
         try:
-            own_address(info.master_addr)
+            own_address(info.master_addr)  # raises the reason
         except OSError as error:
             return f"; {error}"
     return ""
@@ -109,7 +109,7 @@ class Rendezvous:
         self.secret: bytes | None = None
         """Known only to ranks of this job, once they have met in a store of their user's own."""
         private = info.private_store or os.environ.get(PRIVATE_STORE, "")
-        self._private = private if is_one_host(info) else ""
+        self._private = private if is_one_host(info) else ""  # it is a file of this host
         self._limit_s = limit_s
         self._is_default_limit = timeout is None
         # A default limit, which progress extends, still ends with the block's deadline.
@@ -176,7 +176,7 @@ class Rendezvous:
         if outcome.is_known:
             try:
                 return outcome.wait()
-            except ContextError:
+            except ContextError:  # ours, also a RuntimeError
                 raise
             except RuntimeError as error:  # torch's
                 hint = "" if self._private else " Rank 0 may have timed out or ended"
@@ -229,7 +229,7 @@ class Rendezvous:
         what = f"for the end of an earlier run, in which another process was rank {rank}"
         self._warn(now, what, "node 0's part of this run")
         time.sleep(_TRY_S)
-        self._wait_for_listener(addr, port)
+        self._wait_for_listener(addr, port)  # the next run's may not be there yet
 
     def _join_private_store(self) -> Store:
         """Wait for all ranks in the launcher's file, and agree on a secret there."""
@@ -348,7 +348,7 @@ class Rendezvous:
     def _warn(self, now: float, what: str, missing: str) -> None:
         if now < self._warn_at:
             return
-        self._warn_at = math.inf
+        self._warn_at = math.inf  # once
         _log.warning(
             "%s has waited %g s at %s %s, and gives up after %.3g s%s",
             self._who(),

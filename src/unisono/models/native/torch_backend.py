@@ -91,6 +91,7 @@ def _one_by_one(name: str) -> Callable[..., Any]:
     """Return the coalesced form of a collective from one tensor to another."""
 
     def call(self: Any, outputs: Any, tensors: Any, opts: Any = None) -> Any:
+        # Through our own forms: from C++ gloo's might wait for the interpreter's lock, held here.
         for output, tensor in zip(outputs, tensors, strict=True):
             getattr(self, name)(output, tensor, opts).wait()
         return _done(outputs)
@@ -218,7 +219,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         where = site()
         head = call_head(call, where)
         blobs = self._control.exchange(head + value, self._group)
-        line.compared = where
+        line.compared = where  # for the record of the operation
         return unpack(blobs, head, lambda: self._members)
 
     def _fits_round(self, tensor: Tensor) -> bool:
@@ -287,6 +288,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     def broadcast(self, host: Host, tensor: Tensor, opts: Any) -> None:
         root, is_inline = opts.rootRank, self._fits_round(tensor)
         src, is_src, mine = self._members[root], root == self.rank(), _memory_of(tensor)
+        # The exchange that compares the calls carries a short tensor, too.
         value = to_bytes(mine) if is_src and is_inline else b""
         values = self._compare(f"broadcast from {src}", tensor, value)
         if not is_inline:
@@ -308,7 +310,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         if not _is_multiple(output, tensor, host.size):
             return False
         rows, into = self._gathered(host, "all_gather", tensor), output.data
-        if into.is_contiguous():
+        if into.is_contiguous():  # saves a copy of all rows
             for part, row in zip(into.view(host.size, -1), rows, strict=True):
                 part.copy_(row.view(-1))
         else:
@@ -328,6 +330,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return self._gather_into(host, f"gather to {self._members[opts.rootRank]}", tensor, outputs)
 
     def _gather_into(self, host: Host, call: str, tensor: Tensor, outputs: Any) -> bool:
+        # In a gather only the root has any.
         if outputs and not _are_alike(outputs[0], tensor, host.size):
             return False
         rows = self._gathered(host, call, tensor)
@@ -357,7 +360,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     all_to_all_single = alltoall_base
 
     def barrier(self, *args: Any, **named: Any) -> Any:
-        if named.keys() - {"opts"}:
+        if named.keys() - {"opts"}:  # another of torch's forms, as in `_in_memory`
             start = functools.partial(self._gloo.barrier, *args, **named)
             return self._by_gloo("barrier", None, start)
         with self._operation("barrier", None, "control"):
@@ -390,7 +393,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         _alive.discard(self)
         if not any(group._calls is self._calls for group in _alive):  # the groups share a log
             self._calls.close()
-        self._shared = None
+        self._shared = None  # later calls are gloo's
         self._control.close(farewell)
 
 

@@ -113,6 +113,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         self._kind: str = graph.device_type()
         is_cpu = self._kind == "CPU"
         self.dtypes = _ON_CPU if is_cpu else _EVERYWHERE
+        # On the host the facade can compute what XLA's CPU device doesn't compute exactly.
         self.transport_device = torch.device("cpu") if is_cpu else self._device
         cut = partial(graph.cut, str(self._device))
         self.control: ControlPlane = _ControlPlane(self, self._are_threads, cut)
@@ -269,6 +270,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
                 f"group {ranks} of {self._topology.world_size} replicas in several processes",
                 "XLA's graphs need every replica; use all ranks, or backend 'nccl' or 'gloo'",
             )
+        # Groups of the same ranks have a name, so rounds, of their own.
         count = self._made[ranks] = self._made.get(ranks, 0) + 1
         return Group(ranks, name=f"{ranks} {count}")
 
@@ -279,7 +281,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         """Return whether XLA itself computes this operation."""
         return (
             op in _REDUCTIONS
-            and tensor.numel() > 0
+            and tensor.numel() > 0  # XLA fails on an empty one
             and self._topology.world_size > 1
             and self._is_everybody(group)
         )
@@ -294,7 +296,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         try:
             result: Tensor = self._graph.run(tensor.to(self._device), build, wait_for_all)
             return result.to(self.transport_device)
-        except UnisonoError:
+        except UnisonoError:  # ours may be RuntimeErrors, too
             raise
         except (RuntimeError, ValueError) as error:
             where = f"{what} on rank {self._topology.rank}"
