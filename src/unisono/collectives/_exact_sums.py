@@ -322,6 +322,7 @@ def _nearest(value: Tensor, exponent: Tensor, form: Format) -> Tensor:
 
 
 def _apply_marks(bits: Tensor, marks: Tensor, form: Format) -> None:
+    """Overwrite rounded sums with the infinities, NaN and -0 that the marks record."""
     up = (marks & _MARK) > 0
     down = ((marks >> _MARK_BITS) & _MARK) > 0
     # In this order: NaN is marked as both infinities.

@@ -161,6 +161,7 @@ def _describe(
 
 
 def _check_alike(structures: Sequence[str], ranks: Callable[[], Sequence[int]], call: str) -> None:
+    """Raise the same error on every rank if the ranks' structures differ."""
     if structures.count(structures[0]) == len(structures):  # mostly so, without splitting
         return
     listed = [structure.split("\n") for structure in structures]
@@ -178,6 +179,7 @@ def _check_alike(structures: Sequence[str], ranks: Callable[[], Sequence[int]], 
 def _reduce_fused(
     context: ContextState, tensors: list[Tensor], op: ReduceOp, group: Group | None
 ) -> list[Tensor]:
+    """Reduce tensors, those of one dtype joined to one. Collective over `group`."""
     results: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         places = [i for i, tensor in enumerate(tensors) if tensor.dtype is dtype]

@@ -86,6 +86,7 @@ def broadcast(
 
 
 def _broadcast(context: ContextState, value: Any, src: int, group: Group | None) -> Any:
+    """Exchange a value or its header, then broadcast the tensor. Collective over `group`."""
     is_src = context.model.topology.rank == src
     # Short values arrive whole in this exchange, of the others only the header.
     frame = frame_or_reason(frame_of, context, value, group) if is_src else b""
@@ -229,6 +230,7 @@ def scatter(
 
 
 def _scatter(context: ContextState, values: Any, src: int, group: Group | None) -> Any:
+    """Exchange the values or a header, then scatter the rows. Collective over `group`."""
     is_src = context.model.topology.rank == src
     frame = frame_or_reason(_scatter_frame, context, values, group) if is_src else b""
     frames = swap(context, f"scatter from {src}", frame, group)
@@ -251,6 +253,7 @@ def _scatter(context: ContextState, values: Any, src: int, group: Group | None) 
 
 
 def _scatter_frame(context: ContextState, values: Any, group: Group | None) -> bytes:
+    """Encode one header for all of `src`'s values, or the values themselves."""
     size = context.model.topology.size(group)
     if isinstance(values, Tensor):
         carriers.check_dense(values, "scatter")
@@ -337,6 +340,7 @@ def all_to_all(value: Any, group: GroupLike = None, *, async_op: bool = False) -
 
 
 def _swap_values(context: ContextState, values: Any, group: Group | None) -> list[Any]:
+    """Exchange lengths, then padded frames of one value for each rank."""
     size, ranks = context.model.topology.size(group), context.model.topology.members(group)
     frames: list[bytes] = []
 

@@ -193,6 +193,7 @@ def _with_prologue(
     refuses: tuple[type[UnisonoError], ...],
     outside: Callable[[Any], Any] | None,
 ) -> F:
+    """Wrap a collective as `collective` describes."""
     own, at, root_at = _places(fn.__code__.co_varnames, root)
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -156,6 +156,7 @@ def _listed(heads: Sequence[TensorHeader], ranks: Sequence[int]) -> str:
 def _joined(
     parts: list[Any] | Tensor, context: ContextState, group: Group | None, value: Tensor
 ) -> Any:
+    """Join all ranks' tensors along dim 0; values of different types stay a list."""
     if isinstance(parts, Tensor):
         return parts.flatten(0, 1) if parts.dim() > 1 else parts  # 0-dim tensors give [n]
     if not all(isinstance(part, Tensor) for part in parts):

@@ -108,6 +108,7 @@ def recv(src: int, group: GroupLike = None) -> Any:
 
 
 def _pair(group: GroupLike, peer: int, role: str) -> tuple[ContextState, Group | None]:
+    """Return the context and group of a message; raise if it has no such two ranks."""
     context, members, is_member = team(group)
     check_rank(context, members, peer, role)
     if not is_member:

@@ -146,6 +146,7 @@ def all_reduce(
 
 
 def _check_sum(op: ReduceOp) -> None:
+    """Raise if an exact reduction isn't a sum."""
     if op is ReduceOp.SUM:
         return
     if op is ReduceOp.AVERAGE:

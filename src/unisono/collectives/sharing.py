@@ -88,6 +88,7 @@ def shared_empty(
 def _shared_empty(
     context: ContextState, shape: torch.Size, kind: torch.dtype, members: Group | None
 ) -> Tensor:
+    """Create this rank's tensor, shared where possible. Collective over `members`."""
     host = context.control.host(members)
     size_bytes = shape.numel() * kind.itemsize
     call = f"shared_empty of {str(kind)[6:]}{list(shape)}"
@@ -101,6 +102,7 @@ def _shared_empty(
 
 
 def _shape_of(size: tuple[Any, ...]) -> torch.Size:
+    """Return the shape of `shared_empty`'s arguments; raise if no tensor can have it."""
     try:
         shape = torch.Size(size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size)
     except TypeError as error:

@@ -209,6 +209,7 @@ class Background:
 
 
 def _work(calls: _Calls) -> None:
+    """Run the calls of a queue until None arrives: the target of a background thread."""
     while (item := calls.get()) is not None:
         outcome, call = item
         outcome.of(call)

@@ -194,6 +194,7 @@ def sum_numbers_exactly(values: Sequence[Any]) -> Number:
 
 
 def _float_sum(values: Sequence[float]) -> float:
+    """Sum floats exactly, then round once, to the nearest."""
     special = [value for value in values if not math.isfinite(value)]
     if any(map(math.isnan, special)) or len(set(special)) > 1:
         return math.nan  # always the same NaN: in a sum it would depend on the order

@@ -139,6 +139,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
         _leave(self._end, (limit_of(self.control.timeout_s) or 0.0) + _LEAVE_S)
 
     def _end(self) -> None:
+        """Meet all ranks, and shut Horovod down. Collective over all ranks."""
         try:
             # The first to shut down breaks pending operations of the others, so all meet before,
             # in a reduction: hvd.barrier can't time out.
@@ -318,6 +319,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
         return key, call, group, step, handle
 
     def _wait(self, call: str, group: Group | None, step: int, handle: int) -> None:
+        """Wait until an operation is done; raise if a rank is gone or the time is over."""
         check, begin = Wait(self.control, group, call, step), time.monotonic()
         check_at = begin + LOOK_S
         while not _is_done(handle):
@@ -329,6 +331,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
             time.sleep(min(max((now - begin) / 50, 5e-5), 1e-3))
 
     def _finish(self, key: str, call: str, group: Group | None, step: int, handle: int) -> Any:
+        """Wait for an operation of `_begin`, and return its value."""
         self._wait(call, group, step, handle)
         if self._under_way.get(key) == handle:  # else a later call has replaced it
             del self._under_way[key]

@@ -121,6 +121,7 @@ def _meet(store: Store, rank: int, size: int, until: float) -> str:
 
 
 def _clear(store: Store, scope: str, size: int) -> None:
+    """Delete the addresses of an earlier context in one of Horovod's scopes."""
     for _ in range(size):
         if store.ask("GET", "0", scope=scope) is None:
             return  # nothing is left in it

@@ -56,6 +56,7 @@ class LivenessProbe:
         return answers
 
     def _received(self, tag: int) -> list[tuple[int, bytes]]:
+        """Receive all messages with a tag that have arrived, each with its rank."""
         messages = []
         status = self._mpi.Status()
         # The message itself, not a probe of it: another waiting thread could receive that one.
@@ -66,6 +67,7 @@ class LivenessProbe:
         return messages
 
     def _send(self, body: bytes, rank: int, tag: int) -> None:
+        """Start sending a message, whose memory is kept until MPI is done with it."""
         item: list[Any] = [None, body]
         with _sending:
             _sent[:] = [item for item in _sent if not self._is_done(item[0])]
@@ -105,6 +107,7 @@ def bounded_barrier(
 
 
 def _collect(mpi: Any, comm: Any, others: list[int], limit_s: float, what: str) -> list[int]:
+    """Receive the other ranks' arrivals, and send them the missing ranks; return these."""
     marks = bytearray(len(others))
     _held[id(marks)] = marks
     view = memoryview(marks)

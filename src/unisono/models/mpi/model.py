@@ -166,6 +166,7 @@ class MpiModel(ComputationModel):
         return self._device
 
     def _over(self, group: Group | None) -> Any:
+        """Return the communicator of a group; the world's duplicate is made at the first call."""
         if group is not None:
             return group.handle
         if self._world is None:
@@ -184,6 +185,7 @@ class MpiModel(ComputationModel):
         return comm
 
     def _pieces(self, tensor: Tensor) -> list[Tensor]:
+        """Split a tensor into parts that one call of MPI can count."""
         size, count = self.largest_count, tensor.numel()
         if count <= size:  # else more than MPI 3 can count
             return [tensor]

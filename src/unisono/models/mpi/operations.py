@@ -166,6 +166,7 @@ class MPICalls:
         _held.pop(number, None)
 
     def _check_in_step(self, name: str) -> None:
+        """Raise if an interrupted or timed-out call left this rank out of step."""
         if self._interrupted:
             raise CollectiveError(
                 f"{self._this_rank}: {name}: the ranks are out of step, since {self._interrupted} "
@@ -323,6 +324,7 @@ class MPICalls:
         )
 
     def _fail(self, name: str, error: Any) -> NoReturn:
+        """Raise our error for an error of MPI's."""
         number = error.Get_error_class()
         classes = [key for key in dir(self._mpi) if key.startswith("ERR_")]
         names = " ".join(key for key in classes if getattr(self._mpi, key) == number)
@@ -332,6 +334,8 @@ class MPICalls:
 
 
 def _fold(step: Callable[..., Tensor], dtype: torch.dtype) -> Callable[[Any, Any, Any], None]:
+    """Return a function for MPI that reduces two buffers with torch."""
+
     def fold(source: Any, target: Any, _datatype: Any) -> None:
         if len(target):  # torch rejects an empty buffer
             into = torch.frombuffer(target, dtype=dtype)

@@ -389,6 +389,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
     def _wait(
         self, group: Group | None, call: str, work: Any, step: int, until: float | None = None
     ) -> None:
+        """Wait for an operation of `_begin`, looking for absent ranks between slices."""
         check = Wait(self.control, group, call, step, until)
         while True:
             is_over = not self._is_watched or work.is_completed()

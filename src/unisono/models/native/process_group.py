@@ -83,6 +83,7 @@ def choose_device(backend: str, info: RankInfo, choice: Any) -> torch.device:
 
 
 def _as_device(choice: Any, kind: torch.device | None) -> torch.device:
+    """Return the device that the user chose: an index is one of the accelerator's."""
     if isinstance(choice, int) and not isinstance(choice, bool):
         if kind is None:
             raise ArgumentError(f"device={choice}: this machine has no accelerator with an index")

@@ -191,6 +191,7 @@ class Rendezvous:
         )
 
     def _join_store(self, addr: str, port: int, is_host: bool) -> Store:
+        """Create or join the store of this run, not of an earlier one, and wait for all ranks."""
         size = self.info.world_size
         while True:
             limit = timedelta(seconds=math.ceil(self.left().total_seconds()))
@@ -219,6 +220,7 @@ class Rendezvous:
         return found.decode() != token
 
     def _wait_for_end_of_earlier_run(self, addr: str, port: int) -> None:
+        """Wait for the next listener; raise if the time is over."""
         now, rank = time.monotonic(), self.info.rank
         if now + _TRY_S > self._until:
             raise ContextError(
@@ -243,6 +245,7 @@ class Rendezvous:
         return joined
 
     def _await_all(self, store: Store) -> Store:
+        """Return the part of a store for this turn once all ranks have arrived; else raise."""
         ours = _of_attempt(store)
         turn, missing = self._gather_ranks(ours)
         if not missing:
@@ -277,6 +280,7 @@ class Rendezvous:
         return _SOURCES.get(source, f"the variables of {source}")
 
     def _host_store(self, addr: str, port: int, limit: timedelta) -> Store:
+        """Listen at the rendezvous address, and return the store there."""
         options = {"world_size": self.info.world_size, "timeout": limit}
         try:
             return host_store(addr, port, is_one_host=is_one_host(self.info), **options)
@@ -346,6 +350,7 @@ class Rendezvous:
         return f". The address is from {source}: start {missing}, or correct or unset these"
 
     def _warn(self, now: float, what: str, missing: str) -> None:
+        """Log once, after `_WARN_AFTER_S`, what this rank waits for."""
         if now < self._warn_at:
             return
         self._warn_at = math.inf  # once

@@ -206,6 +206,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return self._calls.begin(name, group or self._recorded, tensor, state)
 
     def _check_process(self, call: str) -> None:
+        """Raise in a fork of the process that made the group."""
         if self._is_forked:
             raise ContextError(
                 f"{call}: this process is a fork of rank {self._model.topology.rank}, whose "
@@ -236,6 +237,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return self._reduced(host, tensor, opts, self._members[opts.rootRank])
 
     def _reduced(self, host: Host, tensor: Tensor, opts: Any, dst: int | None) -> bool:
+        """Reduce a tensor in shared memory, to all ranks or `dst`; return False if gloo must."""
         op = _operation(opts)
         if op is None:
             return False
@@ -269,6 +271,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return self._scattered(host, tensor, opts, output)
 
     def _scattered(self, host: Host, tensor: Tensor, opts: Any, output: Tensor) -> bool:
+        """Reduce a tensor to this rank's part in shared memory; return False if gloo must."""
         op = _operation(opts)
         if op is None or not _is_multiple(tensor, output, host.size):
             return False
@@ -330,6 +333,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return self._gather_into(host, f"gather to {self._members[opts.rootRank]}", tensor, outputs)
 
     def _gather_into(self, host: Host, call: str, tensor: Tensor, outputs: Any) -> bool:
+        """Copy all ranks' tensors into `outputs`, if any; return False if gloo must."""
         # In a gather only the root has any.
         if outputs and not _are_alike(outputs[0], tensor, host.size):
             return False
@@ -390,6 +394,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         super().abort()
 
     def _end(self, farewell: str) -> None:
+        """Release the group's memory, connections and share in the log."""
         _alive.discard(self)
         if not any(group._calls is self._calls for group in _alive):  # the groups share a log
             self._calls.close()

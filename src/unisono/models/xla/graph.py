@@ -131,6 +131,7 @@ def cut(device_name: str) -> None:
 
 
 def _compute(tensor: Tensor) -> None:
+    """Run the recorded operations that a tensor depends on, and wait for them."""
     devices = xm.xla_real_devices([tensor.device])
     _XLAC._xla_wait_device_ops(devices)
     with _compiling:  # not held while waiting: this only compiles, and queues the launch
@@ -168,6 +169,7 @@ def reduce_scatter(rows: Tensor, kind: str) -> Tensor:
 
 
 def _bitcast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Reinterpret a tensor's bits as another dtype, within the graph."""
     # XLA's collectives add a zero to the values that they move, which loses the sign of -0.0 and
     # denormals; Tensor.view(dtype) would go through the host.
     if tensor.dtype == dtype:

@@ -287,6 +287,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         )
 
     def _run(self, call: str, tensor: Tensor, build: Callable[[Tensor], Tensor]) -> Tensor:
+        """Run one collective as a graph, once all replicas are here. Collective over all ranks."""
         what = _describe(call, tensor)
 
         def wait_for_all() -> None:
