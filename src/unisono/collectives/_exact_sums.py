@@ -161,7 +161,7 @@ def add(terms: Tensor, plan: Layout) -> Tensor:
     add_term = _add_normal_term if _are_normal_in_double(plan, form) else _add_term
     for term in terms:
         add_term(rows[: plan.limbs], term, form, plan)
-    if plan.is_marked:
+    if plan.is_marked:  # infinities, NaN and -0, which limbs can't hold
         rows[-1] = _marks(terms, form)
     return rows
 
@@ -367,10 +367,10 @@ def _sum(context: ContextState, call: str, terms: Tensor, group: Group | None) -
     if terms.is_complex():
         parts = torch.view_as_real(terms.contiguous()).flatten(1)
         return torch.view_as_complex(_sum(context, call, parts, group).view(-1, 2))
-    if terms.dtype not in FORMATS:
+    if terms.dtype not in FORMATS:  # integers and bools
         mine = _sum_of_integers(terms)
         return carriers.all_reduce(context, mine, ReduceOp.SUM, group, mine.device)
-    blocks = torch.split(terms, BLOCK, dim=1)
+    blocks = torch.split(terms, BLOCK, dim=1)  # only one block's limbs are kept at a time
     spans, count = _agree(context, call, terms, [span(block) for block in blocks], group)
     total = terms.new_zeros(terms.shape[1])
     for found, block, into in zip(spans, blocks, torch.split(total, BLOCK), strict=True):

@@ -126,7 +126,7 @@ def _rows(
     longest = max(math.prod(shape) for shape in shapes)
     mine = carriers.lend(context, tensor, group).reshape(-1)
     if mine.numel() < longest:
-        mine = torch.cat([mine, mine.new_zeros(longest - mine.numel())])
+        mine = torch.cat([mine, mine.new_zeros(longest - mine.numel())])  # which are cut off again
     # Routed again: the copy may be on another device, and longer.
     return carriers.all_gather(carry(context, mine, group), mine, group).to(tensor.device)
 

@@ -242,8 +242,8 @@ def as_ordered_ints(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, Callable[[Ten
     # Floats of fewer bits come as float32.
     bits = torch.int64 if tensor.dtype is torch.float64 else torch.int32
     magnitude = torch.iinfo(bits).max
-    nan = torch.iinfo(bits).min if op is ReduceOp.MIN else magnitude
-    shift = bits.itemsize * 8 - 1
+    nan = torch.iinfo(bits).min if op is ReduceOp.MIN else magnitude  # beyond all numbers
+    shift = bits.itemsize * 8 - 1  # of the sign bit
 
     def turn(key: Tensor) -> Tensor:  # negative floats count downwards; its own inverse
         return key ^ ((key >> shift) & magnitude)

@@ -94,7 +94,7 @@ class _World(ThreadExchange):
         self._wait(missing, {}, rank, f"recv from rank {src}", timeout_s)
         with self._condition.lock:
             message = messages[key].pop(0)
-            if not messages[key]:
+            if not messages[key]:  # no empty lists are kept
                 del messages[key]
         return message
 

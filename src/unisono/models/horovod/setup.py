@@ -158,7 +158,7 @@ class Store:
             with suppress(OSError, http.client.HTTPException):
                 return self._ask_once(verb, path, value)
             time.sleep(_SLOWEST_POLL_S)
-        return self._ask_once(verb, path, value)
+        return self._ask_once(verb, path, value)  # whose error is the caller's
 
     def _ask_once(self, verb: str, path: str, value: str) -> bytes | None:
         with closing(http.client.HTTPConnection(*self._where, timeout=_REQUEST_S)) as connection:

@@ -52,7 +52,7 @@ class LivenessProbe:
                 rank: body.decode("utf-8", "replace") for rank, body in self._received(_ANSWER)
             }
             time.sleep(_NAP_S)
-        self.answer(doing)
+        self.answer(doing)  # questions that came meanwhile
         return answers
 
     def _received(self, tag: int) -> list[tuple[int, bytes]]:

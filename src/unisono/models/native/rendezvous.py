@@ -240,7 +240,7 @@ class Rendezvous:
         # Jobs that a rank starts inherit the variable, and use keys of their own.
         job = PrefixStore(f"{info.master_addr}:{info.master_port}/{info.world_size}", store)
         joined = self._await_all(job)
-        token = job.compare_set("secret", "", secrets.token_hex(_SECRET_BYTES))
+        token = job.compare_set("secret", "", secrets.token_hex(_SECRET_BYTES))  # the first rank's
         self.secret = bytes.fromhex(token.decode())
         return joined
 
