@@ -88,7 +88,7 @@ def broadcast(
 def _broadcast(context: ContextState, value: Any, src: int, group: Group | None) -> Any:
     """Exchange a value or its header, then broadcast the tensor. Collective over `group`."""
     is_src = context.model.topology.rank == src
-    # Short values arrive whole in this exchange, of the others only the header.
+    # A tensor for the data plane sends only its header here, any other value all of itself.
     frame = frame_or_reason(frame_of, context, value, group) if is_src else b""
     frames = swap(context, f"broadcast from {src}", frame, group)  # the others send nothing
     frame = frames[context.model.topology.position(group, src)]
@@ -238,7 +238,7 @@ def _scatter(context: ContextState, values: Any, src: int, group: Group | None) 
     raise_failures([frame], lambda: [src], "scatter")
     head = decode(frame, context.model.device)
     if not isinstance(head, TensorHeader):
-        # No header: all values were short enough to arrive whole.
+        # Without a header the values themselves have arrived.
         return head[context.model.topology.position(group)]
     memory = memory_for(context, head)
     tensors = carry(context, memory, group)
@@ -264,7 +264,7 @@ def _scatter_frame(context: ContextState, values: Any, group: Group | None) -> b
     if not isinstance(values, (list, tuple)) or len(values) != size:
         count = len(values) if isinstance(values, (list, tuple)) else type(values).__name__
         raise PayloadError(f"scatter takes a list of {size} values, one for each rank, not {count}")
-    # One header for all, if all are tensors too large for the exchange, and alike.
+    # One header for all, if all are tensors too large for the exchange, and alike; else no header.
     heads = {
         header(value) if is_exact(value) and not fits_round(context, value, group) else None
         for value in values

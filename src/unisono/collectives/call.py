@@ -203,7 +203,7 @@ def _with_prologue(
             if type(async_op) is not bool:
                 async_op = kwargs["async_op"] = check_flag("async_op", async_op)
             group = args[at] if len(args) > at else kwargs.get("group")
-            context = communicator(None, not async_op and group is None)  # else `enter` settles
+            context = communicator(None, not async_op and group is None)  # for a group `enter` does
             if group is not None:
                 group = enter(context, group, async_op)
             if root:

@@ -35,6 +35,7 @@ def checked(context: ContextState, ranks: Sequence[int]) -> tuple[int, ...]:
     size = context.model.topology.world_size
     if not isinstance(ranks, (list, tuple, range)):
         raise ArgumentError(f"ranks should be a list of global ranks: {ranks!r}")
+    # Not `isinstance`: True would be rank 1.
     wrong = [rank for rank in ranks if type(rank) is not int or not 0 <= rank < size]
     if wrong:
         raise ArgumentError(

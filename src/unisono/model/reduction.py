@@ -138,7 +138,7 @@ def fold_into(op: ReduceOp, parts: Sequence[Tensor], out: Tensor) -> None:
             out.div_(after)
         return
     step = TENSOR_STEPS[op]
-    step(parts[0], parts[1], out=out)
+    step(parts[0], parts[1], out=out)  # two at least: a single rank shares no memory
     for part in parts[2:]:
         step(out, part, out=out)
 

@@ -130,7 +130,7 @@ class MpiModel(ComputationModel):
         topology = world.measured_topology(mpi, info)
         device = world.choose_device(topology.local_rank, options.get("device"))
         model = cls(mpi, topology, device)
-        model._pairs = model._over(None)
+        model._pairs = model._over(None)  # a duplicate, apart from the user's messages
         model._calls.probe = LivenessProbe(mpi, model._pairs)
         if timeout is not None:
             model._calls.timeout_s = None if timeout == timedelta.max else timeout.total_seconds()
@@ -252,6 +252,7 @@ class MpiModel(ComputationModel):
         is_root, root = self._topology.rank == dst, self._topology.position(group, dst)
         for piece in self._pieces(tensor):
             mine = calls.buffer(piece)
+            # MPI's form for a root whose own buffer becomes the result.
             ends = (self._mpi.IN_PLACE, mine) if is_root else (mine, None)
             calls.run("Reduce", comm, *ends, native, root)
         return tensor if is_root else None

@@ -125,6 +125,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
             process_group.settle_at_exit()
         # On an accelerator a wait only orders streams; a single rank waits for no other.
         self._is_watched = self.transport_device.type == "cpu" and topology.world_size > 1
+        # Gloo alone has the bitwise ones.
         self._ops = {op: _OPS[op] for op in _OPS if is_gloo or not op.is_bitwise}
         # Gloo's always sums, for any operation: in torch 2.6, no longer in torch 2.9.
         only_sums = is_gloo and torch.__version__ < "2.9"
@@ -212,7 +213,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
             dist.destroy_process_group()
 
     def abort(self) -> None:
-        self.control.close(farewell="")
+        self.control.close(farewell="")  # no farewell: this rank has failed
         if not (self._is_owner and self.is_alive()):
             return
         abort = getattr(dist.distributed_c10d, "_abort_process_group", None)

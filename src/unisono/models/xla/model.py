@@ -360,6 +360,7 @@ def _average(model: ComputationModel, optimizer: Any) -> None:
         for dtype in sorted({parameter.dtype for parameter in trained}, key=str):
             members = [parameter for parameter in trained if parameter.dtype == dtype]
             grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in members]
+            # Their sum counts the ranks that have a gradient.
             has = torch.tensor([p.grad is not None for p in members])
             wide = torch.float64 if dtype is torch.float64 else torch.float32
             parts = [grad.detach().reshape(-1).to(wide) for grad in grads]
