@@ -242,7 +242,7 @@ def _places(names: tuple[str, ...], root: str) -> tuple[str, int, int]:
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], at: int, name: str) -> Any:
-    return args[at] if len(args) > at else kwargs.get(name, 0)  # 0 by default
+    return args[at] if len(args) > at else kwargs.get(name, 0)
 
 
 def _end(name: str, token: Token | None, error: BaseException) -> None:

@@ -158,7 +158,7 @@ def _joined(
 ) -> Any:
     """Join all ranks' tensors along dim 0; values of different types stay a list."""
     if isinstance(parts, Tensor):
-        return parts.flatten(0, 1) if parts.dim() > 1 else parts  # 0-dim tensors give [n]
+        return parts.flatten(0, 1) if parts.dim() > 1 else parts
     if not all(isinstance(part, Tensor) for part in parts):
         return parts  # ranks passed different types, all of which arrived whole
     heads = [head_of(part) for part in parts]

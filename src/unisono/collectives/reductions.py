@@ -292,7 +292,7 @@ def all_reduce_(
         check(context, f"all_reduce {operation.name}", tensor, members, tensors)
         mine = plain(tensor)
         total = tensors.all_reduce(mine, operation, members)
-        return tensor if total is mine else carriers.fill(tensor, total)  # it may be new
+        return tensor if total is mine else carriers.fill(tensor, total)
 
     return call
 

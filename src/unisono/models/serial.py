@@ -55,7 +55,7 @@ class SerialModel(ComputationModel, LaunchHooks):
         try:
             return [entry(cls())]
         except Exception as error:
-            raise WorkerFailedError.of(error, 0, 1) from error  # as of any launcher
+            raise WorkerFailedError.of(error, 0, 1) from error
 
     def finalize(self) -> None:
         return

@@ -94,7 +94,7 @@ class _World(ThreadExchange):
         self._wait(missing, {}, rank, f"recv from rank {src}", timeout_s)
         with self._condition.lock:
             message = messages[key].pop(0)
-            if not messages[key]:  # no empty lists are kept
+            if not messages[key]:
                 del messages[key]
         return message
 
@@ -126,7 +126,7 @@ class _World(ThreadExchange):
     def _describe(self, ranks: list[int], call: str = "") -> str:
         stacks = {r: stack_of(self.threads[r]) for r in ranks if r in self.threads}
         missing = [Missing(r, stack=stacks.get(r, "")) for r in ranks]
-        return report(call.partition(" at ")[0], {}, missing)  # without the line of the call
+        return report(call.partition(" at ")[0], {}, missing)
 
 
 def _precisely(call: str, item: object) -> str:

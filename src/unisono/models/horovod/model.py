@@ -151,7 +151,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
 
     def abort(self) -> None:
         self.control.close(farewell="")  # no farewell: this rank has failed
-        if self._is_owner and self.is_alive():  # no barrier, either
+        if self._is_owner and self.is_alive():
             _leave(hvd.shutdown, _LEAVE_S)
 
     def is_alive(self) -> bool:

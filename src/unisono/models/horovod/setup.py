@@ -124,7 +124,7 @@ def _clear(store: Store, scope: str, size: int) -> None:
     """Delete the addresses of an earlier context in one of Horovod's scopes."""
     for _ in range(size):
         if store.ask("GET", "0", scope=scope) is None:
-            return  # nothing is left in it
+            return
         # The server counts these: it clears the scope with the last one of its size.
         store.ask("DELETE", "0", scope=scope)
 

@@ -210,7 +210,7 @@ class MpiModel(ComputationModel):
         if self._is_too_large(tensor, group):
             rows[self._topology.position(group)] = tensor
             for row, rank in zip(rows, self._topology.members(group), strict=True):
-                self.broadcast(row, rank, group)  # in pieces
+                self.broadcast(row, rank, group)
             return rows
         buffer = self._calls.buffer
         self._calls.run("Allgather", self._over(group), buffer(tensor), buffer(rows))
@@ -261,7 +261,7 @@ class MpiModel(ComputationModel):
         self, rows: Tensor | None, into: Tensor, src: int, group: Group | None = None
     ) -> Tensor:
         if self._is_too_large(into, group):
-            return super().scatter(rows, into, src, group)  # broadcasts in pieces
+            return super().scatter(rows, into, src, group)
         calls, root = self._calls, self._topology.position(group, src)
         source = None if rows is None else calls.buffer(rows)
         calls.run("Scatter", self._over(group), source, calls.buffer(into), root)

@@ -141,7 +141,7 @@ class Rendezvous:
         """Create or join the store, and wait there for all ranks. Collective over all ranks."""
         info = self.info
         if info.world_size == 1:
-            return HashStore()  # no other rank joins
+            return HashStore()
         if self._private:
             return self._in_thread(self._join_private_store)
         if info.master_addr is None or info.master_port is None:
@@ -353,7 +353,7 @@ class Rendezvous:
         """Log once, after `_WARN_AFTER_S`, what this rank waits for."""
         if now < self._warn_at:
             return
-        self._warn_at = math.inf  # once
+        self._warn_at = math.inf
         _log.warning(
             "%s has waited %g s at %s %s, and gives up after %.3g s%s",
             self._who(),

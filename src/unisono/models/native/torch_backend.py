@@ -305,7 +305,7 @@ class UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         if not self._fits_round(mine):
             self._compare(call, tensor)
             return list(host.all_gather(mine))
-        values = self._compare(call, tensor, to_bytes(mine))  # as in `broadcast`
+        values = self._compare(call, tensor, to_bytes(mine))
         return [from_bytes(value, tensor.dtype, tuple(tensor.shape)) for value in values]
 
     @_in_memory("all_gather", 1, 2, is_list=False)

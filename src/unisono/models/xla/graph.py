@@ -78,7 +78,7 @@ def begin(kind: str) -> None:
     """Start the runtime on one device of a kind, without replicas."""
     if not _XLAC._xla_runtime_is_initialized():
         xr.set_device_type(kind)
-        torch_xla.device()  # starts it
+        torch_xla.device()
     elif xr.device_type() != kind:
         raise ContextError(
             f"{kind} was asked for, but XLA's runtime runs on {xr.device_type()} here and "
