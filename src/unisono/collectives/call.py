@@ -47,12 +47,12 @@ def swap(
 ) -> list[bytes]:
     """Return every rank's blob, if all ranks made the same call."""
     # Collective over `group`.
-    if context.must_introduce and group is None:
+    if context.must_introduce and group is None:  # which takes all ranks, not a group
         introduce(context, call)
     head = call_head(call, site or find_site())
     blobs = context.model.exchange(head + blob, group)
     history = None
-    if context.control.checks(group) is not False:
+    if context.control.checks(group) is not False:  # False by UNISONO_DEBUG=0: lines may differ
         name = EVERYBODY if group is None else group.name
         history = context.control.steps.histories[name]
     return unpack(blobs, head, partial(context.model.topology.members, group), history)
@@ -66,7 +66,7 @@ def introduce(context: ContextState, call: str) -> None:
         blobs = context.model.exchange(head + host_of_this_process().encode(), None)
         hosts = unpack(blobs, head, partial(context.model.topology.members, None))
         context.hosts = tuple(bytes(host) for host in hosts)
-        context.must_introduce = False
+        context.must_introduce = False  # last: after a failure the next call tries again
 
 
 def signature(call: str, tensor: Tensor) -> str:
@@ -80,7 +80,7 @@ def compares(context: ContextState, group: Group | None, *, sums: bool = False) 
     # tensors always compare: mismatched calls would read memory of another call.
     control = context.control
     checks = control.checks(group)
-    if checks is None:
+    if checks is None:  # no setting: only where it costs little
         return control.compares_calls(group) or (sums and control.memory(group) is not None)
     return checks or control.host(group) is not None
 
@@ -98,7 +98,7 @@ def check(
     if is_shared or compares(context, group, sums=type(carrier) is TwoLevels):
         site = find_site()
         swap(context, signature(call, tensor), b"", group, site)
-        line.compared = site
+        line.compared = site  # for the record of the operation, which need not find it again
 
 
 def refuse(
@@ -106,6 +106,7 @@ def refuse(
 ) -> NoReturn:
     """Raise an error of this rank's `tensor` alone, so that the others don't wait for it."""
     # Collective over `group` where the ranks would have compared this call, else local.
+    # The others end this call as well, and after the same pending ones: no rank is out of step.
     mark_in_step(error)
     context.settle(group)
     is_inline = False
@@ -121,6 +122,7 @@ def refuse_compared(
     context: ContextState, call: str, group: Group | None, error: Exception
 ) -> NoReturn:
     """Raise as `refuse` does, in a call that is always compared. Collective over `group`."""
+    # The others raise the mismatch; on this rank its cause is raised.
     with suppress(CollectiveMismatchError):
         swap(context, f"{call}, which it refuses: {reason(error)}"[:_LONGEST_CALL], b"", group)
     raise error
@@ -144,7 +146,7 @@ def guarded(fn: F) -> F:
     # leave all ranks in step, or are known to the model.
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        dynamo = set_eval_frame(None)
+        dynamo = set_eval_frame(None)  # else dynamo compiles all that a call runs
         try:
             return fn(*args, **kwargs)
         except UnisonoError as error:
@@ -160,7 +162,7 @@ def guarded(fn: F) -> F:
 
 
 def _note_half_way(name: str, error: BaseException) -> None:
-    if not (_is_of_signature(error) or is_in_step(error)):
+    if not (_is_of_signature(error) or is_in_step(error)):  # neither has begun a collective
         left_half_way(name, error)
 
 
@@ -191,6 +193,7 @@ def _with_prologue(
     refuses: tuple[type[UnisonoError], ...],
     outside: Callable[[Any], Any] | None,
 ) -> F:
+    """Wrap a collective as `collective` describes."""
     own, at, root_at = _places(fn.__code__.co_varnames, root)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -200,12 +203,12 @@ def _with_prologue(
             if type(async_op) is not bool:
                 async_op = kwargs["async_op"] = check_flag("async_op", async_op)
             group = args[at] if len(args) > at else kwargs.get("group")
-            context = communicator(None, not async_op and group is None)
+            context = communicator(None, not async_op and group is None)  # for a group `enter` does
             if group is not None:
                 group = enter(context, group, async_op)
             if root:
                 check_rank(context, group, _argument(args, kwargs, root_at, root), root)
-            first = (args[0] if args else kwargs.get(own)) if at else None
+            first = (args[0] if args else kwargs.get(own)) if at else None  # none in barrier
             if group is not None and context.model.topology.rank not in group.ranks:
                 return _not_taken(first if outside is None else outside(first), async_op)
             token = context.calls.begin(fn.__name__, group, first, async_op)
@@ -218,7 +221,7 @@ def _with_prologue(
             except Exception as error:
                 if isinstance(error, refuses) or _is_of_value(error):
                     refuse(context, fn.__name__, first if folds else None, group, error)
-                raise
+                raise  # an interrupt, or an error that all ranks raise alike, by shared facts
             if async_op:
                 return _started(context, token, run, group)
             value = run()

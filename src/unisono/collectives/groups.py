@@ -51,6 +51,7 @@ def new_group(ranks: Sequence[int], **options: Unpack[GroupOptions]) -> Group:
         (0,)
     """
     context = communicator()
+    # None stands for an option's default.
     given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
     if "timeout" in given:
         given["timeout"] = seconds("timeout", given["timeout"])
@@ -77,7 +78,7 @@ def local_group() -> Group:
         1
     """
     context = communicator()
-    own_group = context.groups.get(())
+    own_group = context.groups.get(())  # no list of ranks has this key
     if own_group is None:
         node = (host_of_this_process(), context.model.topology.node_rank)
         with context.calls.call("local_group"):
@@ -121,6 +122,7 @@ def barrier(group: GroupLike = None, *, async_op: bool = False) -> Any:
         >>> idist.barrier()
     """
     context, members = group
+    # `and None`: the list of blobs, never empty, is no result.
     return lambda: swap(context, "barrier", b"", members) and None
 
 

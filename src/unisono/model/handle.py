@@ -42,9 +42,9 @@ class SafeFuture(Generic[T]):
             self._value = call()
         except BaseException as error:
             if not is_own(error):
-                raise
+                raise  # an interrupt: the call can be run again
             self._error = error
-        self.is_known = True
+        self.is_known = True  # after the value: other threads read both without a lock
         self._gate.release()
 
     @classmethod
@@ -58,7 +58,7 @@ class SafeFuture(Generic[T]):
     def wait(self) -> T:
         """Wait for the value, or raise the error."""
         if not self.is_known:
-            with self._gate:
+            with self._gate:  # until `of` releases it
                 pass
         if self._error is not None:
             raise self._error
@@ -113,6 +113,7 @@ class Handle(Generic[T]):
         """Return whether an error is the operation's own, and not an interrupt of the wait."""
         if isinstance(error, UnisonoError):
             return True
+        # An alarm's exception while the operation is pending only interrupts the wait.
         return isinstance(error, Exception) and self._is_completed()
 
     def is_completed(self) -> bool:
@@ -200,7 +201,7 @@ class Background:
             after: SafeFuture[None] = SafeFuture()
             self._calls.put((after, lambda: None))
             after.wait()
-        if self._last is last:
+        if self._last is last:  # else another thread has submitted one meanwhile
             self._last = None
 
     def _is_own_thread(self) -> bool:
@@ -208,7 +209,9 @@ class Background:
 
 
 def _work(calls: _Calls) -> None:
+    """Run the calls of a queue until None arrives: the target of a background thread."""
     while (item := calls.get()) is not None:
         outcome, call = item
         outcome.of(call)
+        # Else they would keep the tensors of this call alive until the next one.
         del item, outcome, call

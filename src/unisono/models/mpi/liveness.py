@@ -17,8 +17,8 @@ _WARN_AFTER_S = 10.0
 _GRACE_S = 1.0  # for the verdict of the first rank to arrive
 _QUESTION, _ANSWER, _TAG = 32_764, 32_765, 32_766  # beside that of the model's own messages
 _BYTES = 256  # of an answer, and of a verdict
-_SHOWN = 32
-_SPINS = 1_000
+_SHOWN = 32  # ranks that fit into a verdict
+_SPINS = 1_000  # tests before the first nap
 _NAP_S = 1e-3
 _HERE = b"!"  # outlives every call, even an abandoned one
 _sending = threading.Lock()
@@ -47,15 +47,16 @@ class LivenessProbe:
         answers: dict[int, str] = {}
         until = time.monotonic() + limit_s
         while others - answers.keys() and time.monotonic() < until:
-            self.answer(doing)
+            self.answer(doing)  # they may be asking, too
             answers |= {
                 rank: body.decode("utf-8", "replace") for rank, body in self._received(_ANSWER)
             }
             time.sleep(_NAP_S)
-        self.answer(doing)
+        self.answer(doing)  # questions that came meanwhile
         return answers
 
     def _received(self, tag: int) -> list[tuple[int, bytes]]:
+        """Receive all messages with a tag that have arrived, each with its rank."""
         messages = []
         status = self._mpi.Status()
         # The message itself, not a probe of it: another waiting thread could receive that one.
@@ -66,6 +67,7 @@ class LivenessProbe:
         return messages
 
     def _send(self, body: bytes, rank: int, tag: int) -> None:
+        """Start sending a message, whose memory is kept until MPI is done with it."""
         item: list[Any] = [None, body]
         with _sending:
             _sent[:] = [item for item in _sent if not self._is_done(item[0])]
@@ -97,6 +99,7 @@ def bounded_barrier(
     answer = comm.Irecv([verdict, mpi.BYTE], first, _TAG)
     is_late = _await([answer], limit_s + _GRACE_S, f"{what}: rank {comm.rank} awaits rank {first}")
     if is_late:
+        # A cancelled request has to be completed, or MPI may still write to its buffer.
         answer.Cancel()
         answer.Wait()
     del _held[id(verdict)]
@@ -104,6 +107,7 @@ def bounded_barrier(
 
 
 def _collect(mpi: Any, comm: Any, others: list[int], limit_s: float, what: str) -> list[int]:
+    """Receive the other ranks' arrivals, and send them the missing ranks; return these."""
     marks = bytearray(len(others))
     _held[id(marks)] = marks
     view = memoryview(marks)
@@ -118,7 +122,7 @@ def _collect(mpi: Any, comm: Any, others: list[int], limit_s: float, what: str) 
     _held[id(verdict)] = verdict
     for at, (rank, request) in enumerate(zip(others, requests, strict=True)):
         if at in open_indices:
-            request.Cancel()
+            request.Cancel()  # completed as well, as in `bounded_barrier`
             request.Wait()
         else:
             sends.append(comm.Isend([verdict, mpi.BYTE], rank, _TAG))

@@ -83,6 +83,7 @@ def choose_device(backend: str, info: RankInfo, choice: Any) -> torch.device:
 
 
 def _as_device(choice: Any, kind: torch.device | None) -> torch.device:
+    """Return the device that the user chose: an index is one of the accelerator's."""
     if isinstance(choice, int) and not isinstance(choice, bool):
         if kind is None:
             raise ArgumentError(f"device={choice}: this machine has no accelerator with an index")
@@ -95,7 +96,7 @@ def _as_device(choice: Any, kind: torch.device | None) -> torch.device:
 
 def _serves(backend: str, device_type: str) -> bool:
     table = backends_by_device(backend)
-    if ":" in backend:
+    if ":" in backend:  # the user chose the devices
         return device_type in table
     return dist.get_default_backend_for_device(device_type) == backend
 
@@ -134,7 +135,7 @@ def place_by_store(rank: int, world_size: int) -> Topology:
         return one_node
     with contextlib.suppress(AttributeError, ValueError, RuntimeError):
         store = dist.distributed_c10d._get_default_store()  # torch has no public accessor
-        while hasattr(store, "underlying_store"):
+        while hasattr(store, "underlying_store"):  # of a PrefixStore
             store = store.underlying_store
         if isinstance(store, HashStore):
             return one_node
@@ -142,7 +143,7 @@ def place_by_store(rank: int, world_size: int) -> Topology:
         if isinstance(store, FileStore) and where.startswith("/proc/self/"):
             return one_node
         if isinstance(store, FileStore):
-            return replace(one_node, is_guess=True)
+            return replace(one_node, is_guess=True)  # several hosts may mount it
         if isinstance(store, TCPStore):
             host = store.host
             if host in ("localhost", "::1") or host.startswith("127."):
@@ -164,7 +165,7 @@ def wrap(module: nn.Module, wrapper: str, device: torch.device, **options: Any) 
     if wrapper == "ddp":
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return module  # DistributedDataParallel rejects it
-        ids = None if device.type == "cpu" else [device]
+        ids = None if device.type == "cpu" else [device]  # rejected on the CPU
         return nn.parallel.DistributedDataParallel(module, device_ids=ids, **options)
     if wrapper == "fsdp":
         fsdp: Any = importlib.import_module("torch.distributed.fsdp")
@@ -195,7 +196,7 @@ else:  # torch doesn't name gloo's threads: any thread that Python didn't start 
 
 def settle_at_exit() -> None:
     """Register a wait for gloo's threads before the interpreter exits."""
-    atexit.unregister(settle)
+    atexit.unregister(settle)  # again, as the last handler registered runs first
     atexit.register(settle)
 
 
