@@ -76,13 +76,15 @@ def exchange_bodies(
     bucket: Callable[[int], int] = at_least_one,
 ) -> list[bytes]:
     """Exchange blobs whose sizes every rank already knows. Collective over `group`."""
+    # `bucket` rounds a size up, equally on all ranks: XLA compiles once for each shape.
+    # A size beyond any memory is that of a damaged frame, or of another library's message.
     if max(sizes) > _LARGEST_BYTES:
         raise CollectiveError(f"blobs of {sizes} bytes were announced: some rank sent what is none")
     width = bucket(max(sizes))
     if 2 * sum(sizes) > width * len(sizes):
         rows = model.all_gather(_tensor(model, blob.ljust(width, b"\0")), group).cpu()
         return [to_bytes(row[:size]) for row, size in zip(rows, sizes, strict=True)]
-    # One by one, where padding all of them to the longest would cost more.
+    # One by one, where more than half of a gather would be padding.
     blobs = []
     for rank, size in zip(model.topology.members(group), sizes, strict=True):
         if size == 0:

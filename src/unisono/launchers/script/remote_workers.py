@@ -367,6 +367,7 @@ class RemoteWorkers(Workers):
             self.world_size: int = who.world_size
             self._attempt, self._arrived_at = attempt, time.monotonic()
             # An agent may number nodes differently in each attempt, and their ranks with them.
+            # All ranks of the job connect here, or only those of this node.
             first = 0 if self._spec.n_own is None else who.rank - (who.local_rank or 0)
             job.reset(range(first, first + self._spec.n_ranks), who.world_size)
 
