@@ -20,7 +20,7 @@ def _name() -> str:
     """Return this host's name with its domain, if its own files or DNS have one."""
     name = socket.gethostname()
     full = name if "." in name else socket.getfqdn(name)
-    # Only the same name with a domain: `getfqdn` may return another one, such as localhost.
+    # `getfqdn` may return an unrelated name, such as localhost.
     return full if full.partition(".")[0] == name.partition(".")[0] else name
 
 
