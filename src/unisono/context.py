@@ -45,7 +45,7 @@ class ContextState:
 
     def __init__(self, model: ComputationModel, calls: CallLog | None = None) -> None:
         self.model: ComputationModel = model
-        if calls is not None:  # for the serial one, made on import, `_find_context` does it
+        if calls is not None:  # `_find_context` does it for the serial one, made on import
             plugins.begin_trace()
         topology = model.topology
         self.calls: CallLog = calls or CallLog(topology.rank, topology.world_size, "", None)
@@ -255,8 +255,8 @@ def _adopt() -> ContextState | None:
         if previous is not None and not previous.model.is_alive():
             previous.release()
         return None
-    # The earlier state of this library's context is used again, in a forked child that of the
-    # parent, since `refuse_fork` compares ids.
+    # The state that this context had before is kept. A forked child keeps its parent's, by whose
+    # id `refuse_fork` recognizes it.
     of_type = [each for each in (previous, _forked) if each and type(each.model) is type(model)]
     context = next((each for each in of_type if each.model.is_alive()), None)
     if previous is not None and previous is not context:
@@ -294,7 +294,7 @@ def _pass_to_children() -> None:
     """Pass this rank's facts to the processes that multiprocessing creates, forked or not."""
     process: Any = multiprocessing.current_process()
     config = getattr(process, "_config", None)  # its other content, such as a key, is kept
-    if config is None:  # private, so it may be missing
+    if config is None:
         return
     if not isinstance(config, _Config):
         process._config = config = _Config(config)
@@ -411,7 +411,7 @@ def set_local_rank(local_rank: int | None) -> None:
         raise ArgumentError(f"local_rank should be an int of at least 0, or None: {local_rank!r}")
     with _lock:
         _local_rank = local_rank
-        # The next call adopts it again, with the hint. What `activate` made needs no hint.
+        # The next call adopts it again, with the hint. A context that `activate` made needs none.
         if _process is not None and _process is not _ours:
             _previous, _process = _process, None
 
@@ -455,7 +455,7 @@ def _after_fork() -> None:
     """Disown the parent's contexts in a forked child, which may only read their facts."""
     global _forked, _lock, _replica_threads
     _lock = threading.RLock()  # another thread of the parent may have held the old one
-    _replica_threads = 0  # a fork has only the forking thread
+    _replica_threads = 0  # only the forking thread exists in the child
     _forked = _thread.context or _process or _forked
     for context in filter(None, {_thread.context, _process, _previous}):
         context.disown()

@@ -53,7 +53,7 @@ def diagnose(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
 
 
 def _memory(ranks: int) -> dict[str, Any]:
-    """Return bytes and limit of the shared memory of `ranks` ranks, or why there is none."""
+    """Return the size and the limit of the memory that `ranks` share, or why there is none."""
     facts: dict[str, Any] = {"ranks": ranks, "bytes": 0, "most_bytes": None}
     reason = memory.why_not()
     try:
@@ -129,7 +129,7 @@ def _version(distribution: str) -> str | None:
 
 def problems(facts: Mapping[str, Any], backend: str | None, launcher: str | None) -> list[str]:
     """List the reasons why the environment, a backend or a launcher can't work, with remedies."""
-    is_node = facts["node"]["source"] is not None  # a launcher sets the variables of its ranks
+    is_node = facts["node"]["source"] is not None  # then a launcher sets the ranks' variables
     errors = [None if is_node else facts["environment"]["error"], facts["node"]["error"]]
     reasons = [error for error in errors if error is not None]
     for what, name, find in (

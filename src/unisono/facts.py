@@ -131,7 +131,6 @@ def _known(field: str, description: str) -> int:
     model, topology = active.model, _topology(active)
     value = getattr(topology, field)
     if value is None:
-        # A user can set only the local rank.
         own = "set_local_rank(...) here, " if field == "local_rank" else ""
         raise ContextError(
             f"rank {topology.rank} of {topology.world_size}: the {description} can't be known "

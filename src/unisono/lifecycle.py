@@ -188,7 +188,7 @@ def initialize(backend: str | None = None, **options: Unpack[InitializeOptions])
     given = {key: value for key, value in given.items() if value is not None}
 
     def make() -> ComputationModel:  # called once it is certain that no context is live
-        # With a rendezvous of its own, this is another job.
+        # A rendezvous that is given here makes another job.
         if takes_info and not given.keys() & {"init_method", "store"}:
             _refuse_child(info)
         return cls.initialize(name.lower(), info, **given)

@@ -32,7 +32,7 @@ def boot_id() -> str:
     """Return an id of the running kernel, whose processes share one monotonic clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:  # not Linux
+    except OSError:
         return gethostname()
 
 

@@ -269,7 +269,6 @@ def _assertion(frames: TracebackType | None) -> str:
         n.id for n in ast.walk(statement.test) if isinstance(n, ast.Name) and n.id in variables
     ]
     values = [f"{name} = {_SHOWN.repr(variables[name])}" for name in dict.fromkeys(names)]
-    # A function as a value explains nothing.
     values = [" ".join(value.split()) for value in values if " = <function " not in value]
     text = ast.unparse(statement)
     return f"{text}, where {', '.join(values)}" if values else text

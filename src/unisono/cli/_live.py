@@ -83,7 +83,7 @@ class LiveView:
                 self.name = chosen(self.jobs, self.wanted).name
             self.jobs = [job for job in self.jobs if job.name == self.name]
         names = [job.name for job in self.jobs]
-        # Other jobs may begin or end, which changes this job's position.
+        # Other jobs may begin or end, so this job's position may change.
         self.at = names.index(name) if name in names else min(self.at, max(len(names) - 1, 0))
         self.report = report_of(self.jobs[self.at], self.asked) if self.jobs else None
         now = time.monotonic()
@@ -212,5 +212,4 @@ def _pressed(fd: int, timeout_s: float) -> list[str]:
     text = os.read(fd, _KEY_BYTES).decode("utf-8", "replace")
     if not text:  # the terminal has gone
         return ["q"]
-    # Several keys may have been typed since the last read.
     return [text] if text.startswith(_ESCAPE) else list(text)

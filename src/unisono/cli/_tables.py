@@ -72,5 +72,4 @@ def show(title: str, columns: Sequence[Column], rows: Sequence[Sequence[str | Te
         kept.remove(last)
     with console.capture() as captured:
         console.print(Text(title, "italic"), table, sep="\n")
-    # Rich pads each line with spaces.
     typer.echo("\n".join(map(str.rstrip, captured.get().splitlines())))

@@ -161,7 +161,7 @@ def _values() -> list[Work]:
 def _tensors(sizes: list[int]) -> Iterator[Work]:
     n = idist.get_world_size()
     for size in sizes:
-        # A float32 has 4 bytes; the tensor is divided equally among the ranks.
+        # The calls below divide the tensor equally among the ranks.
         count = max(n, size // 4 // n * n)
         tensor = torch.zeros(count, device=idist.device())
         part = tensor[: count // n].clone()

@@ -86,7 +86,6 @@ def check(
         The exit code: 0 if no law failed, 1 if one did.
     """
     subject = _subject(backend, launcher, environment)
-    # Users may type a name with spaces.
     names = [name for name in subject.groups if law.strip().replace(" ", "_") in name]
     if not names:
         raise typer.BadParameter(f"none of the {len(subject.groups)} laws has {law!r} in its name")
@@ -171,7 +170,7 @@ def _facts(subject: _Subject, outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 def _show(name: str, size: int, outcomes: Sequence[Outcome]) -> None:
     """Print a line for each law, with its name never cut or folded, so that it can be copied."""
-    # Environments are checked without replicas, as size 0.
+    # The size of an environment, which has no replicas, is 0.
     replicas = ("", ", 1 replica")[size] if size < 2 else f", {size} replicas"
     console = Console(highlight=False)
     console.print(Text(f"{name}{replicas}", "italic"))

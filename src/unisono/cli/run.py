@@ -241,7 +241,7 @@ def _node(
     from unisono.node import find_node, refuse_rank
 
     default = _default_launcher(backend)
-    # Only torchrun joins nodes. It replaces the default launcher if there are several.
+    # Only torchrun joins the nodes. It is also the default launcher of several nodes.
     if launcher != "torchrun" and (launcher or default != "processes"):
         if is_asked:
             raise ArgumentError(f"--nnodes auto is for torchrun, and not for {launcher or default}")

@@ -137,7 +137,7 @@ def _ask(environment: Environment, env: Mapping[str, str]) -> Finding[RankInfo]:
             source=name,
             value="",  # None would mean a missing variable, and yield to a later environment
         )
-        failure.__cause__ = raised  # as `from` would: it is raised later, if at all
+        failure.__cause__ = raised
         return Finding(name, error=failure)
     return Finding(name, info)
 

@@ -96,7 +96,7 @@ def _is_alone(rank: RankInfo) -> bool:
     """Return whether every node appears to run a single rank."""
     if rank.local_rank not in (0, None) or rank.nnodes not in (None, rank.world_size):
         return False
-    # Where their number is unknown, local rank 0 may be the only one.
+    # If the number of local ranks is unknown, local rank 0 may be the only one.
     return rank.local_world_size == 1 or (rank.local_world_size is None and rank.local_rank == 0)
 
 
@@ -122,7 +122,7 @@ def _ambiguous_node(reader: Reader, rank: RankInfo | None) -> NodeInfo | None:
     if rank is None or rank.source != "torchrun" or rank.world_size == 1:
         return None
     if reader.has("LOCAL_RANK", "LOCAL_WORLD_SIZE", *_OF_AGENT, RANK_COUNTS):
-        return None  # each of these decides between the meanings
+        return None
     size, port = rank.world_size, rank.master_port or PORT
     return NodeInfo(rank.rank, size, size, rank.master_addr, port, None, _BARE, is_ambiguous=True)
 

@@ -68,7 +68,7 @@ def _read_node(
         PORT if most == 1 else _read_port(platform, reader),
         _count_ranks(platform, reader, hosts),
         platform.NAME,
-        # They are only for the warning that the other hosts aren't started: see `alone`.
+        # The hosts are only for the warning of `alone`, that the others aren't started.
         hosts=tuple(hosts.names) if hosts and platform.starts == "first node" else (),
     )
 
@@ -139,7 +139,7 @@ def _count_nodes(platform: Platform, reader: Reader, hosts: _Hosts | None) -> tu
 def _find_position(platform: Platform, reader: Reader, machine: Machine, hosts: _Hosts) -> int:
     if len(hosts.names) == 1:
         return 0  # the only host is this one, even under another name
-    # The name that the platform gives this node in another variable, or else the host name.
+    # This node's name is in a variable of the platform, or else it is the host name.
     variables = [name for name in platform.marks if name not in platform.hosts]
     own = reader.text(*variables)
     if variables and own is None:
@@ -283,7 +283,6 @@ def _is_pod_of_rank(pod: str, reader: Reader) -> bool:
     for leader, first in (("master", 1), ("worker", 0)):
         if addr.partition(".")[0] == f"{match['job']}-{leader}-0":
             offset = first if match["role"] == "worker" else 0
-            # `_read_node` raises if RANK is missing.
             return not rank or int(match["index"]) + offset == int(rank)
     return False
 

@@ -139,10 +139,10 @@ def _torchrun(reader: Reader) -> RankInfo | None:
     """Read a rank's variables, unless they are a node's."""
     if not reader.has("RANK", "WORLD_SIZE"):
         return None
-    if not reader.has("LOCAL_RANK"):  # else they may count nodes
+    if not reader.has("LOCAL_RANK"):  # else RANK and WORLD_SIZE may count nodes
         is_of_nodes = reader.counts_nodes()
         if is_of_nodes:
-            return None  # `detect_node` reads them
+            return None
         if is_of_nodes is None:
             _refuse_both_meanings(reader)
     info = _by_variables(
@@ -375,7 +375,6 @@ def _mpi(
 
 
 def _lsf(reader: Reader) -> RankInfo | None:
-    """Read the variables of a task of jsrun."""
     if not reader.has("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"):
         return None
     info = _by_variables(

@@ -58,7 +58,6 @@ class Meter:
         """Return the share of a core since the last look, None at the first one."""
         before = self._before.get((pid, thread_id))
         self._before[pid, thread_id] = (at_ns, used_s)
-        # Two looks at the same time would divide by zero.
         if before is None or at_ns <= before[0]:
             return None
         return 100.0 * max(used_s - before[1], 0.0) / (at_ns - before[0]) * _S
@@ -110,7 +109,7 @@ def _is_one(part: ObservedJob, others: Sequence[ObservedJob]) -> bool:
         for rank in job.ranks
         if rank.is_alive
     }
-    # A rank that is alive on two hosts makes two pairs, but only one key.
+    # The dict keeps only one pair of a rank that is alive on two hosts.
     return part.name == others[0].name and len(dict(living)) == len(living)
 
 
@@ -241,7 +240,7 @@ def stacks_of(
     def stacks(rank: Rank) -> list[Stack] | str:
         if not rank.is_alive:
             return "is dead"
-        if rank.stacks is not None:  # read on the rank's own host
+        if rank.stacks is not None:  # they were read on the rank's own host
             return rank.stacks
         is_stopped = rank.condition == "stopped"
         return read_stacks(rank.facts, timeout_s, is_stopped=is_stopped, all_threads=all_threads)

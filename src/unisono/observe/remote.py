@@ -67,7 +67,7 @@ def look_through(commands: Sequence[str], version: str) -> tuple[list[ObservedJo
     """Run all commands at once; return the jobs of their hosts, and the failures."""
     # A malformed command is an error before any other one runs.
     words = [_words(command) for command in commands]
-    with ThreadPoolExecutor(max(len(commands), 1)) as executor:  # 0 isn't allowed
+    with ThreadPoolExecutor(max(len(commands), 1)) as executor:
         found = list(executor.map(_through, commands, words, repeat(version)))
     return [job for jobs, _ in found for job in jobs], [why for _, why in found if why]
 

@@ -55,7 +55,7 @@ class Asked:
 
 
 def _state_of(rank: Rank, verdict: Verdict) -> tuple[object, ...]:
-    """Return a rank's process and call; it is asked again only when they change."""
+    """Return a rank's process and call; its stacks are kept until one of them changes."""
     state, call = verdict.states[rank.rank], None
     if state.call is not None:
         call = (state.call.key, state.call.number, state.call.begin_ns)
@@ -81,7 +81,7 @@ def report_of(job: ObservedJob, asked: Asked) -> dict[str, Any]:
     """Return the state of each rank of a job, and the ranks that make others wait."""
     verdict = judge(job.ranks, job.at_ns)
     # Only stacks distinguish an extra call from a rank that is merely ahead. Asking for stacks
-    # interrupts the ranks' waits, so only this verdict needs it.
+    # interrupts the ranks' waits, so this is done only for this verdict.
     if verdict.kind == "extra call" and _is_early(job, verdict, asked):
         verdict = judge(job.ranks, job.at_ns, is_early=True)
     culprits = [each.rank for each in verdict.culprits[:_MAX_RANKS_ASKED]]

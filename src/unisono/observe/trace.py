@@ -105,7 +105,7 @@ class _Tracer:
 
     def _end(self, record: CollectiveRecord) -> None:
         if self._ranges:
-            # There is none if the profiler was started within the call.
+            # There is no range if the profiler was started within the call.
             entered = self._ranges.pop((record.thread_id, record.arrival_ns, record.name), None)
             if entered is not None:
                 entered.__exit__(None, None, None)
@@ -147,7 +147,7 @@ class _Tracer:
             by_rank.setdefault((record.rank, record.world_size, record.job), []).append(record)
         for key, records in by_rank.items():
             if key not in self._files:
-                self.folder.mkdir(parents=True, exist_ok=True)  # `begin_if_asked` doesn't
+                self.folder.mkdir(parents=True, exist_ok=True)
                 self._files[key] = TraceFile(self.folder, records[0])
             self._files[key].append(records)
 

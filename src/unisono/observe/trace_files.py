@@ -279,7 +279,7 @@ class _RankEvents:
         if meeting is not None:
             self.calls[id(meeting)] = call
             if waited_ns := meeting.waited_ns(record.rank):
-                begin_ns += record.overlap_ns  # until then the rank worked
+                begin_ns += record.overlap_ns  # until then the rank worked, and didn't wait
                 name, args = f"waiting for rank {meeting.last}", {"rank": meeting.last}
                 waiting = self._slice(track, name, "waiting", begin_ns, waited_ns, args)
                 self.waits.append((waiting, meeting))
@@ -309,7 +309,6 @@ class _RankEvents:
 def _arrows(ranks: dict[int, _RankEvents]) -> Iterator[Event]:
     """Build an arrow from each wait to the call that ended it."""
     for waiting, meeting in chain.from_iterable(each.waits for each in ranks.values()):
-        # There is no arrow from a wait that an inner call has cut to nothing.
         ends = {"s": waiting, "f": ranks[meeting.last].calls[id(meeting)]} if waiting["dur"] else {}
         for ph, end in ends.items():
             at = {key: end[key] for key in ("ts", "pid", "tid")}

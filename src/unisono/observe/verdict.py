@@ -223,7 +223,7 @@ class _JobFacts:
         lost_s, lates, n_calls = _costs(self.ranks.values())
         found = []
         for culprit in culprits:
-            # A verdict of a deadlock or an extra call has set the waiters.
+            # Deadlocks and extra calls come with their waiters.
             waiters = culprit.waiters or self.waiters(culprit.rank)
             own = lates.get(culprit.rank, [])
             found.append(
@@ -397,7 +397,7 @@ def _unseen(job: _JobFacts) -> _Found:
         f"{named(waits)} may wait for {named(unseen)}, without a page that could be read: on "
         "another host, or ended"
     )
-    return "unseen", text, []  # no culprit: no page of such a rank can be read
+    return "unseen", text, []
 
 
 def _costs(ranks: Iterable[Rank]) -> tuple[dict[int, float], dict[int, list[float]], int]:

@@ -148,9 +148,8 @@ def common_clock(ranks: Records, clocks: Mapping[int, Clock]) -> tuple[dict[int,
     # A rank leaves a call that all meet in after the last one's arrival. So each bounds the
     # difference of two hosts from both sides, and the shortest ones bound it best.
     hosts = {rank: clocks[rank].boot for rank in sorted(clocks)}
-    # In reverse, so that each host has the clock of its lowest rank.
     walls = {clocks[rank].boot: clocks[rank].to_wall_ns for rank in sorted(clocks, reverse=True)}
-    first, *others = dict.fromkeys(hosts.values()) or [""]  # without ranks there is no host
+    first, *others = dict.fromkeys(hosts.values()) or [""]
     bounds: dict[str, list[tuple[int, int]]] = {host: [] for host in others}
     offsets = {rank: walls[host] for rank, host in hosts.items()}
     for meeting in meetings(ranks, offsets) if others else ():

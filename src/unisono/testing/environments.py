@@ -217,7 +217,6 @@ def a_partial_example_is_refused_by_name(trial: EnvironmentTrial) -> None:
         whole, marks = _identity(info), []
         for name in trial.variables(example):
             left_out = {each: value for each, value in example.items() if each != name}
-            # An empty variable counts as missing.
             found = {trial.answer(env) for env in ({**example, name: ""}, left_out)}
             wrong = [each for each in found - {None, whole} if not isinstance(each, str)]
             assert not wrong, f"without {name} it says rank, size {wrong}, not {whole}"
@@ -234,7 +233,7 @@ def a_malformed_variable_is_refused_by_name(trial: EnvironmentTrial) -> None:
     """A value that is not a number in range is an error, and never a rank."""
     for example, info in trial.examples_with_facts():
         for name in trial.variables(example):
-            # Only a malformed mark may mean that there is no job.
+            # Only a malformed mark may mean that this is no job.
             is_mark = trial.answer({**example, name: ""}) is None
             for value in _MALFORMED:
                 found, what = trial.answer({**example, name: value}), f"{name}={value!r}"

@@ -106,7 +106,7 @@ class LauncherTrial:
         found = []
         for file in Path(self.folder).glob("rank-*"):
             host, pid = file.read_text().split()
-            if host == socket.gethostname():  # a pid of another host means nothing here
+            if host == socket.gethostname():
                 found.append(_living(int(pid), file.stat().st_mtime))
         return found
 
@@ -519,7 +519,7 @@ def check_launcher(
                 try:
                     done.append(outcome_of(name, nproc, check))
                 finally:
-                    trial.clean_up()  # a failed law may leave ranks behind
+                    trial.clean_up()
     return done
 
 

@@ -247,7 +247,7 @@ def _broken_law(error: LaunchError, names: Sequence[str], watch: _Watchdog) -> t
         if f"law {name} doesn't hold" in str(error):
             return name, str(error)
     last = watch.law_of(rank)
-    # A replica that dies names no law; it was the one that it had entered last.
+    # A replica that dies names no law, so the law that it entered last is the broken one.
     if last or watch.hung:
         return last, f"the replicas ended in it: {error}"
     raise LaunchError(f"the replicas ended outside of any law: {error}") from error
@@ -331,7 +331,7 @@ class _Watchdog:
 
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
-        self._thread.join()  # it may be reading the folder
+        self._thread.join()
         self._folder.cleanup()
 
     def law_of(self, rank: int) -> str:

@@ -64,7 +64,7 @@ def difference(value: Any, expected: Any, path: str = "") -> str:
     def wrong(got: object, due: object) -> str:
         return f"{at}got {got}, wanted {due}"
 
-    if type(value) is not type(expected):  # True == 1, but they aren't the same
+    if type(value) is not type(expected):  # such as True and 1, which are equal
         return wrong(_short(value), _short(expected))
     if isinstance(expected, Tensor):
         different = _difference_of_tensors(value, expected)

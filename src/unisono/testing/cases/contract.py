@@ -25,7 +25,7 @@ def _ops(dtype: torch.dtype) -> list[ReduceOp]:
 
 def _agree(model: ComputationModel, got: Tensor, expected: Tensor, what: Any) -> None:
     """Check for the same bits, and for the device of the model's tensors."""
-    place = torch.empty(0, device=model.transport_device).device  # this device has an index
+    place = torch.empty(0, device=model.transport_device).device  # a tensor's device has an index
     assert got.device == place, f"{what}: got a tensor of device {got.device}, wanted {place}"
     same(got.cpu(), expected.cpu(), what)
 
@@ -47,7 +47,7 @@ def _all_reduces_agree(
     got = model.all_reduce(_mine(model, shape, dtype), op)
     _agree(model, got, expected, (dtype, op, shape))
     handle = model.start_all_reduce(_mine(model, shape, dtype), op)
-    if handle is not None:  # None where the model has no asynchronous reduction
+    if handle is not None:
         _agree(model, handle.wait(), expected, (dtype, op, shape, "async"))
 
 

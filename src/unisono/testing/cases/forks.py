@@ -80,5 +80,5 @@ def _reply(writing: int, calls: list[Callable[[], Any]], text: str) -> None:
     except BaseException as error:
         reply = f"call {index} raised {type(error).__name__}: {error}"
     finally:
-        os.write(writing, reply.encode("utf-8", "replace")[:4000])  # the parent reads 4000 bytes
+        os.write(writing, reply.encode("utf-8", "replace")[:4000])
         os._exit(0)

@@ -67,7 +67,7 @@ def groups_that_overlap_do_not_mix(rank: int, size: int) -> None:
 @law("groups")
 def a_list_of_ranks_makes_one_group_however_often_it_is_used(rank: int, size: int) -> None:
     members = list(range(size))
-    idist.all_reduce(1, group=members)  # makes the group
+    idist.all_reduce(1, group=members)
     before = len(current().groups)
     for _ in range(20):
         idist.all_reduce(1, group=list(members))

@@ -250,7 +250,7 @@ def asynchronous_forms_give_what_blocking_ones_give(rank: int, size: int) -> Non
         (idist.all_gather(tensor, async_op=True), joined),
         (idist.barrier(async_op=True), None),
     ]
-    for handle, value in reversed(started):  # handles may be awaited in any order
+    for handle, value in reversed(started):
         same(handle.wait(), value)
         assert handle.is_completed()
         assert handle.wait() is handle.wait()

@@ -195,7 +195,7 @@ class RankSession:
             return
         capture: Any = self._config.pluginmanager.get_plugin("capturemanager")
         if capture is not None:
-            capture.suspend(in_=True)  # else the user couldn't type or see anything
+            capture.suspend(in_=True)
         kept = os.dup(0)
         _read_from(os.open(stdin, os.O_RDONLY))
         try:

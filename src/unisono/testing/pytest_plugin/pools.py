@@ -144,7 +144,7 @@ class Pools:
         marked = [item for item in self._session.items if place_of(item) is not None]
         files = dict.fromkeys(str(item.path) for item in marked)
         options = {key: value for key, value in vars(config.option).items() if _is_plain(value)}
-        options.pop("file_or_dir", None)  # the ranks collect `files`
+        options.pop("file_or_dir", None)
         temporary = self._temporary() / "ranks"
         temporary.mkdir(exist_ok=True)
         ini = None if config.inipath is None else str(config.inipath)
@@ -173,7 +173,6 @@ class Pools:
         except ArgumentError as error:
             raise pytest.fail.Exception(str(error), pytrace=False) from None
         except BackendUnavailableError as error:
-            # A missing library of a backend is no failure of the test.
             raise pytest.skip.Exception(str(error), _use_item_location=True) from None
         self._merged = merged = reports.merge(answers, place, item, printed)
         if merged.has_lost_context and not is_debugged:  # a debugger has yet to look at them

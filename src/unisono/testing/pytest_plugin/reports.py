@@ -153,7 +153,7 @@ def _by_rank(answers: PoolCall, item: pytest.Item) -> list[tuple[int, RankReport
             failure = _text(item, headline, text)
             report = pytest.TestReport(item.nodeid, item.location, {}, "failed", failure, "call")
             data = item.config.hook.pytest_report_to_serializable(config=item.config, report=report)
-            # Its time is unknown: now is later than all that are known.
+            # Its time is unknown; this one is later than all known ones.
             by_rank[rank] = RankReport([data], time.monotonic())
     return sorted(by_rank.items())
 
@@ -185,7 +185,6 @@ def _failure(answers: PoolCall, place: Place, item: pytest.Item, failed: Sequenc
         waited = f"{ranks_text(answers.stacks)} of {place.size} still ran, and were ended"
         longrepr.addsection(waited, _stacks(answers, place.size))
     ranks = [one.rank for group in groups for one in group]
-    # Ranks that were lost can't be debugged.
     return Merged("failed", when, longrepr, failed=[] if answers.error else ranks)
 
 
