@@ -30,7 +30,7 @@ def can_pin_for(device: torch.device) -> bool:
     if kind is None or device.type != kind.type:
         return False
     if kind.type != "cuda" and (kind.type == "mps" or torch.__version__ < "2.9"):
-        return False  # loaders would warn or ignore it; torch's version isn't compared as text
+        return False  # loaders would warn or ignore it; a TorchVersion isn't compared as text
     # It tries, as a loader would raise if it can't: a third-party accelerator
     # may have no pinned memory, and tensors on another default device aren't pinned.
     try:

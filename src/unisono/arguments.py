@@ -15,7 +15,7 @@ from unisono.errors import ArgumentError, EnvironmentDetectionError
 def check_variables() -> None:
     """Raise if a number in one of our variables is bad, before replicas start."""
     for variable in ("UNISONO_WARN_AFTER_S", "UNISONO_SHARED_BYTES"):
-        number_in(variable, 0.0)  # only for its error
+        number_in(variable, 0.0)  # called only for its error
 
 
 def _from_text(value: Any) -> Any:
@@ -81,7 +81,7 @@ def seconds(name: str, value: Any, *, may_be_zero: bool = False) -> timedelta:
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         try:
             given = timedelta(seconds=value)
-        except (OverflowError, ValueError) as error:  # infinite or too long, and NaN
+        except (OverflowError, ValueError) as error:
             raise ArgumentError(f"{name}={value!r} isn't a number of seconds") from error
     else:
         raise ArgumentError(f"{name}={value!r} should be seconds or a timedelta")

@@ -20,7 +20,7 @@ class LastCalls:
     @classmethod
     def add(cls, call: Callable[[], None], *, ends_peers: str = "") -> None:
         """Register a call."""
-        if not cls._calls:  # one handler makes them all
+        if not cls._calls:
             atexit.register(cls._at_exit)
         cls._calls.append((call, ends_peers))
 
@@ -41,7 +41,7 @@ class LastCalls:
         if reason:
             wait_for_peers(reason)
         while cls._calls:
-            call, _ = cls._calls.pop()  # before the call: one that fails isn't repeated at exit
+            call, _ = cls._calls.pop()  # first, so that a call that fails isn't repeated at exit
             call()
 
     @classmethod

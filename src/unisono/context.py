@@ -45,7 +45,7 @@ class ContextState:
 
     def __init__(self, model: ComputationModel, calls: CallLog | None = None) -> None:
         self.model: ComputationModel = model
-        if calls is not None:  # else the serial one, made on import: `_find_context` begins it
+        if calls is not None:  # `_find_context` does it for the serial one, made on import
             plugins.begin_trace()
         topology = model.topology
         self.calls: CallLog = calls or CallLog(topology.rank, topology.world_size, "", None)
@@ -105,7 +105,7 @@ class ContextState:
     def check_whole(self) -> None:
         """Raise if a collective was interrupted earlier."""
         if self.interrupted is not None:
-            # A copy: a raised error refers to the frames that it has passed.
+            # A copy, as the traceback of a raised error keeps its frames alive.
             raise type(self.interrupted)(*self.interrupted.args)
 
     def start(self, call: Callable[[], T], group: Group | None) -> Handle[T]:
@@ -122,7 +122,7 @@ class ContextState:
         name = self._queue_of(group)
         if name not in self.backgrounds:
             made = Background(f"{BACKGROUND}-{self.model.name}-{self.context_id}")
-            # Another thread may have been faster; the thread of an unused object ends.
+            # Another thread may have been faster; an unused object's thread ends.
             self.backgrounds.setdefault(name, made)
         return self.backgrounds[name].submit(partial(from_here().run, call))
 
@@ -228,7 +228,7 @@ def left_half_way(call: str, error: BaseException) -> None:
 
 
 def _find_context() -> ContextState:
-    """Find the context where none is known to be alive; the serial one if there is none."""
+    """Return a context created elsewhere or inherited, or else the serial one."""
     with _lock:
         context = _live_context() or _adopt() or _of_parent()
     if context is not None:
@@ -255,8 +255,8 @@ def _adopt() -> ContextState | None:
         if previous is not None and not previous.model.is_alive():
             previous.release()
         return None
-    # An earlier view of this library's context, or in a child that of its parent, by whose id
-    # `refuse_fork` recognizes it.
+    # The state that this context had before is kept. A forked child keeps its parent's, by whose
+    # id `refuse_fork` recognizes it.
     of_type = [each for each in (previous, _forked) if each and type(each.model) is type(model)]
     context = next((each for each in of_type if each.model.is_alive()), None)
     if previous is not None and previous is not context:
@@ -294,7 +294,7 @@ def _pass_to_children() -> None:
     """Pass this rank's facts to the processes that multiprocessing creates, forked or not."""
     process: Any = multiprocessing.current_process()
     config = getattr(process, "_config", None)  # its other content, such as a key, is kept
-    if config is None:  # it is private, and may be missing
+    if config is None:
         return
     if not isinstance(config, _Config):
         process._config = config = _Config(config)
@@ -307,7 +307,7 @@ def _of_parent() -> ContextState | None:
     global _process, _forked
     config: dict[str, Any] = getattr(multiprocessing.current_process(), "_config", {})
     pid, *facts = config.get(_OF_RANK, (os.getpid(),))
-    if pid == os.getpid():  # the default: no rank has started this process
+    if pid == os.getpid():  # no rank has started this process
         return None
     topology, *others = facts
     _process = _forked = ContextState(ChildOfRank(Topology(*topology), *others))
@@ -352,7 +352,7 @@ def activate(
                 refuse_fork(live)
             live = None
         if live is not None and live is not _serial:
-            # XLA's runtime makes the replicas itself, so there its live context is expected.
+            # XLA's runtime creates the replicas, so a live context of XLA is no error.
             joins = live.control.is_thread_bound and type(live.model) is cls
             if is_ours(live) or not joins:
                 topology = live.model.topology
@@ -368,7 +368,7 @@ def activate(
         except BaseException:  # Ctrl-C too: there is no context that would remove the page
             calls.close()
             raise
-        # As the library counts, which may differ from the variables.
+        # The library's numbers may differ from those of the variables.
         calls.become(model.topology.rank, model.topology.world_size)
         context = ContextState(model, calls)
         if context.control.is_thread_bound:
@@ -393,14 +393,14 @@ def forget() -> None:
     """Release the process's context, so that the next call looks for one again."""
     global _process, _ours, _previous
     with _lock:
-        _previous = _process or _previous  # found again while alive, with its state
+        _previous = _process or _previous  # `_adopt` uses its state again while it is alive
         if _previous is not None and not _previous.model.is_alive():
             # Not only at the next call: torch's group listens as long as this refers to it.
             _previous.release()
             _previous = None
         _process = _ours = None
         if _thread.context is not None and _thread.context.control.is_thread_bound:
-            _thread.context = _thread.ours = None  # others end with `replica`
+            _thread.context = _thread.ours = None  # `replica` unbinds the others
 
 
 def set_local_rank(local_rank: int | None) -> None:
@@ -411,7 +411,7 @@ def set_local_rank(local_rank: int | None) -> None:
         raise ArgumentError(f"local_rank should be an int of at least 0, or None: {local_rank!r}")
     with _lock:
         _local_rank = local_rank
-        # The next call finds it again, with the hint; the ranks of one of `activate` are known.
+        # The next call adopts it again, with the hint. A context that `activate` made needs none.
         if _process is not None and _process is not _ours:
             _previous, _process = _process, None
 
@@ -420,7 +420,7 @@ def set_local_rank(local_rank: int | None) -> None:
 def replica(context: ContextState) -> Iterator[None]:
     """Bind a context to this thread, or to the process in the main thread of one of many."""
     global _process, _replica_threads
-    # A replica that is alone leaves other threads the serial context, so it isn't counted.
+    # Beside a single replica, other threads use the serial context, so it isn't counted.
     is_one_of_many = context.model.topology.world_size > 1
     is_process = is_one_of_many and threading.current_thread() is threading.main_thread()
     before, before_in_process = _thread.context, _process
@@ -452,10 +452,10 @@ def _before_fork() -> None:
 
 
 def _after_fork() -> None:
-    """Release the parent's contexts in a forked child, which may read their facts only."""
+    """Disown the parent's contexts in a forked child, which may only read their facts."""
     global _forked, _lock, _replica_threads
-    _lock = threading.RLock()  # a thread that isn't here may have held the old one
-    _replica_threads = 0  # only the forking thread is here
+    _lock = threading.RLock()  # another thread of the parent may have held the old one
+    _replica_threads = 0  # only the forking thread exists in the child
     _forked = _thread.context or _process or _forked
     for context in filter(None, {_thread.context, _process, _previous}):
         context.disown()
@@ -463,7 +463,7 @@ def _after_fork() -> None:
 
 def _at_exit() -> None:
     """Send peers a farewell, unless an exception ended the program."""
-    # Python has set it if it printed an uncaught exception: peers must see a failure.
+    # `sys.last_type` is set after an uncaught exception, which peers must see as a failure.
     if not hasattr(sys, "last_type"):
         for context in filter(None, {_process, _previous}):
             context.control.say_farewell("ended its program")

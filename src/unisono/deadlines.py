@@ -136,7 +136,7 @@ def limit_of(timeout_s: float | None, until: float | None = None) -> float | Non
     if here is None and until is None:
         return timeout_s
     end = min(end for end in (here, until) if end is not None)
-    left = max(0.0, end - time.monotonic()) * _RATE  # of the clock of limits
+    left = max(0.0, end - time.monotonic()) * _RATE
     return left if timeout_s is None else min(left, timeout_s)
 
 

@@ -41,7 +41,7 @@ def diagnose(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
             "system": platform.platform(),
             "cores": usable_cores(),
         },
-        "memory": _memory(max(2, usable_cores())),  # a rank alone shares none
+        "memory": _memory(max(2, usable_cores())),  # a single rank shares no memory
         "environment": _decision(explain(variables, plugins)),
         "node": {**node, "meaning": meaning(variables, MACHINE, plugins)},
         "backends": registry.availability(),
@@ -53,7 +53,7 @@ def diagnose(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
 
 
 def _memory(ranks: int) -> dict[str, Any]:
-    """Return bytes and limit of the shared memory of `ranks` ranks, or why there is none."""
+    """Return the size and the limit of the memory that `ranks` share, or why there is none."""
     facts: dict[str, Any] = {"ranks": ranks, "bytes": 0, "most_bytes": None}
     reason = memory.why_not()
     try:
@@ -64,9 +64,9 @@ def _memory(ranks: int) -> dict[str, Any]:
     if made is None:
         return {**facts, "reason": reason or "anonymous shared memory is not available here"}
     os.close(made[0])
-    most = None if limit == math.inf else int(limit)  # infinity: the variable isn't set
+    most = None if limit == math.inf else int(limit)
     plan, free = (arena.layout(ranks, usable_cores(), each) for each in (most, None))
-    if plan != free:  # else the limit makes no difference
+    if plan != free:
         facts["most_bytes"] = most
     reason = None if plan else f"UNISONO_SHARED_BYTES={most} is too little"
     return {**facts, "bytes": 0 if plan is None else plan.size_bytes, "reason": reason}
@@ -87,7 +87,7 @@ def _decision(all_findings: Sequence[Finding[Any]]) -> dict[str, Any]:
     ]
     winner = next((each["source"] for each in findings if each["verdict"] == "won"), None)
     error = next((each["error"] for each in findings if each["verdict"] == "refused"), None)
-    # An error beside a winner wasn't raised: another environment was complete.
+    # If there is a winner, the error wasn't raised, as another environment was complete.
     return {"source": winner, "error": None if winner else error, "findings": findings}
 
 
@@ -96,7 +96,7 @@ def _devices() -> dict[str, Any]:
     if kind is None:
         return {"type": "cpu", "count": 0, "names": []}
     count = accelerator_count()
-    module = getattr(torch, kind.type, None)  # a third-party accelerator may have none, or no names
+    module = getattr(torch, kind.type, None)  # a third-party accelerator may lack it
     name_of = getattr(module, "get_device_name", lambda index: f"{kind.type}:{index}")
     return {"type": kind.type, "count": count, "names": [name_of(i) for i in range(count)]}
 
@@ -129,7 +129,7 @@ def _version(distribution: str) -> str | None:
 
 def problems(facts: Mapping[str, Any], backend: str | None, launcher: str | None) -> list[str]:
     """List the reasons why the environment, a backend or a launcher can't work, with remedies."""
-    is_node = facts["node"]["source"] is not None  # a launcher sets the variables of its ranks
+    is_node = facts["node"]["source"] is not None  # then a launcher sets the ranks' variables
     errors = [None if is_node else facts["environment"]["error"], facts["node"]["error"]]
     reasons = [error for error in errors if error is not None]
     for what, name, find in (

@@ -176,7 +176,7 @@ class WorkerFailedError(LaunchError):
         text = fold(error, error.__traceback__)
         message = cls.text(f"rank {rank} of {world_size}", summary(error), cls.line_of(error), text)
         failed = cls(message, rank, cls.exit_code_of(error), traceback=text)
-        failed.__cause__ = error  # as `raise ... from` would: it is raised later
+        failed.__cause__ = error  # as `raise ... from` would, but the caller raises it
         return failed
 
     @staticmethod

@@ -131,7 +131,6 @@ def _known(field: str, description: str) -> int:
     model, topology = active.model, _topology(active)
     value = getattr(topology, field)
     if value is None:
-        # Of these facts only the local rank can be set.
         own = "set_local_rank(...) here, " if field == "local_rank" else ""
         raise ContextError(
             f"rank {topology.rank} of {topology.world_size}: the {description} can't be known "
@@ -140,7 +139,7 @@ def _known(field: str, description: str) -> int:
             "launcher that sets LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK and GROUP_WORLD_SIZE, as "
             "torchrun does"
         )
-    if topology.is_guess and active.context_id not in _warned:  # once for each context
+    if topology.is_guess and active.context_id not in _warned:
         _warned.add(active.context_id)
         warnings.warn(
             f"the {description} of this {model.name} context, {value}, is a guess: all ranks are "

@@ -118,7 +118,7 @@ class RankTask:
                 local.begin(workers, [self.info], self._task, held)
                 while not job.is_decided(_CHECK_S):
                     if _is_over(store, self.token):
-                        # Returned, not raised, as are all failures: so each arrives with its rank.
+                        # Returned like all failures: a task that raises is treated as a lost rank.
                         error = LaunchError(f"rank {self.info.rank} was ended with its job")
                         return pickle.dumps(error)
                 return pickle.dumps(_outcome(job, self.info.rank))
@@ -126,7 +126,7 @@ class RankTask:
                 job.terminate()
 
     def _task(self, info: RankInfo) -> memoryview:
-        # What this host has set has priority.
+        # Variables that are set on this host have priority.
         variables = local.variables_of(info, {**self.environ, **os.environ})
         path = [*sys.path, *(item for item in self.path if item not in sys.path)]
         return task_message(self.entry, info, variables, path, self.folder)
@@ -203,7 +203,7 @@ def host_job(
     """
     pickled = pickle_for_worker(entry)
     token, path, folder = secrets.token_hex(16), tuple(search_path()), os.getcwd()
-    # This process hosts the store, as node 0 does, whatever node the plan is for.
+    # This process hosts the store, as node 0 would, whichever node the plan is for.
     with host_store(replace(plan, node_rank=0), address) as hosted:
         each = range(plan.nproc_per_node)
         nodes = [replace(hosted, node_rank=node) for node in range(plan.nnodes)]
@@ -272,7 +272,7 @@ class _Tasks(JobRanks):
     def poll(self, job: Job[Any], until: float) -> None:
         for rank in [rank for rank, future in self._waiting.items() if future.done()]:
             self._take(job, rank, self._waiting.pop(rank))
-        # Futures of all libraries have `done` alone in common, so that they are polled.
+        # Polled, as the libraries' futures have no common way to wait for several.
         time.sleep(max(0.0, min(_POLL_S, until - time.monotonic())))
 
     def end(self, job: Job[Any]) -> None:

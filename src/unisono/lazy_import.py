@@ -52,7 +52,7 @@ def _imported(code: CodeType) -> dict[str, str]:
     found: dict[str, str] = {}
     source, is_name = "", False
     for step in dis.get_instructions(code):
-        if step.opname == "EXTENDED_ARG":  # a part of the next step, which stands between the two
+        if step.opname == "EXTENDED_ARG":  # a prefix of the next step
             continue
         if step.opname == "IMPORT_NAME":
             source = step.argval

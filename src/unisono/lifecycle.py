@@ -73,7 +73,7 @@ class Replica:
         if cls.replicas_are_threads:  # of this process, as XLA's launcher may start them
             return self.run(cls.initialize(self.backend, info, **self.options))
         if self.prefix_output and info.world_size > 1:
-            begin_lines_with_rank(info.rank)  # before its libraries print
+            begin_lines_with_rank(info.rank)  # before its backend's libraries print
         with within(self.limit):
             made = context.activate(
                 lambda: cls.initialize(self.backend, info, **self.options),
@@ -188,7 +188,7 @@ def initialize(backend: str | None = None, **options: Unpack[InitializeOptions])
     given = {key: value for key, value in given.items() if value is not None}
 
     def make() -> ComputationModel:  # called once it is certain that no context is live
-        # A rendezvous given here makes a job of its own.
+        # A rendezvous that is given here makes another job.
         if takes_info and not given.keys() & {"init_method", "store"}:
             _refuse_child(info)
         return cls.initialize(name.lower(), info, **given)
@@ -228,7 +228,8 @@ def _pop_rank(options: dict[str, Any]) -> RankInfo:
 def _refuse_child(info: RankInfo) -> None:
     """Raise if a rank has started this program, which has inherited its variables."""
     # Both would wait for each other until their time is over.
-    # A rank alone waits for no other; without id and port equal variables may be another job's.
+    # A single rank waits for no other. Without an id and a port, another job may have the same
+    # variables.
     if info.world_size == 1 or not (info.job_id or info.master_port):
         return
     same = [page for page in pages() if page.facts.get("variables") == str(info)]
@@ -247,7 +248,7 @@ def _warn_on_a_node(launcher: str) -> None:
     """Warn that this process runs alone although its platform reports several nodes."""
     try:
         node = read_node()
-    except EnvironmentDetectionError:  # a fault of the node is none of a process that is alone
+    except EnvironmentDetectionError:  # a process that is alone doesn't need the node
         return
     if node is None or node.max_nnodes == 1:
         return
@@ -459,7 +460,7 @@ def spawn(
 def warn_in_a_rank(call: str, nproc_per_node: Any, options: Mapping[str, Any]) -> None:
     """Warn on rank 0 of several that each rank would start replicas of its own."""
     if options.get("launcher") is not None or options.get("nnodes") not in (None, 1, "1"):
-        return  # of several nodes each makes this call
+        return  # on several nodes, each has to make this call
     try:
         model = context.current_model()
     except ContextError:  # a thread that isn't a replica
@@ -585,7 +586,6 @@ def _launch(
         _check_own_launch(cls.name, options)
         launch = load(own.path)
         extra = {key: value for key, value in replica.options.items() if _takes(launch, key)}
-        # The others are options of the model.
         rest = {key: value for key, value in replica.options.items() if key not in extra}
         replica = replace(replica, options=rest)
     else:
@@ -611,7 +611,7 @@ def check_job(
     cls = find_model(name)
     check_names(call, options, {"nproc_per_node", *cls.options, *_LAUNCH_OPTIONS})
     if options.get("timeout") is not None:
-        seconds("timeout", options["timeout"])  # only for its error
+        seconds("timeout", options["timeout"])  # called only for its error
     if options.get("prefix_output") not in (None, True, False):
         raise ArgumentError(f"prefix_output={options['prefix_output']!r} should be True or False")
     return name, cls, _plan(nproc_per_node, options)
@@ -631,7 +631,7 @@ def _launcher(
         )
     known = [key for key in inspect.signature(launch).parameters if key not in _OURS]
     check_names(f"launcher {name!r}", extra, known)
-    if name == _DEFAULT_LAUNCHER:  # it supports all that is refused below
+    if name == _DEFAULT_LAUNCHER:  # it supports everything that is refused below
         return launch, {**extra, "join": options.get("join", True)}
     given = [f"{key}=" for key in ("init_method", "start_method") if options.get(key) is not None]
     if options.get("join") is False:
@@ -653,7 +653,7 @@ def _check_call(fn: Any, args: Any, kwargs_dict: Any) -> None:
 
 
 def _plan(nproc_per_node: Any, options: Mapping[str, Any]) -> LaunchPlan:
-    """Build the launch plan from checked options."""
+    """Check the options of the launch plan, and build it."""
     given = {key: options[key] for key in _PLAN_OPTIONS if options.get(key) is not None}
     for name, least in (("nnodes", 1), ("node_rank", 0)):
         if name in given:
@@ -673,7 +673,6 @@ def _plan(nproc_per_node: Any, options: Mapping[str, Any]) -> LaunchPlan:
             f"{address[0]}={given[address[0]]!r} and init_method={plan.init_method!r} are two "
             "rendezvous addresses: pass one"
         )
-    # Such a launcher starts the replicas of all nodes from one, and sets their rendezvous.
     seats = seats_nodes(options.get("launcher") or _DEFAULT_LAUNCHER)
     if plan.nnodes > 1 and not (len(address) == 2 or "init_method" in given or seats):
         raise ArgumentError(
@@ -685,7 +684,7 @@ def _plan(nproc_per_node: Any, options: Mapping[str, Any]) -> LaunchPlan:
 
 
 def _check_own_launch(model: str, options: Mapping[str, Any]) -> None:
-    """Raise on options that a model which starts its replicas itself doesn't support."""
+    """Raise if a model that starts its replicas itself doesn't support an option."""
     if options.get("join") is False or options.get("nnodes", 1) not in (None, 1, "1"):
         raise ArgumentError(
             f"spawn on {model} takes neither join=False nor several nodes: start the processes "

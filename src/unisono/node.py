@@ -20,7 +20,7 @@ def _name() -> str:
     """Return this host's name with its domain, if its own files or DNS have one."""
     name = socket.gethostname()
     full = name if "." in name else socket.getfqdn(name)
-    # Only the same name with a domain: `getfqdn` may return another one, such as localhost.
+    # `getfqdn` may return an unrelated name, such as localhost.
     return full if full.partition(".")[0] == name.partition(".")[0] else name
 
 
@@ -63,7 +63,6 @@ def refuse_rank(what: str) -> None:
 
 def count_ranks(name: str, text: str) -> int:
     """Return the number of ranks for a node, from its text."""
-    # MPI and torch keep sizes in a C int.
     if text.isascii() and text.isdigit() and 0 < int(text) < 2**31:
         return int(text)
     n_devices, kind = accelerator_count(), text.lower()

@@ -105,7 +105,7 @@ class Parallel:
         if backend is not None:
             find_model(backend)  # an unknown one is reported before bad options
         self._nnodes = nnodes
-        # These two only say how to read the environment; a number of nodes is an option of `spawn`.
+        # In these cases nnodes is no option of `spawn`: it says how to read the environment.
         is_word = nnodes == "auto" or (nnodes == 1 and nproc_per_node is None)
         for_spawn = {
             "nnodes": None if is_word else nnodes,
@@ -123,7 +123,7 @@ class Parallel:
         if init_method is not None:
             self._options["init_method"] = init_method
         self._check(for_spawn)
-        # After the check, and apart: `initialize` has no such option.
+        # Removed after the check, as `initialize` has no such option.
         self._grace = {"grace": self._options.pop("grace", None)}  # of ranks that it starts
         self._count = nproc_per_node
         self._node_options: dict[str, Any] = {}  # of this node, as options of `spawn`
@@ -167,7 +167,7 @@ class Parallel:
     def __enter__(self) -> Self:
         self._find_node()
         self._is_entered = True
-        # Before the warnings of continuing alone: it raises if RANK is wrong.
+        # If RANK is wrong, this raises, and no warning says that the process continues alone.
         alone = self._alone() if self._count is None else {}
         for gap in self._gaps:
             warnings.warn(gap, UserWarning, stacklevel=level())
@@ -183,11 +183,11 @@ class Parallel:
     def _find_node(self) -> None:
         """Detect whether this is a node of several whose ranks have yet to be started."""
         self._count, self._node_options, self._gaps = self._nproc_per_node, {}, []
-        # Without a backend it is read in any case, for the warning that this process is alone.
+        # Without a backend the node is read in any case, to warn that this process is alone.
         if not self._may_be_node() or not (self._backend is None or self._can_spawn_on_nodes()):
             return
         is_auto = self._nnodes == "auto"
-        # Its warnings are kept until `__enter__` knows that no error follows.
+        # `__enter__` shows the warnings once no error can follow.
         node = find_node(self._gaps.append, is_asked=is_auto, may_be_several=True)
         if is_auto and self._count is not None:  # else each process would start a job of its own
             if node is None:
@@ -214,7 +214,6 @@ class Parallel:
             "master_addr": node.master_addr,
             "master_port": node.master_port,
         }
-        # The platform's values may be wrong, or clash with the user's.
         check_job("Parallel", self._backend, self._count, {**self._node_options, **self._options})
         text = "node %s of %s, according to %s: %s processes here, node 0 is %s, port %s"
         where = (node.node_rank, node.nnodes, node.source, self._count)
@@ -240,7 +239,7 @@ class Parallel:
         try:
             node = read_node()
         except EnvironmentDetectionError:
-            # The node's variables are faulty; a launcher of ranks would set LOCAL_RANK, too.
+            # The node's variables are faulty; a launcher of ranks would also set LOCAL_RANK.
             return rank.local_rank is None
         return node is not None and not node.is_ambiguous
 
@@ -336,4 +335,4 @@ def _count(node: NodeInfo, world_size: int | None) -> int | None:
     if given is None or (is_only_node and world_size not in (None, 1)):
         return None
     count = count_ranks("nproc_per_node", given)
-    return count if count > 1 else None  # one rank is this process
+    return count if count > 1 else None

@@ -200,7 +200,7 @@ class PluginRegistry(Generic[T]):
     def _is_taken(self, name: str, thing: T, override: bool) -> bool:
         if self.is_built_in(name) and not (override and self._replaces_built_in):
             return True
-        # The same object may be registered again.
+        # Registering the same object again is no error.
         return self.registered.get(name, thing) is not thing and not override
 
     def unregister(self, thing: T) -> None:
@@ -270,7 +270,6 @@ class PluginRegistry(Generic[T]):
         for name, rows in self.plugins.items():
             owners = ", ".join(row.distribution for row in rows)
             clash = f"claimed by two plug-ins: {owners}" if len(rows) > 1 else None
-            # What is built in comes first, as in `entry`.
             table.setdefault(name, clash or why_not_installed(rows[0], name))
         return table
 
@@ -308,7 +307,7 @@ def why_not_installed(row: Row, name: str) -> str | None:
     # `find_spec` raises for a loaded module without a spec, which a program may have made.
     if root and root not in sys.modules and not _is_package(root):
         return f"{root} isn't installed: {row.remedy}"
-    names = (name,) if len(row.names) > 1 else ()  # a check of one name takes no argument
+    names = (name,) if len(row.names) > 1 else ()  # else the check has no parameter
     reason: str | None = load(row.check)(*names) if row.check else None
     return reason
 

@@ -110,7 +110,7 @@ class _Models(PluginRegistry[type[ComputationModel]]):
             rows += [row for rows in self.plugins.values() for row in rows]
             registered = dict.fromkeys(self.registered.values())  # a model may have several names
             self.watched = [
-                # Their libraries aren't known: unisono, which is always loaded, stands for them.
+                # Their libraries are unknown, so unisono, which is always loaded, stands for them.
                 *(_Watched(Row(cls.backends, ""), "unisono", cls) for cls in registered),
                 _Watched(_NATIVE, "torch.distributed"),
                 *(_Watched(row, row.library) for row in rows),
@@ -160,7 +160,7 @@ def unregister_model(cls: type[ComputationModel]) -> None:
         cls: the model.
     """
     _models.unregister(cls)
-    _models.watched = None  # listed anew by the next `probe`
+    _models.watched = None
 
 
 def find_model(backend: str) -> type[ComputationModel]:
@@ -212,7 +212,7 @@ def find_launcher(name: str) -> Callable[..., Any]:
     if launch is None:
         raise ArgumentError(f"unknown launcher {name!r}.{_launchers.known(name)}")
     row = _launchers.entry(name)
-    if isinstance(row, Row) and row.distribution:  # a plug-in's
+    if isinstance(row, Row) and row.distribution:
         return _guarded(launch, name, row)
     return launch
 
@@ -248,7 +248,7 @@ def availability() -> dict[str, str | None]:
     table.update(
         {name: native.why_unavailable(name) or why_no_device(name) for name in native.backends}
     )
-    # Last, as registered ones replace others.
+    # Last, as registered models replace others.
     table.update({name: cls.why_unavailable(name) for name, cls in _models.registered.items()})
     return table
 

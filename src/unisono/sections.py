@@ -55,7 +55,8 @@ def one_rank_only(
     def decorate(fn: Callable[P, T]) -> Callable[P, T | None]:
         @functools.wraps(fn)
         def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
-            # `communicator` would wait for calls under way; without a barrier nothing is sent.
+            # Without a barrier nothing is sent, so this needn't wait for other calls, as
+            # `communicator` does.
             context = current()
             check_rank(context, None, rank, "rank")
             is_chosen = context.model.topology.rank == rank

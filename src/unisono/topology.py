@@ -32,7 +32,7 @@ def boot_id() -> str:
     """Return an id of the running kernel, whose processes share one monotonic clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:  # not Linux
+    except OSError:
         return gethostname()
 
 
@@ -214,7 +214,7 @@ class Group(_Referable):
 
     def __eq__(self, other: object) -> bool:
         """Compare by identity; a list of the same ranks is equal, too."""
-        # In one process idist's group is that list.
+        # Without other ranks, ignite's `new_group` returns that list.
         return self is other or (isinstance(other, list) and other == list(self.ranks))
 
     def __hash__(self) -> int:
@@ -248,7 +248,7 @@ def named(ranks: Iterable[int]) -> str:
         else:
             runs.append([number, number])
     parts = []
-    for first, last in runs:  # a range has at least three ranks
+    for first, last in runs:
         parts += (
             [f"{first}-{last}"] if last > first + 1 else [str(n) for n in range(first, last + 1)]
         )
@@ -289,7 +289,7 @@ _PAIR = re.compile(r"rank ([0-9]+) to rank ([0-9]+)")
 
 def pair(src: int, dst: int) -> Group:
     """Return a group that represents the two ranks of a message."""
-    # A group's ranks are ascending, so the name alone has the direction.
+    # Only the name has the direction, as a group's ranks are ascending.
     return Group((min(src, dst), max(src, dst)), name=f"rank {src} to rank {dst}")
 
 

@@ -126,7 +126,7 @@ def fold(error: BaseException, frames: TracebackType | None) -> str:
 def _runs(files: Sequence[str]) -> list[tuple[bool, list[int]]]:
     """Group frame indices into runs, with whether each is folded; never folds all of them."""
     ours = [is_ours(file) for file in files]
-    # Frames of contextlib are hidden only next to ours: the user has his own, too.
+    # Frames of contextlib are hidden only next to ours, as users have some, too.
     beside = [any(ours[max(0, index - 1) : index + 2]) for index in range(len(files))]
     hidden = [
         is_own or (is_beside and file.endswith(_BETWEEN))
@@ -174,7 +174,7 @@ def _last_part(text: str) -> str:
 
 def _quotes(block: str) -> bool:
     """Return whether the exception's message contains another traceback."""
-    # Our errors set a quoted traceback off by an empty line.
+    # Our errors end a quoted traceback with an empty line.
     stack = _STACK.search(block)
     return (
         stack is not None
@@ -197,7 +197,8 @@ def last_exception(text: str, most_after: int) -> tuple[str, str]:
     ]
     innermost = where(frames)
     source = matches[-1]["source"].strip().partition("\n")[0]
-    if raised == "AssertionError" and source.startswith("assert "):  # a bare assert has no text
+    # An assert without a message has no text.
+    if raised == "AssertionError" and source.startswith("assert "):
         raised = f"{raised}: {source}"
     return raised, "" if innermost is None else line_of(innermost)
 
@@ -268,7 +269,6 @@ def _assertion(frames: TracebackType | None) -> str:
         n.id for n in ast.walk(statement.test) if isinstance(n, ast.Name) and n.id in variables
     ]
     values = [f"{name} = {_SHOWN.repr(variables[name])}" for name in dict.fromkeys(names)]
-    # A function's value explains nothing; a value of several lines becomes one.
     values = [" ".join(value.split()) for value in values if " = <function " not in value]
     text = ast.unparse(statement)
     return f"{text}, where {', '.join(values)}" if values else text

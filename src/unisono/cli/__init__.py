@@ -79,7 +79,7 @@ def _command_line(name: str) -> Any:
             context_settings={**_HELP, **_SETTINGS.get(each, {})},
         )(command)
     group = typer.main.get_command(app)
-    # --version is understood behind a command's name, too.
+    # --version also works after a command's name.
     version = copy.copy(next(option for option in group.params if option.name == "version"))
     version.expose_value = False  # the commands' functions needn't take it
     for command in group.commands.values():  # type: ignore[attr-defined]
@@ -113,7 +113,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 def _exit_code(args: Sequence[str]) -> int:
     try:
         group = _command_line(_named_in(args))
-        # Not standalone: it would print errors and exit with codes of its own.
+        # In standalone mode click would print the errors itself, and exit with its own codes.
         code: Any = group(args=list(args), prog_name="unisono", standalone_mode=False)
     except (ArgumentError, BackendError) as error:
         return _complain(str(error), _WRONG_USE)

@@ -81,7 +81,7 @@ def _programs(job: ObservedJob) -> set[str]:
     """Return the names of a job's program: its file's name or path, its command line."""
     program = str(job.facts.get("program", ""))
     file = program.partition(" ")[0]
-    # No empty name, which would fit every job without a program.
+    # An empty name would match every job without a program.
     return {program, file, os.path.basename(file)} - {""}
 
 
@@ -134,7 +134,7 @@ def _culprit(culprit: Mapping[str, Any], cwd: str, host: str) -> str:
         waiters = culprit["waiters"]
         has = "has" if len(waiters) == 1 else "have"
         line += f"; {named(waiters)} {has} waited {_duration(culprit['waited_s'])}"
-    if culprit["lost_s"] >= 0.1:  # about the least that `_duration` shows
+    if culprit["lost_s"] >= 0.1:
         line += f"; lost so far: {_duration(culprit['lost_s'])} of others"
     if culprit["came_last"]:
         line += (
@@ -166,7 +166,7 @@ def _row(rank: Mapping[str, Any], culprit: Mapping[str, Any] | None) -> list[Tex
     at = f"{os.path.basename(call['file'])}:{call['line']}" if call and call["file"] else "-"
     if culprit is not None and culprit["file"]:
         inside = f" {culprit['function']}" if culprit["function"] else ""
-        # Of a culprit the position from its stack, where it is known, and not only its last call.
+        # A culprit's stack is more exact than its last call.
         at = f"{os.path.basename(culprit['file'])}:{culprit['line']}{inside}"
     percent, memory = rank["cpu_percent"], rank["memory_bytes"]
     style = _STYLES.get(state, "") if culprit is None else "bold red"

@@ -78,12 +78,12 @@ class LiveView:
         name = self.jobs[self.at].name if self.jobs else None
         self.jobs = look(self.meter)
         if self.wanted is not None:
-            # Chosen once: the view stays with this job after it has ended.
+            # Chosen once, so that no other job is shown after this one has ended.
             if self.name is None and self.jobs:
                 self.name = chosen(self.jobs, self.wanted).name
             self.jobs = [job for job in self.jobs if job.name == self.name]
         names = [job.name for job in self.jobs]
-        # Jobs come and go: the same one is shown as long as it runs.
+        # Other jobs may begin or end, so this job's position may change.
         self.at = names.index(name) if name in names else min(self.at, max(len(names) - 1, 0))
         self.report = report_of(self.jobs[self.at], self.asked) if self.jobs else None
         now = time.monotonic()
@@ -94,7 +94,7 @@ class LiveView:
     def press(self, key: str) -> None:
         """Process a key."""
         if self.answer is not None:
-            self._type(key)  # a question takes all keys, those of the view too
+            self._type(key)  # keys are text while a question is open
         elif self.page is not None:
             self._scroll(key)
         elif key == "q":
@@ -133,7 +133,7 @@ class LiveView:
 
         def answer(typed: str) -> None:
             job = self.jobs[self.at] if self.jobs else None
-            # The jobs are looked at again while the user types.
+            # The jobs are updated while the user types, so this one may have ended.
             if job is None or job.name != name:
                 self._show([f"job {name} has ended"])
                 return
@@ -156,7 +156,7 @@ class LiveView:
         job = self.jobs[self.at]
 
         def answer(typed: str) -> None:
-            # The job of the question, whichever one is shown by now.
+            # The job in the question, even if another one is shown by now.
             if typed.strip().lower() in ("y", "yes"):
                 send(job, signal.SIGTERM)
                 self.ending.append((job, time.monotonic() + _GRACE_S))
@@ -212,5 +212,4 @@ def _pressed(fd: int, timeout_s: float) -> list[str]:
     text = os.read(fd, _KEY_BYTES).decode("utf-8", "replace")
     if not text:  # the terminal has gone
         return ["q"]
-    # Several keys may have been typed since the last read.
     return [text] if text.startswith(_ESCAPE) else list(text)

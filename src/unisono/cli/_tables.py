@@ -38,7 +38,7 @@ def folded(line: str, indent: int = 0) -> str:
         max(shutil.get_terminal_size().columns, _NARROWEST),
         initial_indent=" " * indent,
         subsequent_indent=" " * (indent + _INDENT),
-        break_long_words=False,  # paths and names can be copied
+        break_long_words=False,  # so that paths and names can be copied
         break_on_hyphens=False,
     )
 
@@ -72,5 +72,4 @@ def show(title: str, columns: Sequence[Column], rows: Sequence[Sequence[str | Te
         kept.remove(last)
     with console.capture() as captured:
         console.print(Text(title, "italic"), table, sep="\n")
-    # Rich fills each line with spaces up to the width.
     typer.echo("\n".join(map(str.rstrip, captured.get().splitlines())))

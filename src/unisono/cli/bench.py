@@ -109,7 +109,7 @@ def _measure(
     )
     for operation, payload, size, call in works:
         low, seconds, high = _time(call, rounds)
-        # The bytes of a value are those of its contents; what is sent has another size.
+        # For values, `size` counts their contents, and not the bytes that are sent.
         speed = size / seconds / 1e9 if payload == "tensor" else None
         rows.append(
             {
@@ -128,13 +128,13 @@ def _measure(
 
 def _time(call: Callable[[], object], rounds: int) -> list[float]:
     """Return quartiles in seconds, of the rank whose median is the largest."""
-    call()  # the first call may set up connections, and isn't measured
+    call()  # not measured, as it may set up connections
     samples = []
     for _ in range(rounds):
         idist.barrier()
         begin = time.perf_counter()
         call()
-        # Calls on these devices return before they are done.
+        # Operations on these devices are asynchronous.
         if idist.device().type in ("cuda", "xpu"):
             torch.accelerator.synchronize()
         samples.append(time.perf_counter() - begin)
@@ -161,7 +161,7 @@ def _values() -> list[Work]:
 def _tensors(sizes: list[int]) -> Iterator[Work]:
     n = idist.get_world_size()
     for size in sizes:
-        # Float32, and the same number of elements for each rank, at least one.
+        # The calls below divide the tensor equally among the ranks.
         count = max(n, size // 4 // n * n)
         tensor = torch.zeros(count, device=idist.device())
         part = tensor[: count // n].clone()

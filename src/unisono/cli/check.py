@@ -86,7 +86,6 @@ def check(
         The exit code: 0 if no law failed, 1 if one did.
     """
     subject = _subject(backend, launcher, environment)
-    # A name may be typed with spaces.
     names = [name for name in subject.groups if law.strip().replace(" ", "_") in name]
     if not names:
         raise typer.BadParameter(f"none of the {len(subject.groups)} laws has {law!r} in its name")
@@ -96,7 +95,7 @@ def check(
         try:
             outcomes_here = subject.check(size, laws=names, **limit)
         except ArgumentError as error:
-            # By default, sizes that a backend refuses are left out, such as two replicas of serial.
+            # A backend may refuse some of the default sizes, as serial refuses two replicas.
             if nproc_per_node or not outcomes:
                 raise
             typer.echo(f"not checked with {size} replicas: {error}", err=True)
@@ -171,7 +170,7 @@ def _facts(subject: _Subject, outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 def _show(name: str, size: int, outcomes: Sequence[Outcome]) -> None:
     """Print a line for each law, with its name never cut or folded, so that it can be copied."""
-    # Size 0 is that of an environment, which has no replicas.
+    # The size of an environment, which has no replicas, is 0.
     replicas = ("", ", 1 replica")[size] if size < 2 else f", {size} replicas"
     console = Console(highlight=False)
     console.print(Text(f"{name}{replicas}", "italic"))

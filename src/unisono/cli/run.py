@@ -138,7 +138,7 @@ def run(
         nproc_per_node = nproc_per_node or node.nproc_per_node
         max_restarts = node.max_restarts if max_restarts is None else max_restarts
         master_addr = master_addr or node.master_addr
-        if max_nnodes > 1:  # one node alone needs neither
+        if max_nnodes > 1:
             node_rank, master_port = node.node_rank, master_port or node.master_port
     name = launcher or ("torchrun" if max_nnodes > 1 else _default_launcher(backend))
     registry.find_launcher(name)  # an unknown one is reported before all else
@@ -241,7 +241,7 @@ def _node(
     from unisono.node import find_node, refuse_rank
 
     default = _default_launcher(backend)
-    # Only for torchrun, which is the default launcher where the platform has several nodes.
+    # Only torchrun joins the nodes. It is also the default launcher of several nodes.
     if launcher != "torchrun" and (launcher or default != "processes"):
         if is_asked:
             raise ArgumentError(f"--nnodes auto is for torchrun, and not for {launcher or default}")
@@ -279,7 +279,7 @@ def _hosts(text: str | None) -> tuple[tuple[str, int], ...]:
         return ()
     matches = [_HOST.fullmatch(item.strip()) for item in text.split(",")]
     named = tuple((match[1], int(match[2] or 1)) for match in matches if match)
-    if len(dict(named)) != len(matches):  # an entry is malformed, or a name there twice
+    if len(dict(named)) != len(matches):
         raise ArgumentError(
             f"--hosts {text} should be NAME:RANKS,NAME:RANKS, each name once, at least 1 rank each"
         )
@@ -322,7 +322,6 @@ def _say(outcome: ScriptOutcome, job: Script) -> int:
         lines.insert(0, f"logs of all ranks are in {job.log_dir}")  # the failure is printed last
     if outcome.interrupted is not None:
         how = ": all ranks have been ended" if outcome.is_ended else ""
-        # With exit code 0, the ranks exited by themselves, within their time to save.
         how = how if outcome.code else ": all ranks have left by themselves"
         lines.append(f"interrupted by {signal.Signals(outcome.interrupted).name}{how}")
     elif outcome.failed is None and outcome.code != 0:

@@ -53,7 +53,7 @@ def top(
         The exit code: 1 if a command of --via has failed.
     """
     if is_packed:
-        # Ended ranks, too: the caller joins them with its own.
+        # Includes ranks that have ended, as the caller merges these with its own.
         typer.echo("\n".join(packed(read(_measured()), __version__)))
         return 0
     if once or as_json or via or not (sys.stdin.isatty() and sys.stdout.isatty()):
@@ -66,7 +66,7 @@ def top(
 def _measured() -> Meter:
     """Start measuring the CPU use of processes, which takes two looks."""
     meter = Meter()
-    if read(meter):  # else there is no process to measure
+    if read(meter):
         time.sleep(_SAMPLE_S)
     return meter
 

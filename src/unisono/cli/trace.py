@@ -69,7 +69,6 @@ def trace(
     found = jobs(read(folder))
     if out is not None:
         _write(found, out)
-    # A file or a picture replaces the table, unless it is asked for.
     is_shown = summary or (out is None and picture is None)
     waits = [job.waits() for job in found] if is_shown or picture is not None else []
     if picture is not None:
@@ -100,7 +99,6 @@ def _draw(found: Sequence[JobTrace], waits: Sequence[Waits], picture: Path) -> N
         f"job {job.name} of {_count(job.world_size)}": of_job
         for job, of_job in zip(found, waits, strict=True)
     }
-    # A single job needs no title.
     draw("--picture", named if len(named) > 1 else {"": waits[0]}, picture)
     typer.echo(f"{picture}: waiting times by rank")
 

@@ -92,7 +92,7 @@ def explain(env: Mapping[str, str], extra: Iterable[Environment] = ()) -> list[F
     candidates = (*ENVIRONMENTS, *extra)
     try:
         winner = _choose(candidates, env)
-    except EnvironmentDetectionError:  # its finding shows it
+    except EnvironmentDetectionError:  # its finding shows the error
         winner = None
     return [judge(partial(_ask, each), env, winner, _is_same) for each in candidates]
 
@@ -111,7 +111,7 @@ def judge(
         verdict = "refused"
     elif finding.info is None:
         verdict = "absent"
-    elif winner is None or winner.info is None:  # nothing is set, or an error was raised
+    elif winner is None or winner.info is None:
         verdict = "unused"
     elif finding.source == winner.source:
         verdict = "won"
@@ -137,7 +137,7 @@ def _ask(environment: Environment, env: Mapping[str, str]) -> Finding[RankInfo]:
             source=name,
             value="",  # None would mean a missing variable, and yield to a later environment
         )
-        failure.__cause__ = raised  # it is raised later, if at all
+        failure.__cause__ = raised
         return Finding(name, error=failure)
     return Finding(name, info)
 
@@ -177,5 +177,5 @@ def _is_agreed(
 def _is_same(one: RankInfo, other: RankInfo) -> bool:
     if (one.rank, one.world_size) != (other.rank, other.world_size):
         return False
-    # Not every launcher reports it: an unknown one contradicts nothing.
+    # Not every launcher reports a local rank: an unknown one contradicts nothing.
     return None in (one.local_rank, other.local_rank) or one.local_rank == other.local_rank

@@ -42,7 +42,7 @@ def detect_node(
         return _node_of_task(env, machine, rank, is_asked=is_asked)
     for platform in PLATFORMS:
         if rank is None or platform.node_rank == ("RANK",):
-            # It must agree with no rank: there is none, or the same RANK is read as a node's.
+            # There is no rank to agree with, or the platform reads RANK as a node's number.
             info = platform.detect(env, machine)
         elif platform.starts == "first node" and not is_asked:
             info = None  # as many ranks as hosts may also have been started by hand on one
@@ -83,7 +83,7 @@ def _node_of_task(
     if reader.has(*_OF_AGENT) or reader.value(RANK_COUNTS) == "ranks":
         return None  # torch's agent has started it, or the user says so
     is_task = rank.source != "torchrun"  # else LOCAL_RANK is set, which means a rank
-    # A task may be a node of these platforms; those that start ranks set LOCAL_RANK for nodes.
+    # Platforms that start ranks set LOCAL_RANK even for the only task of a node.
     starts = {"ranks": True, "nodes": is_task, "first node": is_task and is_asked}
     for platform in PLATFORMS if _is_alone(rank) else ():
         info = _ask(platform, env, machine).info if starts[platform.starts] else None
@@ -96,7 +96,7 @@ def _is_alone(rank: RankInfo) -> bool:
     """Return whether every node appears to run a single rank."""
     if rank.local_rank not in (0, None) or rank.nnodes not in (None, rank.world_size):
         return False
-    # Local rank 0 of an unknown number may be the only one.
+    # If the number of local ranks is unknown, local rank 0 may be the only one.
     return rank.local_world_size == 1 or (rank.local_world_size is None and rank.local_rank == 0)
 
 
@@ -113,17 +113,16 @@ def _stated_node(reader: Reader, rank: RankInfo) -> NodeInfo:
     if size > 1 and address is None:
         message = f"{said}, and MASTER_ADDR, the address of node 0, is not set"
         raise reader.error(message, "MASTER_ADDR", None)
-    # A single node meets no other.
     address, port = None if size == 1 else address, rank.master_port or PORT
     return NodeInfo(rank.rank, size, size, address, port, None, _STATED)
 
 
 def _ambiguous_node(reader: Reader, rank: RankInfo | None) -> NodeInfo | None:
     """Return the node that RANK and WORLD_SIZE could mean, unless they only mean a rank."""
-    if rank is None or rank.source != "torchrun" or rank.world_size == 1:  # one node is one rank
+    if rank is None or rank.source != "torchrun" or rank.world_size == 1:
         return None
     if reader.has("LOCAL_RANK", "LOCAL_WORLD_SIZE", *_OF_AGENT, RANK_COUNTS):
-        return None  # each of these decides it
+        return None
     size, port = rank.world_size, rank.master_port or PORT
     return NodeInfo(rank.rank, size, size, rank.master_addr, port, None, _BARE, is_ambiguous=True)
 
@@ -148,7 +147,7 @@ def not_a_node(
     """Build the error for `what`, which needs a node, in one of several ranks; None elsewhere."""
     rank, said = _find_rank(env, extra), Reader(env, _STATED, "").value(RANK_COUNTS)
     if rank is None or rank.world_size == 1 or said == "ranks":
-        return None  # the last is the user's consent to a job in each rank: see `ambiguity`
+        return None  # with "ranks" the user agrees to a job in each rank: see `ambiguity`
     size, variable = rank.world_size, RANK_COUNTS
     remedy = (
         f"if they are the only tasks of {size} hosts, to start their ranks, set "
@@ -172,8 +171,8 @@ def is_gap(error: EnvironmentDetectionError, *, may_be_several: bool) -> bool:
     platform = next((each for each in PLATFORMS if error.source == each.NAME), None)
     if platform is None:
         return False
-    # Without a number of nodes it may be one. Hosts of which only the first is started are used
-    # only if the user asks for them, so their faults don't matter.
+    # Without a number of nodes there may be only one. Platforms that start only the first node
+    # are used only if the user asks for it, so their faults don't matter here.
     is_open = may_be_several or error.variable in (platform.nnodes or platform.hosts)
     return platform.starts == "first node" or (error.value is None and is_open)
 
@@ -221,8 +220,8 @@ def explain_nodes(
         decided = Finding(error.source, error=error)
 
     def ask(platform: Platform, view: Mapping[str, str]) -> Finding[NodeInfo]:
-        finding = _ask(platform, view, machine)  # also for the winner: `view` records the names
-        # The winner's has the raised error itself, which is compared below.
+        finding = _ask(platform, view, machine)  # for the winner too, as `view` records the names
+        # The winner's finding has the raised error itself, which is compared below.
         is_decisive = decided.source == platform.NAME
         return replace(decided, info=decided.info or finding.info) if is_decisive else finding
 

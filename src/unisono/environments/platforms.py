@@ -56,7 +56,7 @@ def _read_node(
     rank = None
     if hosts and not platform.node_rank:
         rank = _find_position(platform, reader, machine, hosts)
-    elif most == 1 and not reader.has(*platform.node_rank):  # a single node needs no number
+    elif most == 1 and not reader.has(*platform.node_rank):
         rank = 0
     elif least == most and platform.node_rank:
         rank = reader.below(reader.needed(*platform.node_rank), most, f"{most} nodes allow")
@@ -64,12 +64,11 @@ def _read_node(
         rank,
         least,
         most,
-        # A single node meets no other.
         None if most == 1 else _find_leader(platform, reader, machine, hosts, find_leader),
         PORT if most == 1 else _read_port(platform, reader),
         _count_ranks(platform, reader, hosts),
         platform.NAME,
-        # Only for the warning that the others aren't started: see `alone`.
+        # The hosts are only for the warning of `alone`, that the others aren't started.
         hosts=tuple(hosts.names) if hosts and platform.starts == "first node" else (),
     )
 
@@ -89,7 +88,7 @@ def _read_hosts(platform: Platform, reader: Reader, machine: Machine) -> _Hosts 
     if not slots:
         raise reader.error(f"{name}={shown(value)} lists no host", name, value)
     hosts, counts = [reader.host(name, host) for host in slots], set(slots.values())
-    # Only a file has slots; one number stands for all nodes.
+    # Only a file has slots, and only a number that is the same on all hosts can be used.
     return _Hosts(name, value, hosts, counts.pop() if is_file and len(counts) == 1 else None)
 
 
@@ -119,7 +118,7 @@ def _parse_file(text: str) -> list[str]:
 def _count_nodes(platform: Platform, reader: Reader, hosts: _Hosts | None) -> tuple[int, int]:
     """Return the smallest and the largest number of nodes."""
     name, value = reader.text(*platform.nnodes) or ("", "")
-    # Only torchrun's own option allows a range; elsewhere it is no number.
+    # Only torchrun's own option may be a range.
     match = _RANGE.fullmatch(value) if name == "PET_NNODES" else None
     if match is not None:
         least, most = int(match["least"]), int(match["most"])
@@ -127,7 +126,7 @@ def _count_nodes(platform: Platform, reader: Reader, hosts: _Hosts | None) -> tu
             message = f"{name}={shown(value)} should be MIN:MAX, at least 1 each"
             raise reader.error(message, name, value)
         return least, most
-    if hosts is None:  # the names of a list are only for the error
+    if hosts is None:  # lists of hosts are only named in the error
         count = reader.needed(*(platform.nnodes or platform.hosts), least=1).value
         return count, count
     number, count = reader.number(*platform.nnodes, least=1), len(hosts.names)
@@ -138,14 +137,13 @@ def _count_nodes(platform: Platform, reader: Reader, hosts: _Hosts | None) -> tu
 
 
 def _find_position(platform: Platform, reader: Reader, machine: Machine, hosts: _Hosts) -> int:
-    """Return this node's position among the hosts."""
     if len(hosts.names) == 1:
         return 0  # the only host is this one, even under another name
-    # The name that the platform gives this node in another variable, or else the host name.
+    # This node's name is in a variable of the platform, or else it is the host name.
     variables = [name for name in platform.marks if name not in platform.hosts]
     own = reader.text(*variables)
     if variables and own is None:
-        reader.needed(*variables)  # raises, as none is set
+        reader.needed(*variables)
     name = own[1] if own else machine.name()
     for form in (str, _short):  # full names first: hosts of two domains may share a short one
         places = [at for at, host in enumerate(hosts.names) if form(host) == form(name)]
@@ -189,8 +187,8 @@ def _read_port(platform: Platform, reader: Reader) -> int:
         value = reader.value(name) or ""
         if name in platform.leader:
             match = _HOST_PORT.fullmatch(value)
-            value = match["port"] if match else ""  # a host alone has none
-        # check that part of the variable's text as if it were the whole value
+            value = match["port"] if match else ""
+        # the reader checks this part of the text as if it were the variable's value
         number = replace(reader, env={name: value}).number(name, least=1, most=65535)
         if number is not None:
             return number.value
@@ -202,7 +200,7 @@ def _count_ranks(platform: Platform, reader: Reader, hosts: _Hosts | None) -> st
     value = reader.value(*platform.nproc_per_node)
     if value is None and hosts is not None and hosts.slots is not None:
         return str(hosts.slots)
-    # 0 is a node without accelerators, which has the default.
+    # On a node without accelerators, which has 0, the default applies.
     if value in (None, "0", "auto", "gpu", "cpu"):
         return None if value == "0" else value
     return str(reader.needed(*platform.nproc_per_node, least=1).value)
@@ -247,7 +245,7 @@ def _kubeflow(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo:
 def _pai(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo | None:
     """Read a node of PAI DLC, recognized by the name of its first node."""
     leader = reader.value("MASTER_ADDR") or ""
-    # With LOCAL_RANK it is a rank, started by torchrun on such a node.
+    # With LOCAL_RANK this is a rank that torchrun has started on such a node.
     is_dlc = re.fullmatch(r"dlc[0-9a-z]+-master-0(\..+)?", leader) and not reader.has("LOCAL_RANK")
     return _read_node(platform, reader, machine) if is_dlc else None
 
@@ -268,7 +266,7 @@ def _pytorchjob(platform: Platform, reader: Reader, machine: Machine) -> NodeInf
     if reader.has("LOCAL_RANK") or not _is_pod_of_rank(pod, reader):
         return None
     info = _read_node(platform, reader, machine)
-    if info.master_addr in _LOOPBACK:  # set so on the master: the others reach it by its name
+    if info.master_addr in _LOOPBACK:  # the master's own value; others reach it by its pod's name
         return replace(info, master_addr=reader.host("HOSTNAME", pod))
     return info
 
@@ -279,13 +277,12 @@ def _is_pod_of_rank(pod: str, reader: Reader) -> bool:
     match = re.fullmatch(r"(?P<job>.+)-(?P<role>master|worker)-(?P<index>[0-9]{1,9})", pod)
     if match is None or (rank and not rank.isdecimal()):
         return False
-    if addr in _LOOPBACK:  # only on the master
+    if addr in _LOOPBACK:
         return (match["role"], match["index"], rank or "0") == ("master", "0", "0")
-    # Beside a master the workers' numbers begin at 1.
+    # If there is a master, the workers' numbers begin at 1.
     for leader, first in (("master", 1), ("worker", 0)):
         if addr.partition(".")[0] == f"{match['job']}-{leader}-0":
             offset = first if match["role"] == "worker" else 0
-            # A missing RANK is an error of `_read_node`.
             return not rank or int(match["index"]) + offset == int(rank)
     return False
 
@@ -298,12 +295,12 @@ def _stated(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo | 
 def _aws_batch(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo:
     _, nnodes = _count_nodes(platform, reader, None)
     index = reader.below(reader.needed(*platform.node_rank), nnodes, f"{nnodes} nodes allow")
-    main = reader.number("AWS_BATCH_JOB_MAIN_NODE_INDEX") or Number("", 0)  # by default the first
+    main = reader.number("AWS_BATCH_JOB_MAIN_NODE_INDEX") or Number("", 0)
     reader.below(main, nnodes, f"{nnodes} nodes allow")
     is_main = index == main.value
-    # The others have the main node's address in a variable.
+    # Only the main node lacks a variable with its address.
     info = _read_node(platform, reader, machine, _own_address if is_main else None)
-    # The main node must be node 0, as ranks are numbered from there; those before it move up.
+    # The main node must be node 0, as ranks are numbered from there; nodes before it move up.
     return replace(info, node_rank=0 if is_main else index + (index < main.value))
 
 
@@ -326,10 +323,9 @@ def _tpu(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo:
 
 
 def _kubernetes(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo | None:
-    """Read a pod of an Indexed Job."""
     if not reader.has(*platform.nnodes):
         return None  # a pod that works alone, as in a sweep
-    if _count_nodes(platform, reader, None) == (1, 1):  # the index may be any number
+    if _count_nodes(platform, reader, None) == (1, 1):
         platform = replace(platform, node_rank=())
     return _read_node(platform, reader, machine, _first_pod)
 
@@ -412,7 +408,7 @@ PLATFORMS: tuple[Platform, ...] = (
         nnodes=("WORLD_SIZE",),
         read=_stated,
     ),
-    # SkyPilot: one address a line in SKYPILOT_NODE_IPS, the head node first. 0 GPUs means none.
+    # SkyPilot: SKYPILOT_NODE_IPS has one address a line, the head node first.
     Platform(
         "skypilot",
         "start it by the run section of a task, or unset the SKYPILOT_ variables",

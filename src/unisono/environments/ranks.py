@@ -66,7 +66,7 @@ def _make_info(
     for number, limit in ((rank, world_size), (local_rank, local_world_size or world_size)):
         if number is not None:
             reader.below(number, limit.value, f"{limit} allows")
-    if local_world_size is not None and local_world_size.value == world_size.value:  # all are here
+    if local_world_size is not None and local_world_size.value == world_size.value:
         nnodes = nnodes or Number(local_world_size.variable, 1)
         node_rank = node_rank or Number(local_world_size.variable, 0)
     if node_rank is not None:
@@ -81,7 +81,7 @@ def _make_info(
         numbers = " and ".join(map(str, found))
         message = f"{numbers} contradict each other: each node holds at least one of the replicas"
         raise reader.error(message, found[0].variable, str(found[0].value))
-    if nnodes is not None and nnodes.value == 1:  # all are here
+    if nnodes is not None and nnodes.value == 1:
         local_world_size, node_rank = world_size, Number(nnodes.variable, 0)
     return RankInfo(
         rank.value,
@@ -139,10 +139,10 @@ def _torchrun(reader: Reader) -> RankInfo | None:
     """Read a rank's variables, unless they are a node's."""
     if not reader.has("RANK", "WORLD_SIZE"):
         return None
-    if not reader.has("LOCAL_RANK"):  # which means a rank; without it they may count nodes
+    if not reader.has("LOCAL_RANK"):  # else RANK and WORLD_SIZE may count nodes
         is_of_nodes = reader.counts_nodes()
         if is_of_nodes:
-            return None  # they are for `detect_node`
+            return None
         if is_of_nodes is None:
             _refuse_both_meanings(reader)
     info = _by_variables(
@@ -171,7 +171,7 @@ def _refuse_both_meanings(reader: Reader) -> None:
     node_rank, nnodes = reader.value("PET_NODE_RANK"), reader.value("PET_NNODES")
     if rank is None or size is None or node_rank is None or nnodes is None:
         return
-    # Kubeflow's PyTorchJob sets them so if its nprocPerNode is a number.
+    # Kubeflow's PyTorchJob does so if its nprocPerNode is a number.
     if rank == node_rank and nnodes.isdecimal() and nnodes != size:
         message = (
             f"RANK={shown(rank)} counts nodes, as PET_NODE_RANK does, but "
@@ -195,7 +195,7 @@ def _store_is_hosted(reader: Reader) -> bool:
 _LAST_STEP = 0xFFFFFFF0
 _ANY_ID = 2**32 - 1
 # mpirun, mpiexec and Flux start their daemons as the tasks of a step; a daemon's ranks
-# inherit its SLURM_PROCID beside their own variables. srun --mpi=pmi2 sets PMI_RANK alone.
+# inherit its SLURM_PROCID beside their own variables. srun --mpi=pmi2 sets only PMI_RANK.
 _INNER_LAUNCHERS = (
     ("OMPI_COMM_WORLD_RANK",),
     ("PMI_RANK", "MPI_LOCALRANKID"),
@@ -205,12 +205,11 @@ _INNER_LAUNCHERS = (
 
 
 def _slurm(reader: Reader) -> RankInfo | None:
-    """Read the variables of a step's task."""
     if any(all(map(reader.has, names)) for names in _INNER_LAUNCHERS):
         return None
     numbers = map(reader.number, ("SLURM_PROCID", "SLURM_LOCALID"))
     is_task = any(number and number.value for number in numbers)  # a batch script has 0 in both
-    read = reader.needed if is_task else reader.number  # every task has a step
+    read = reader.needed if is_task else reader.number  # a task without a step is an error
     step = read("SLURM_STEP_ID", "SLURM_STEPID", most=_ANY_ID)
     if step is None or step.value > _LAST_STEP:
         return None  # a batch script, or a shell of salloc
@@ -236,7 +235,7 @@ def _slurm(reader: Reader) -> RankInfo | None:
 
 
 def _first_host(reader: Reader, nnodes: Number | None) -> str | None:
-    """Return the host of task 0, None if it is unknown."""
+    """Return the host of task 0, or None if it is unknown."""
     if reader.value("SLURM_DISTRIBUTION") == "arbitrary" and not (nnodes and nnodes.value == 1):
         return None  # task 0 may be on any node
     nodelist = reader.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
@@ -302,7 +301,6 @@ def parse_hostlist(text: str) -> tuple[str, int]:
 
 
 def _parse_ranges(text: str) -> _Part:
-    """Parse the ranges between brackets."""
     first, count, longest = "", 0, 0
     for piece in text.split(","):
         match = _RANGE.fullmatch(piece)
@@ -377,7 +375,6 @@ def _mpi(
 
 
 def _lsf(reader: Reader) -> RankInfo | None:
-    """Read the variables of a task of jsrun."""
     if not reader.has("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"):
         return None
     info = _by_variables(
@@ -388,7 +385,7 @@ def _lsf(reader: Reader) -> RankInfo | None:
         local_world_size=("JSM_NAMESPACE_LOCAL_SIZE",),
     )
     # "batch2 1 c01n03 42 c01n04 42": hosts and slots. jsrun runs on the first host, and
-    # places tasks from the second one on: the last of these two, which may be the only one.
+    # places tasks from the second one on, unless there is only one.
     hosts = (reader.value("LSB_MCPU_HOSTS") or "").split()[:4:2]
     host = reader.host("LSB_MCPU_HOSTS", hosts[-1]) if hosts else None
     ids = (reader.value("LSB_JOBID"), reader.value("PMIX_NAMESPACE"))

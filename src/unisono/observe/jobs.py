@@ -58,7 +58,6 @@ class Meter:
         """Return the share of a core since the last look, None at the first one."""
         before = self._before.get((pid, thread_id))
         self._before[pid, thread_id] = (at_ns, used_s)
-        # Also where two looks fall on one moment, which would divide by zero.
         if before is None or at_ns <= before[0]:
             return None
         return 100.0 * max(used_s - before[1], 0.0) / (at_ns - before[0]) * _S
@@ -110,7 +109,7 @@ def _is_one(part: ObservedJob, others: Sequence[ObservedJob]) -> bool:
         for rank in job.ranks
         if rank.is_alive
     }
-    # Fewer keys than pairs: a rank has two processes.
+    # The dict keeps only one pair of a rank that is alive on two hosts.
     return part.name == others[0].name and len(dict(living)) == len(living)
 
 
@@ -144,13 +143,14 @@ def read(meter: Meter) -> list[ObservedJob]:
         vitals = _vitals(page) if page.is_alive() else None
         # A rank that exits normally removes its page first: one without a page isn't dead.
         if vitals is not None or page.path.exists():
-            # With its start, since an ended process's pid may have been given to another.
+            # The start is part of the key, as a pid may be reused.
             process = facts["rank"], facts["pid"], facts["start_ticks"]
             processes = by_job.setdefault(str(facts.get("job", "")), {})
             processes.setdefault(process, []).append(_Page(facts, page.records(), vitals))
     jobs = []
     for name, processes in by_job.items():
-        n_ranks = Counter(process[1:] for process in processes)  # ranks that are threads share one
+        # Ranks that are threads share a process.
+        n_ranks = Counter(process[1:] for process in processes)
         ranks = [
             _rank(found, meter, is_alone=n_ranks[process[1:]] == 1)
             for process, found in processes.items()
@@ -185,7 +185,7 @@ def _rank(found: Sequence[_Page], meter: Meter, *, is_alone: bool) -> Rank:
     """Return a rank from the pages of its process, of which each context has one."""
     found = sorted(found, key=lambda page: int(page.facts.get("made_ns", 0)))
     calls = sorted((c for page in found for c in _calls(page)), key=lambda call: call.begin_ns)
-    facts, vitals = found[-1].facts, found[-1].vitals  # of the newest context
+    facts, vitals = found[-1].facts, found[-1].vitals
     known = Rank(facts["rank"], facts["pid"], "dead", tuple(calls), facts["made_ns"], facts)
     if vitals is None:
         return known
@@ -229,7 +229,7 @@ def send(job: ObservedJob, number: int) -> None:
         if is_running(pid, ticks):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-                os.kill(pid, signal.SIGCONT)  # a stopped process handles no signal
+                os.kill(pid, signal.SIGCONT)  # else a stopped process would not handle it
 
 
 def stacks_of(
@@ -240,7 +240,7 @@ def stacks_of(
     def stacks(rank: Rank) -> list[Stack] | str:
         if not rank.is_alive:
             return "is dead"
-        if rank.stacks is not None:  # of another host: read there
+        if rank.stacks is not None:  # they were read on the rank's own host
             return rank.stacks
         is_stopped = rank.condition == "stopped"
         return read_stacks(rank.facts, timeout_s, is_stopped=is_stopped, all_threads=all_threads)

@@ -65,9 +65,9 @@ def _ranks(job: ObservedJob) -> list[dict[str, Any]]:
 
 def look_through(commands: Sequence[str], version: str) -> tuple[list[ObservedJob], list[str]]:
     """Run all commands at once; return the jobs of their hosts, and the failures."""
-    # Before any command runs, so that a wrong one is an error at once.
+    # A malformed command is an error before any other one runs.
     words = [_words(command) for command in commands]
-    with ThreadPoolExecutor(max(len(commands), 1)) as executor:  # it takes no 0
+    with ThreadPoolExecutor(max(len(commands), 1)) as executor:
         found = list(executor.map(_through, commands, words, repeat(version)))
     return [job for jobs, _ in found for job in jobs], [why for _, why in found if why]
 
@@ -96,7 +96,7 @@ def _through(command: str, words: Sequence[str], version: str) -> tuple[list[Obs
             if plain["version"] != version:
                 raise ValueError(f"unisono is {plain['version']} there and {version} here")
             jobs += _jobs(plain, begun_ns)
-    # An earlier failure is the cause of a later one; jobs that could be read are kept.
+    # An earlier failure explains a later one. Jobs that could be read are kept.
     except _UNREADABLE as error:
         why = why or f"its answer cannot be read ({error}): install the same version there"
     if not is_whole:
@@ -117,7 +117,7 @@ def _run(words: Sequence[str], out: BinaryIO, err: BinaryIO) -> str:
     except subprocess.TimeoutExpired:
         with contextlib.suppress(psutil.Error):
             _end(psutil.Process(process.pid))
-        process.poll()  # reaps it
+        process.poll()
         return f"it did not end within {_LIMIT_S:g} s"
     err.seek(0)
     quote = err.read().decode("utf-8", "replace").strip()[-_LONGEST_QUOTE:]
@@ -127,7 +127,7 @@ def _run(words: Sequence[str], out: BinaryIO, err: BinaryIO) -> str:
 
 def _end(command: psutil.Process) -> None:
     """End a command and its children, as far as this user may."""
-    # The children before anything is ended: those of an ended process can't be found.
+    # The children of a process can't be found once it has ended.
     left = [command, *command.children(recursive=True)]
     for act in (psutil.Process.terminate, psutil.Process.kill):
         for each in left:
@@ -164,7 +164,7 @@ def _jobs(plain: dict[str, Any], begun_ns: int) -> list[ObservedJob]:
 def _rank(plain: dict[str, Any], shift_ns: int) -> Rank:
     calls = []
     for each in plain["calls"]:
-        # An end of 0 is that of a call that isn't over.
+        # The end of a call that isn't over is 0, and stays so.
         times = {key: each[key] and each[key] + shift_ns for key in ("begin_ns", "end_ns")}
         calls.append(ObservedCall(**{**each, **times, "ranks": ranks_of(each["ranks"])}))
     stacks = plain["stacks"]

@@ -44,7 +44,7 @@ class Asked:
         states = {rank: _state_of(living[rank], verdict) for rank in wanted if rank in living}
         now_s, new = time.monotonic(), []
         for rank, state in states.items():
-            # A rank that gave no answer may give one later, though its state is the same.
+            # A rank that hasn't answered may do so later, even in the same state.
             known = self._known.get((job.name, rank))
             is_late = known and isinstance(known.stacks, str) and now_s - known.at_s >= _RETRY_S
             if known is None or known.state != state or is_late:
@@ -55,7 +55,7 @@ class Asked:
 
 
 def _state_of(rank: Rank, verdict: Verdict) -> tuple[object, ...]:
-    """Return a rank's process and call; it is asked again only when they change."""
+    """Return a rank's process and call; its stacks are kept until one of them changes."""
     state, call = verdict.states[rank.rank], None
     if state.call is not None:
         call = (state.call.key, state.call.number, state.call.begin_ns)
@@ -64,7 +64,7 @@ def _state_of(rank: Rank, verdict: Verdict) -> tuple[object, ...]:
 
 def reports(jobs: Sequence[ObservedJob]) -> dict[str, Any]:
     """Return the state of each rank of each job, and the ranks that make others wait."""
-    # Asks ranks of this host that make others wait, and all others if one made an extra call.
+    # On this host, ranks that make others wait are asked for stacks; after an extra call, all are.
     asked = Asked()
     return {"host": socket.gethostname(), "jobs": [report_of(job, asked) for job in jobs]}
 
@@ -80,8 +80,8 @@ def facts_of(job: ObservedJob) -> dict[str, Any]:
 def report_of(job: ObservedJob, asked: Asked) -> dict[str, Any]:
     """Return the state of each rank of a job, and the ranks that make others wait."""
     verdict = judge(job.ranks, job.at_ns)
-    # Only stacks tell one call too many from a rank that is ahead of the others; asking interrupts
-    # them, so it is done for this verdict alone.
+    # Only stacks distinguish an extra call from a rank that is merely ahead. Asking for stacks
+    # interrupts the ranks' waits, so this is done only for this verdict.
     if verdict.kind == "extra call" and _is_early(job, verdict, asked):
         verdict = judge(job.ranks, job.at_ns, is_early=True)
     culprits = [each.rank for each in verdict.culprits[:_MAX_RANKS_ASKED]]

@@ -61,7 +61,7 @@ def own_frame(frames: Sequence[Frame]) -> Frame | None:
     """Return the user's frame: the innermost outside unisono and installed libraries."""
     foreign = [frame for frame in _begun(frames) if not _is_ours(frame.file)]
     own = (frame for frame in foreign if not is_of_a_library(frame.file))
-    # Without a frame of the user's, a library's shows at least where it is.
+    # If no frame is the user's, a library's is better than none.
     return next(own, foreign[0] if foreign else None)
 
 
@@ -103,5 +103,5 @@ def is_before(one: Sequence[Frame], other: Sequence[Frame]) -> bool:
 
 def equal(stacks: Mapping[int, tuple[Frame, ...]]) -> list[tuple[tuple[Frame, ...], list[int]]]:
     """Group ranks by equal stacks, the largest group first."""
-    groups = ranks_by_value(dict(sorted(stacks.items())))  # groups list their ranks in order
+    groups = ranks_by_value(dict(sorted(stacks.items())))
     return sorted(groups.items(), key=lambda group: (-len(group[1]), group[1]))

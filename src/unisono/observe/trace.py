@@ -62,7 +62,7 @@ def trace(folder: str | os.PathLike[str]) -> Iterator[Path]:
         raise ArgumentError(
             f"trace({str(folder)!r}): the folder can't be made ({error}); name another"
         ) from error
-    tracer = _hold(path.resolve())  # replicas share a tracer, however they spell its folder
+    tracer = _hold(path.resolve())  # however replicas spell the folder, they share a tracer
     try:
         yield path
     finally:
@@ -105,7 +105,7 @@ class _Tracer:
 
     def _end(self, record: CollectiveRecord) -> None:
         if self._ranges:
-            # None if the profiler began within the call.
+            # There is no range if the profiler was started within the call.
             entered = self._ranges.pop((record.thread_id, record.arrival_ns, record.name), None)
             if entered is not None:
                 entered.__exit__(None, None, None)
@@ -115,7 +115,7 @@ class _Tracer:
 
     def _start(self) -> None:
         with self._writing:
-            # Again under the lock: another thread may have started it, or the trace has ended.
+            # Meanwhile another thread may have started it, or the trace may have ended.
             if self._thread is None and not self._is_over.is_set():
                 thread = threading.Thread(target=self._run, name="unisono-trace", daemon=True)
                 with suppress(RuntimeError):  # there can't be one more: `stop` writes the calls
@@ -134,7 +134,7 @@ class _Tracer:
             except Exception as error:  # it must not end the traced program
                 self._remove()
                 self._is_over.set()
-                self._waiting.clear()  # nothing would write them
+                self._waiting.clear()
                 _log.warning(
                     "the trace in %s ends here, the program goes on: %s: %s",
                     *(self.folder, type(error).__name__, error),
@@ -147,13 +147,13 @@ class _Tracer:
             by_rank.setdefault((record.rank, record.world_size, record.job), []).append(record)
         for key, records in by_rank.items():
             if key not in self._files:
-                self.folder.mkdir(parents=True, exist_ok=True)  # not done by `begin_if_asked`
+                self.folder.mkdir(parents=True, exist_ok=True)
                 self._files[key] = TraceFile(self.folder, records[0])
             self._files[key].append(records)
 
     def stop(self) -> None:
         """Write pending calls and stop."""
-        self._remove()  # no more calls, before the last are written
+        self._remove()  # first, so that no call follows the last write
         self._is_over.set()
         if self._thread is not None:
             self._thread.join(_LONGEST_END_S)
@@ -183,10 +183,10 @@ def _release(tracer: _Tracer) -> None:
     with _lock:
         tracer.holders -= 1
         if tracer.holders:
-            tracer.flush()  # the calls of a block are on disk at its end
+            tracer.flush()  # at the end of a block its calls are on disk
             return
         _tracers.pop(tracer.folder, None)
-    tracer.stop()  # without the lock, for it may wait for seconds
+    tracer.stop()  # without the lock, as it may take seconds
 
 
 def _after_fork() -> None:

@@ -48,7 +48,7 @@ class TraceFile:
 
     def __init__(self, folder: Path, record: CollectiveRecord) -> None:
         prefix = f"rank-{record.rank}-{socket.gethostname()}-{os.getpid()}-"
-        self._fd, _ = tempfile.mkstemp(_SUFFIX, prefix, folder)  # a rank's later block has another
+        self._fd, _ = tempfile.mkstemp(_SUFFIX, prefix, folder)
         self._heads: dict[tuple[Any, ...], tuple[str, Sequence[int]]] = {}
         facts = {
             "unisono_trace": _FORMAT,
@@ -103,7 +103,7 @@ class TraceFile:
 
     def _write(self, text: str) -> None:
         data = memoryview(text.encode())
-        while data:  # the system may write less than it is given
+        while data:  # `os.write` may write only a part
             data = data[os.write(self._fd, data) :]
 
 
@@ -126,7 +126,7 @@ def read(folder: Path) -> list[RankTrace]:
 
 
 def _read_file(path: Path) -> RankTrace | None:
-    # Without the opening bracket, and without the end of a line that isn't written yet.
+    # The first line is the opening bracket; the last one is empty, or not yet complete.
     lines = path.read_text("utf-8", "replace").split("\n")[1:-1]
     if not lines:
         return None  # its rank ended at that moment
@@ -177,7 +177,7 @@ def jobs(traces: Iterable[RankTrace]) -> list[JobTrace]:
     for each in traces:
         named.setdefault((each.world_size, each.job), []).append(each)
     ranks = [{each.rank for each in part} for part in named.values()]
-    # One job if all parts have its size, and no rank is in two of them.
+    # Parts of the same size in which no rank occurs twice are one job.
     if len({size for size, _ in named}) == 1 and sum(map(len, ranks)) == len(set().union(*ranks)):
         # Ranks that could not know their job's name have one of their host.
         named = {next(iter(named)): list(chain(*named.values()))}
@@ -225,7 +225,7 @@ def chrome_trace(found: Sequence[JobTrace]) -> dict[str, Any]:
             for rank in sorted(job.records)
         }
         for rank, of_rank in ranks.items():
-            in_order = sorted(  # outer calls before inner ones
+            in_order = sorted(
                 job.records[rank], key=lambda each: (each.arrival_ns, -each.duration_ns)
             )
             for record in in_order:
@@ -272,15 +272,14 @@ class _RankEvents:
         args = {**_args_of(record), "number": record.number}
         call = self._slice(track, record.name, "call", begin_ns, end_ns - begin_ns, args)
         outer = track.open[-1][1] if track.open else None
-        # The waiting within a call ends where another call begins within it: slices may not
-        # overlap.
+        # A slice of waiting is cut where an inner call begins, as slices may not overlap.
         if outer is not None and call["ts"] + call["dur"] > outer["ts"]:
             outer["dur"] = min(outer["dur"], max(call["ts"] - outer["ts"], 0))
         waiting = None
         if meeting is not None:
             self.calls[id(meeting)] = call
             if waited_ns := meeting.waited_ns(record.rank):
-                begin_ns += record.overlap_ns  # until then it worked, and didn't wait
+                begin_ns += record.overlap_ns  # until then the rank worked, and didn't wait
                 name, args = f"waiting for rank {meeting.last}", {"rank": meeting.last}
                 waiting = self._slice(track, name, "waiting", begin_ns, waited_ns, args)
                 self.waits.append((waiting, meeting))
@@ -310,7 +309,6 @@ class _RankEvents:
 def _arrows(ranks: dict[int, _RankEvents]) -> Iterator[Event]:
     """Build an arrow from each wait to the call that ended it."""
     for waiting, meeting in chain.from_iterable(each.waits for each in ranks.values()):
-        # A wait that another call has cut to nothing has no arrow.
         ends = {"s": waiting, "f": ranks[meeting.last].calls[id(meeting)]} if waiting["dur"] else {}
         for ph, end in ends.items():
             at = {key: end[key] for key in ("ts", "pid", "tid")}

@@ -149,7 +149,7 @@ class _JobFacts:
         """Return a rank's wait; of several, the one with most ranks missing."""
         if not self.ranks[rank].is_alive:
             return None
-        # A call without a number has been rejected by a hook, and isn't made.
+        # A call without a number isn't made, since a hook has rejected it.
         waits = [self._missing(rank, call) for call in self.open[rank] if call.number]
         return max(waits, key=lambda wait: (len(wait.ranks), len(wait.unseen)), default=None)
 
@@ -206,10 +206,8 @@ class _JobFacts:
 
     def state(self, rank: int) -> State:
         facts, opened, wait = self.ranks[rank], self.open[rank], self.waits.get(rank)
-        # Of several open calls, the one that it waits in; else the last begun.
         call = wait.call if wait else (opened[-1] if opened else None)
         is_inside = call is not None
-        # Outside of calls, the last one, and the time since its end.
         call = call or max(facts.calls, key=lambda each: each.end_ns or each.begin_ns, default=None)
         since_ns = facts.made_ns
         if call is not None:
@@ -225,8 +223,7 @@ class _JobFacts:
         lost_s, lates, n_calls = _costs(self.ranks.values())
         found = []
         for culprit in culprits:
-            # Those of a deadlock and an extra call are known; to the past waits, present ones are
-            # added.
+            # Deadlocks and extra calls come with their waiters.
             waiters = culprit.waiters or self.waiters(culprit.rank)
             own = lates.get(culprit.rank, [])
             found.append(
@@ -305,7 +302,7 @@ def _names(job: _JobFacts, call: ObservedCall) -> dict[str, list[int]]:
     for rank in sorted(job.ranks):
         for each in job.ranks[rank].calls:
             if call.number and each.key == call.key and each.number == call.number and each.name:
-                # The two ends of a message have different names, and are no mismatch.
+                # The two ends of a message have different names, but that is no mismatch.
                 name = "a message" if each.name in ("send", "recv") else each.name
                 found.setdefault(name, []).append(rank)
     return found
@@ -314,7 +311,7 @@ def _names(job: _JobFacts, call: ObservedCall) -> dict[str, list[int]]:
 def _extra(job: _JobFacts) -> _Found:
     """Find a rank that waits alone, in a line new to all others, which are idle outside calls."""
     waiting = [rank for rank, wait in job.waits.items() if wait.ranks]
-    # Of two ranks, either may be the one that is wrong.
+    # Of two ranks, either may be wrong.
     if len(waiting) != 1 or len(job.ranks) < 3 or not job.have_waited(waiting):
         return None
     (alone,) = waiting
@@ -371,7 +368,7 @@ def _deadlock(job: _JobFacts) -> _Found:
         by_call.setdefault((f"{call.name} of {call.group}", call.number), []).append(rank)
     order = sorted(by_call.items(), key=lambda item: len(item[1]))
     parts = [f"{named(ranks)} in {name}" for (name, _), ranks in order]
-    # Ranks outside of the cycle that wait for it are named, and aren't culprits.
+    # Ranks that wait for the cycle are named in the text, but they aren't culprits.
     culprits = [
         Culprit(rank, f"is in {name}, and others elsewhere", tuple(r for r in cycle if r != rank))
         for (name, _), rank in _odd_ones(by_call)
@@ -400,7 +397,7 @@ def _unseen(job: _JobFacts) -> _Found:
         f"{named(waits)} may wait for {named(unseen)}, without a page that could be read: on "
         "another host, or ended"
     )
-    return "unseen", text, []  # none can be looked at
+    return "unseen", text, []
 
 
 def _costs(ranks: Iterable[Rank]) -> tuple[dict[int, float], dict[int, list[float]], int]:
@@ -415,7 +412,7 @@ def _costs(ranks: Iterable[Rank]) -> tuple[dict[int, float], dict[int, list[floa
     n_calls = 0
     for calls in arrivals.values():
         first = next(iter(calls.values()))
-        # Pages keep only the last calls: of older ones not all ranks are known.
+        # Pages keep only the last calls, so some ranks may be unknown for older ones.
         if len(calls) < 2 or set(calls) != set(first.ranks):
             continue
         n_calls += 1

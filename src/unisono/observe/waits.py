@@ -39,7 +39,7 @@ class Meeting:
     def __init__(self, records: Mapping[int, CollectiveRecord], offsets: Mapping[int, int]) -> None:
         self.records = records
         self.offsets = offsets
-        self.last: int = _last_of(self)  # once: each rank of the call needs it
+        self.last: int = _last_of(self)
         self.last_ns: int = self.arrival_ns(self.last)
 
     def arrival_ns(self, rank: int) -> int:
@@ -92,7 +92,7 @@ def meetings(ranks: Records, offsets: Mapping[int, int] | None = None) -> list[M
 
 
 def _is_counted(record: CollectiveRecord) -> bool:
-    # Not those without a number, which a hook has rejected, nor those of a group of one rank,
+    # Calls without a number were rejected by a hook. Those of a group of one rank don't count,
     # except in a job of one.
     is_of_several = len(record.ranks) >= min(record.world_size, 2)
     return bool(record.number) and record.duration_ns >= 0 and is_of_several
@@ -148,21 +148,20 @@ def common_clock(ranks: Records, clocks: Mapping[int, Clock]) -> tuple[dict[int,
     # A rank leaves a call that all meet in after the last one's arrival. So each bounds the
     # difference of two hosts from both sides, and the shortest ones bound it best.
     hosts = {rank: clocks[rank].boot for rank in sorted(clocks)}
-    # Of each host, the clock of its lowest rank.
     walls = {clocks[rank].boot: clocks[rank].to_wall_ns for rank in sorted(clocks, reverse=True)}
-    first, *others = dict.fromkeys(hosts.values()) or [""]  # for no rank at all
+    first, *others = dict.fromkeys(hosts.values()) or [""]
     bounds: dict[str, list[tuple[int, int]]] = {host: [] for host in others}
     offsets = {rank: walls[host] for rank, host in hosts.items()}
     for meeting in meetings(ranks, offsets) if others else ():
         spans = _spans(meeting, hosts)
         for host in spans.keys() & bounds.keys() if first in spans else ():
             (arrival, end), (its_arrival, its_end) = spans[first], spans[host]
-            # The clocks differ by between arrival - its_end and end - its_arrival.
+            # The clocks' difference is between arrival - its_end and end - its_arrival.
             width = end - arrival + its_end - its_arrival
             bounds[host].append((width, (arrival - its_end + end - its_arrival) // 2))
     unsure_ns = 0
     for host, found in bounds.items():
-        # Without a common call, the time of day is all there is; a width is twice the error.
+        # Without a common call only the time of day is known. A width is twice the error.
         best = sorted(found)[:_NARROWEST] or [(2 * _DAY_NS, 0)]
         unsure_ns = max(unsure_ns, best[-1][0] // 2)
         walls[host] += statistics.median_low([middle for _, middle in best])
@@ -296,7 +295,6 @@ class _Sums:
             self.lines[record.name, site] = line
         line.calls += 1
         line.size_bytes += record.size_bytes
-        # No gap before a rank's first call.
         gap_ns, late_ns = last_ns - self._ended_ns.get(last, last_ns), 0
         for rank in meeting.records:
             begin, waited_ns = meeting.wait_begin_ns(rank), meeting.waited_ns(rank)
@@ -304,7 +302,7 @@ class _Sums:
             self._ended_ns[rank] = meeting.end_ns(rank)
             self._intervals[rank].append((begin, begin + waited_ns, meeting.end_ns(rank), line))
         if late_ns > max(FLOOR_NS, FLOOR_SHARE * gap_ns, self._unsure_ns):
-            # As long as the one who waited longest; calls that overlap count once.
+            # The longest wait is the time lost; overlapping calls count once.
             new = self.lost.add(last, last_ns - late_ns, last_ns)
             line.lost_s[last] += new / 1e9
             if new > FLOOR_NS and record.name != _SET_UP:
@@ -317,7 +315,7 @@ class _Sums:
             for begin, until, end, line in sorted(intervals, key=lambda each: each[0]):
                 busy_ns = self.busy.add(rank, begin, end)
                 line.total_s += busy_ns / 1e9
-                # A call within another adds no time, and so no waiting either.
+                # A call within another adds no time, and therefore no waiting.
                 line.waiting_s += min(self.waited.add(rank, begin, until), busy_ns) / 1e9
 
 

@@ -86,4 +86,4 @@ class EnvironmentConformance:
 def _all_hold(checked: Iterable[Outcome]) -> None:
     outcomes = list(checked)
     failed = [f"{o.law} at {o.nproc}: {o.reason}" for o in outcomes if o.status == "failed"]
-    assert outcomes and not failed, "\n".join(failed)  # no outcome is no pass
+    assert outcomes and not failed, "\n".join(failed)  # without outcomes nothing was checked

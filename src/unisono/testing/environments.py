@@ -75,7 +75,7 @@ def check_info(info: Any) -> None:
     }
     for name, (low, end) in ranges.items():
         value = getattr(info, name)
-        # None is an unknown fact; rank and size must be known.
+        # Only rank and size must be known.
         if value is None and name not in ("rank", "world_size"):
             continue
         assert type(value) is int, f"{name}={value!r} isn't an int"
@@ -196,8 +196,7 @@ def variables_of_others_are_no_job(trial: EnvironmentTrial) -> None:
     for other in ENVIRONMENTS:
         for env in () if other is trial.environment else getattr(other, "EXAMPLES", ()):
             found = trial.answer(env)
-            # Another launcher may set some of its variables, too: then both must find the same
-            # rank.
+            # Another launcher may also set this one's variables; both must then find the same rank.
             is_right = found in (None, _identity(other.detect(env)))
             assert is_right, f"given what {other.NAME} sets, it finds {found}"
 
@@ -218,11 +217,10 @@ def a_partial_example_is_refused_by_name(trial: EnvironmentTrial) -> None:
         whole, marks = _identity(info), []
         for name in trial.variables(example):
             left_out = {each: value for each, value in example.items() if each != name}
-            # An empty variable counts as missing.
             found = {trial.answer(env) for env in ({**example, name: ""}, left_out)}
             wrong = [each for each in found - {None, whole} if not isinstance(each, str)]
             assert not wrong, f"without {name} it says rank, size {wrong}, not {whole}"
-            if None in found:  # the variable that marks a job of this launcher
+            if None in found:  # it marks a job of this launcher
                 marks.append(name)
         assert len(marks) <= 1, (
             f"without any of {marks} there is no job, and nobody learns that one is missing: raise "
@@ -235,7 +233,7 @@ def a_malformed_variable_is_refused_by_name(trial: EnvironmentTrial) -> None:
     """A value that is not a number in range is an error, and never a rank."""
     for example, info in trial.examples_with_facts():
         for name in trial.variables(example):
-            # A malformed mark may mean that there is no job; other variables only count in one.
+            # Only a malformed mark may mean that this is no job.
             is_mark = trial.answer({**example, name: ""}) is None
             for value in _MALFORMED:
                 found, what = trial.answer({**example, name: value}), f"{name}={value!r}"

@@ -106,7 +106,7 @@ class LauncherTrial:
         found = []
         for file in Path(self.folder).glob("rank-*"):
             host, pid = file.read_text().split()
-            if host == socket.gethostname():  # pids of other hosts mean nothing here
+            if host == socket.gethostname():
                 found.append(_living(int(pid), file.stat().st_mtime))
         return found
 
@@ -247,7 +247,7 @@ def _sleep_ignoring_sigterm() -> None:
 
 
 def _sleep(local_rank: int, folder: str) -> None:
-    barrier()  # signs in last: a rank is only counted once all have started
+    barrier()  # so that no rank is counted before all have started
     _sign_in(folder)
     time.sleep(600)
 
@@ -324,7 +324,7 @@ def variables_are_handed_over(trial: LauncherTrial) -> None:
     """Ranks have the variables of `environ`; variables already set there are kept."""
     for info, mark, home in trial.launch({_MARK: "yes", "HOME": "/nowhere"}):
         assert mark == "yes", f"rank {info.rank} has {_MARK}={mark}"
-        # Where this process has no HOME, ranks take the one of `environ`.
+        # If this process has no HOME, that of `environ` is right.
         assert home != "/nowhere" or "HOME" not in os.environ, "a variable was overwritten"
 
 
@@ -332,7 +332,7 @@ def variables_are_handed_over(trial: LauncherTrial) -> None:
 def the_first_failure_is_named_with_its_traceback(trial: LauncherTrial) -> None:
     """The error has rank, traceback and exception of the first failure, not of a waiting rank."""
     error = trial.fails(_raise)
-    for part in ("in _raise", "of rank"):  # the failing function and the exception's text
+    for part in ("in _raise", "of rank"):
         assert part in error.traceback, f"its traceback isn't the rank's: {error.traceback!r}"
     assert isinstance(error.__cause__, KeyError), f"its cause is {error.__cause__!r}, not KeyError"
 
@@ -361,7 +361,7 @@ def a_signal_is_named(trial: LauncherTrial) -> None:
 @_law
 def a_result_that_cant_travel_is_a_failure(trial: LauncherTrial) -> None:
     """A result that cannot be pickled is a failure of its rank."""
-    # It fails once its function has returned: others in a barrier would wait for it.
+    # The rank fails after its function has returned, so ranks in a barrier would wait for it.
     error = trial.fails(threading.Lock, others=facts.get_rank)
     assert "lock" in str(error), f"it doesn't say what can't be pickled: {error}"
 
@@ -370,7 +370,7 @@ def a_result_that_cant_travel_is_a_failure(trial: LauncherTrial) -> None:
 def no_rank_is_left_behind(trial: LauncherTrial) -> None:
     """After a failure all ranks have ended, including sleeping ones that ignore SIGTERM."""
     trial.fails(_raise, others=_sleep_ignoring_sigterm)
-    if not trial.wait_for_ends():  # ranks on other hosts sign in nowhere
+    if not trial.wait_for_ends():  # ranks on other hosts can't sign in
         raise UntestableError("no rank could write into a folder of this host")
 
 
@@ -405,7 +405,7 @@ def a_deadline_is_kept(trial: LauncherTrial) -> None:
         took = time.monotonic() - begin
         assert took < block_s + _GRACE_S, f"a deadline of {block_s:g} s took {took:.1f} s"
         n_there = trial.wait_for_ends()
-        if n_there == trial.nproc:  # else the deadline came before all had started
+        if n_there == trial.nproc:  # else the deadline passed before all had started
             return
         trial.clean_up()
     raise UntestableError(f"{n_there} of {trial.nproc} ranks were there by the deadline")
@@ -425,14 +425,14 @@ def an_interrupt_ends_all_ranks(trial: LauncherTrial) -> None:
                 os.kill(os.getpid(), signal.SIGINT)
                 return
 
-    # The caller may handle or ignore Ctrl-C, as pytest or a shell's background does.
+    # The caller may handle or ignore Ctrl-C, such as pytest or a shell's background job.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     interrupter = threading.Thread(target=interrupt, daemon=True)
     try:
         interrupter.start()
         _error_of(KeyboardInterrupt, partial(trial.spawn, _sleep, trial.folder))
     finally:
-        is_over.set()  # first: a late interrupt would hit the caller
+        is_over.set()  # a late interrupt would hit the caller
         interrupter.join()
         signal.signal(signal.SIGINT, before)
     n_there = trial.wait_for_ends()
@@ -519,7 +519,7 @@ def check_launcher(
                 try:
                     done.append(outcome_of(name, nproc, check))
                 finally:
-                    trial.clean_up()  # of a law that has failed, ranks may be left
+                    trial.clean_up()
     return done
 
 
@@ -543,7 +543,7 @@ def _check(law: Law, trial: LauncherTrial, timeout_s: float) -> None:
     try:
         with _output_in(output), _limited(timeout_s):
             law(trial)
-    except UntestableError:  # becomes an outcome of its own
+    except UntestableError:
         raise
     except _TookTooLongError as error:
         stack = "".join(traceback.format_tb(error.__traceback__)[-6:])
@@ -566,7 +566,7 @@ def _output_in(file: Path) -> Iterator[None]:
         stream = stack.enter_context(file.open("wb"))
         for fd in (1, 2):
             own = os.dup(fd)
-            # Callbacks run last first: flush, restore the descriptors, close the copies.
+            # Callbacks run in reverse: flush, restore the descriptors, close the copies.
             stack.callback(os.close, own)
             stack.callback(os.dup2, own, fd)
             os.dup2(stream.fileno(), fd)

@@ -204,7 +204,7 @@ def check(
     waiting = [LAWS[name] for name in (law_names() if laws is None else laws)]
     done: list[Outcome] = []
     while waiting:
-        # The model must refuse the others, as another law checks; they are reported as unsupported.
+        # Laws that need more are reported as unsupported; another law checks that it is refused.
         names = [law.name for law in waiting if law.needs <= model.capabilities]
         start = partial(launch, backend, keep_laws, nproc_per_node=nproc, **options)
         batch = _run(start, names, timeout_s) if names else _Batch()
@@ -212,7 +212,7 @@ def check(
             law = waiting.pop(0)
             done.append(_outcome_of(law, model, nproc, batch))
             on_outcome(done[-1])
-            if law.name == batch.broken:  # replicas have ended: the rest take new ones
+            if law.name == batch.broken:  # its replicas have ended, so the rest need new ones
                 break
     return done
 
@@ -226,7 +226,7 @@ def _run(start: Callable[..., Any], names: Sequence[str], timeout_s: float) -> _
             batch.kept = {name: _joined(row) for name, *row in zip(names, *rows, strict=True)}
         except LaunchError as error:
             batch.broken, batch.reason = _broken_law(error, names, watch)
-    # It overrides the failure of the replicas, which were killed.
+    # The watchdog has killed the replicas, so their failure says nothing.
     if watch.hung:
         batch.broken = watch.hung
         batch.reason = f"it wasn't done after {timeout_s:g} s\n{watch.stacks}"
@@ -247,7 +247,7 @@ def _broken_law(error: LaunchError, names: Sequence[str], watch: _Watchdog) -> t
         if f"law {name} doesn't hold" in str(error):
             return name, str(error)
     last = watch.law_of(rank)
-    # A replica that dies names no law, so the one that it had entered last is broken.
+    # A replica that dies names no law, so the law that it entered last is the broken one.
     if last or watch.hung:
         return last, f"the replicas ended in it: {error}"
     raise LaunchError(f"the replicas ended outside of any law: {error}") from error
@@ -288,7 +288,7 @@ class _Entry:
     def text(self) -> str:
         stack = stack_signal.ask(self.pid, self.facts, self.thread_id, _ANSWER_S) or ""
         frames = [line for line in stack.partition(_OURS)[0].splitlines() if line[:2] == "  "]
-        # The last line is the beginning of the kit's own frame, cut off at its name.
+        # The last line is the beginning of the kit's own frame, at which the stack is cut off.
         shown = "\n".join(frames[:-1] if _OURS in stack else frames) or "  (it showed no stack)"
         return f"rank {self.rank}, in {self.law or 'no law any more'}:\n{shown}"
 
@@ -310,7 +310,7 @@ class _Board:
         unfinished = self._path.with_suffix(".partial")
         with contextlib.suppress(OSError):  # the folder is removed with the job
             unfinished.write_text(json.dumps([self._rank, law, time.monotonic(), *who]))
-            unfinished.replace(self._path)  # atomic: the parent never reads half of it
+            unfinished.replace(self._path)  # atomic, so that the parent never reads a part
 
 
 class _Watchdog:
@@ -331,7 +331,7 @@ class _Watchdog:
 
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
-        self._thread.join()  # it may be reading the folder
+        self._thread.join()
         self._folder.cleanup()
 
     def law_of(self, rank: int) -> str:
@@ -350,10 +350,10 @@ class _Watchdog:
             entries, now = self._entries(), time.monotonic()
             late = [each for each in entries if each.law and now - each.since_s > self._limit_s]
             if late:
-                # Before the kill, which ends what could be asked.
+                # Killed replicas can't be asked any more.
                 self.stacks = "\n".join(entry.text() for entry in entries)
                 self.hung = min(late, key=lambda entry: entry.since_s).law
-                # Not this process, in which replicas that are threads run.
+                # Replicas that are threads are in this process, which must not be killed.
                 for pid in {entry.pid for entry in entries} - {os.getpid()}:
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.kill(pid, signal.SIGKILL)

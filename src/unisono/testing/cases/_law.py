@@ -64,7 +64,7 @@ def difference(value: Any, expected: Any, path: str = "") -> str:
     def wrong(got: object, due: object) -> str:
         return f"{at}got {got}, wanted {due}"
 
-    if type(value) is not type(expected):  # True isn't 1, nor a subclass its base
+    if type(value) is not type(expected):  # such as True and 1, which are equal
         return wrong(_short(value), _short(expected))
     if isinstance(expected, Tensor):
         different = _difference_of_tensors(value, expected)
@@ -81,7 +81,7 @@ def difference(value: Any, expected: Any, path: str = "") -> str:
 
 
 def _difference_of_tensors(value: Tensor, expected: Tensor) -> str:
-    for name in ("dtype", "shape", "device"):  # first: bits compare only where these agree
+    for name in ("dtype", "shape", "device"):
         got, due = getattr(value, name), getattr(expected, name)
         if got != due:
             shown = [tuple(each) if name == "shape" else each for each in (got, due)]
@@ -119,7 +119,7 @@ _quiet = threading.Lock()
 
 def quietly(make: Callable[..., T], *args: Any) -> T:
     """Call a function with warnings ignored, such as torch's about prototypes."""
-    with _quiet, warnings.catch_warnings():  # replicas that are threads share the filters
+    with _quiet, warnings.catch_warnings():  # replicas that are threads share the warning filters
         warnings.simplefilter("ignore")
         return make(*args)
 

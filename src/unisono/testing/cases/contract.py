@@ -25,7 +25,7 @@ def _ops(dtype: torch.dtype) -> list[ReduceOp]:
 
 def _agree(model: ComputationModel, got: Tensor, expected: Tensor, what: Any) -> None:
     """Check for the same bits, and for the device of the model's tensors."""
-    place = torch.empty(0, device=model.transport_device).device  # with its index
+    place = torch.empty(0, device=model.transport_device).device  # a tensor's device has an index
     assert got.device == place, f"{what}: got a tensor of device {got.device}, wanted {place}"
     same(got.cpu(), expected.cpu(), what)
 
@@ -47,7 +47,7 @@ def _all_reduces_agree(
     got = model.all_reduce(_mine(model, shape, dtype), op)
     _agree(model, got, expected, (dtype, op, shape))
     handle = model.start_all_reduce(_mine(model, shape, dtype), op)
-    if handle is not None:  # None where the model has no asynchronous reduction
+    if handle is not None:
         _agree(model, handle.wait(), expected, (dtype, op, shape, "async"))
 
 
@@ -92,10 +92,10 @@ def movements_agree_with_the_derived_ones(rank: int, size: int) -> None:
 @law()
 def exchange_carries_blobs_of_every_length(rank: int, size: int) -> None:
     model = communicator().model
-    for length in (0, 1, 247, 248, 249, 5000):  # a frame has room for 248
+    for length in (0, 1, 247, 248, 249, 5000):  # a frame has room for 248 bytes
         blobs = [bytes([r]) * length for r in range(size)]
         assert model.exchange(blobs[rank]) == blobs, length
-        # Only the last rank's may need a second round, in which all must take part.
+        # Even if only the last rank needs a second round, all must take part in it.
         skewed = [bytes([r]) * (length if r == size - 1 else r) for r in range(size)]
         assert model.exchange(skewed[rank]) == skewed, length
         assert ComputationModel.exchange(model, skewed[rank]) == skewed, length

@@ -138,7 +138,7 @@ def the_user_s_default_device_changes_nothing(rank: int, size: int) -> None:
         partial(idist.all_reduce, mine.bool(), "XOR"),
         partial(idist.all_gather, mine.expand(2, 3)),
     ]
-    # A tensor on meta has no values: a call that made one there would give something else.
+    # Tensors on meta have no values, so the results show whether a call creates tensors there.
     expected = [call() for call in calls]
     with torch.device("meta"):
         for call, value in zip(calls, expected, strict=True):

@@ -50,7 +50,7 @@ def a_fork_of_a_rank_is_told_so_in_every_call(rank: int, size: int) -> None:
     # Starts the thread of asynchronous calls, which the fork lacks.
     same(idist.all_reduce(1, async_op=True).wait(), size)
     reading, writing = os.pipe()
-    child = quietly(os.fork)  # Python 3.12 warns of a fork with threads
+    child = quietly(os.fork)  # since 3.12 Python warns of forks of processes with threads
     if child == 0:
         _reply(writing, calls, f"fork of rank {rank}")
     os.close(writing)
@@ -80,5 +80,5 @@ def _reply(writing: int, calls: list[Callable[[], Any]], text: str) -> None:
     except BaseException as error:
         reply = f"call {index} raised {type(error).__name__}: {error}"
     finally:
-        os.write(writing, reply.encode("utf-8", "replace")[:4000])  # as much as is read
+        os.write(writing, reply.encode("utf-8", "replace")[:4000])
         os._exit(0)

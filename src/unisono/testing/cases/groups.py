@@ -36,7 +36,7 @@ def collectives_of_a_group_concern_its_members_alone(rank: int, size: int) -> No
         sent = idist.broadcast(f"r{rank}", src=last, group=spelling)
         same(sent, f"r{last if is_member else rank}")
         idist.barrier(group=spelling)
-    # A member other than the root gets None, a stranger its own value.
+    # Members other than the root get None; other ranks get their own value.
     expected = torch.cat(parts) if rank == last else None if is_member else value
     same(idist.gather(value, dst=last, group=group), expected)
     total = idist.reduce(rank, dst=last, group=group)
@@ -67,7 +67,7 @@ def groups_that_overlap_do_not_mix(rank: int, size: int) -> None:
 @law("groups")
 def a_list_of_ranks_makes_one_group_however_often_it_is_used(rank: int, size: int) -> None:
     members = list(range(size))
-    idist.all_reduce(1, group=members)  # makes the group
+    idist.all_reduce(1, group=members)
     before = len(current().groups)
     for _ in range(20):
         idist.all_reduce(1, group=list(members))

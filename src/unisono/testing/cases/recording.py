@@ -68,7 +68,7 @@ def hooks_see_every_collective_with_name_bytes_group_and_number(rank: int, size:
 @law("groups")
 def hooks_see_the_group_of_a_call(rank: int, size: int) -> None:
     """A group counts its own calls, and its record names its ranks."""
-    group = idist.new_group([0, size - 1] if size > 1 else [0])  # no rank twice
+    group = idist.new_group([0, size - 1] if size > 1 else [0])
     with _seen() as (begun, done):
         idist.all_reduce(1, group=group)
         idist.all_reduce(2, group=group)

@@ -48,7 +48,7 @@ def expected(op: str, parts: list[Tensor]) -> Tensor:
     else:
         step = _BOOL[op] if dtype is torch.bool else _STEPS[op]
         numbers = [reduce(step, column) for column in columns]
-    # Wide first: the results may exceed the dtype, and are then rounded or wrapped.
+    # A result that exceeds the dtype is rounded or wrapped by `to`.
     return torch.tensor(numbers, dtype=_wide(dtype)).to(dtype).reshape(shape)
 
 
@@ -113,7 +113,7 @@ def nan_wins_min_and_max(rank: int, size: int) -> None:
         assert got[0].isnan(), (op, got)
         same(got[1].item(), last)
         number = idist.all_reduce(float("nan") if rank == size - 1 else 1.0, op)
-        assert number != number, (op, number)  # NaN
+        assert number != number, (op, number)
 
 
 @law()
@@ -125,7 +125,7 @@ def the_input_is_never_changed(rank: int, size: int) -> None:
         results += [idist.all_gather(value), idist.reduce(value), idist.gather(value)]
         for result in results:
             if result is not None:
-                result.fill_(1)  # shows in the input if they share memory
+                result.fill_(1)  # would change the input if they shared memory
         same(value, kept, dtype)
     weight = torch.nn.Parameter(torch.full((3,), float(rank)))
     got = idist.all_reduce(weight)
@@ -174,7 +174,7 @@ def containers_are_reduced_leaf_by_leaf_and_keep_their_shape(rank: int, size: in
     got = idist.all_reduce(Metrics(1.0, 2, torch.ones(3)))
     same((got.loss, got.seen, got.hits), (1.0 * size, 2 * size, torch.full((3,), float(size))))
     same(idist.all_reduce({}), {})
-    # More than one message holds.
+    # Too many names for one message.
     many = {f"a name that takes room {i}": float(i) for i in range(3000)}
     same(idist.all_reduce(many), {key: size * item for key, item in many.items()})
     same(value["t"], torch.ones(2))
@@ -250,7 +250,7 @@ def asynchronous_forms_give_what_blocking_ones_give(rank: int, size: int) -> Non
         (idist.all_gather(tensor, async_op=True), joined),
         (idist.barrier(async_op=True), None),
     ]
-    for handle, value in reversed(started):  # handles may be awaited in any order
+    for handle, value in reversed(started):
         same(handle.wait(), value)
         assert handle.is_completed()
         assert handle.wait() is handle.wait()

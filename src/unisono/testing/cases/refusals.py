@@ -65,7 +65,7 @@ def unknown_operations_are_refused_and_known_ones_taken_in_any_case(rank: int, s
 
 @law()
 def roots_that_arent_there_are_refused(rank: int, size: int) -> None:
-    for bad in (size, -1, True, 0.0, "0", None):  # True and 0.0 equal ranks, and are none
+    for bad in (size, -1, True, 0.0, "0", None):  # True == 1 and 0.0 == 0, but neither is a rank
         raises(ArgumentError, ["src"], idist.broadcast, 1, src=bad)
         raises(ArgumentError, ["src"], idist.broadcast_, torch.ones(1), src=bad)
         raises(ArgumentError, ["dst"], idist.gather, 1, dst=bad)
@@ -177,7 +177,7 @@ def tensors_without_memory_of_their_own_are_refused_by_name(rank: int, size: int
 def a_tensor_that_one_rank_refuses_is_an_error_on_every_rank(rank: int, size: int) -> None:
     """Holds if calls are compared, which some models do only with UNISONO_DEBUG=1."""
     control = communicator().control
-    control.checks = lambda group: True  # type: ignore[method-assign]  # in every model
+    control.checks = lambda group: True  # type: ignore[method-assign]  # so that every model compares
     try:
         for calls, bad, good in _refused_beside_good(size):
             for call in calls:

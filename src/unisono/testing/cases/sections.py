@@ -17,7 +17,7 @@ def one_rank_only_runs_on_one_rank_and_gives_its_value_there(rank: int, size: in
             ran: list[int] = []
 
             @idist.one_rank_only(rank=chosen, with_barrier=with_barrier)
-            def body(number: int, ran: list[int] = ran) -> int:  # bound now: the loop rebinds it
+            def body(number: int, ran: list[int] = ran) -> int:
                 ran.append(number)
                 return number * 2
 
@@ -52,7 +52,7 @@ def a_failure_in_one_rank_first_reaches_every_rank_before_the_body_runs(
     for chosen in range(size):
         ran: list[int] = []
 
-        def section(chosen: int = chosen, ran: list[int] = ran) -> None:  # bound now
+        def section(chosen: int = chosen, ran: list[int] = ran) -> None:
             with idist.one_rank_first(rank=chosen):
                 ran.append(rank)
                 raise KeyError("lost")

@@ -72,7 +72,7 @@ def what_is_shared_is_built_once_on_each_host(rank: int, size: int) -> None:
     counts = idist.all_gather(len(built))
     same(tree, build())
     hosts = idist.all_gather(host_of_this_process())
-    # Of each host, its first rank builds.
+    # The first rank of each host builds.
     same(counts, [int(host not in hosts[:r]) for r, host in enumerate(hosts)])
 
 

@@ -37,7 +37,7 @@ def rough(seed: int, count: int, dtype: torch.dtype, spread: int = 20) -> Tensor
 
 def correctly_rounded(column: Sequence[float], dtype: torch.dtype) -> float:
     """Sum as fractions and round once: an independent reference."""
-    # A Fraction can't hold these; floats add them right.
+    # A Fraction can't be infinite or NaN; floats add these correctly.
     if any(not math.isfinite(value) for value in column):
         return sum(column)
     if all(value == 0 and math.copysign(1, value) < 0 for value in column):
@@ -48,7 +48,7 @@ def correctly_rounded(column: Sequence[float], dtype: torch.dtype) -> float:
     fraction_bits, least = _FORMATS[dtype]
     size, sign = abs(total), 1 if total > 0 else -1
     first = size.numerator.bit_length() - size.denominator.bit_length()
-    # The lengths give the exponent or one more.
+    # The difference of the lengths is the exponent, or one more.
     first -= size < Fraction(2) ** first
     step = Fraction(2) ** max(first - fraction_bits, least)
     nearest = round(size / step) * step  # ties to even
@@ -71,7 +71,7 @@ def _hard(rank: int, size: int, dtype: torch.dtype) -> Tensor:
     info = torch.finfo(dtype)
     pairs = [(info.max, -info.max), (1.0, info.eps / 2), (1 + info.eps, info.eps / 2)]
     pairs += [(info.smallest_normal / 4, -info.smallest_normal / 2), (-0.0, -0.0), (-0.0, 0.0)]
-    ends = {size - 1: 1, 0: 0}  # alone, a rank has the first of each pair
+    ends = {size - 1: 1, 0: 0}  # a single rank has the first of each pair
     # The others add -0.0, which changes no sum.
     edges = [pair[ends[rank]] if rank in ends else -0.0 for pair in pairs]
     spread = -_FORMATS[dtype][1] // 2
@@ -155,7 +155,7 @@ def exact_sums_of_containers_and_numbers_keep_their_shape(rank: int, size: int) 
     same(idist.all_reduce(mixed, exact=True), [_expected(double), torch.tensor([True]), total])
     same(idist.all_reduce(2**53 + 1, exact=True), size * (2**53 + 1))
     same(idist.all_reduce(True, exact=True), True)
-    # Overflows in between, unless the sum is exact.
+    # A partial sum overflows, unless the sum is exact.
     numbers = [1e308, 1e308, -1e308][: min(size, 3)] + [0.0] * (size - 3)
     same(idist.all_reduce(numbers[rank], exact=True), correctly_rounded(numbers, torch.float64))
     infinity = INF if rank == 0 else -INF if rank == size - 1 else 0.0

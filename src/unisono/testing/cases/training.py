@@ -32,7 +32,7 @@ def a_position_is_followed_by_what_was_not_seen(rank: int, size: int) -> None:
     whole = [rows.tolist() for rows in loader]
     same(sorted(i for part in idist.all_gather(whole) for rows in part for i in rows), data)
     loader.set_epoch(1)
-    for _, _rows in zip(range(2), loader, strict=False):  # a pass that ends within an epoch
+    for _, _rows in zip(range(2), loader, strict=False):  # leaves the epoch after two batches
         pass
     state = loader.state_dict()
     same(idist.all_gather(state), [state] * size, "the position")
@@ -56,7 +56,7 @@ def a_signal_to_one_rank_is_told_to_all_at_the_same_point(rank: int, size: int) 
         if rank == size - 1:
             signal.raise_signal(signal.SIGUSR1)
         same(idist.preemption_point(), True)
-        same(idist.preemption_point(), True)  # it stays so
+        same(idist.preemption_point(), True)
         if rank != size - 1:  # a signal to all ranks reaches this one later, harmlessly
             signal.raise_signal(signal.SIGUSR1)
         idist.barrier()

@@ -58,7 +58,7 @@ def all_gather_joins_tensors_of_uneven_length(rank: int, size: int) -> None:
 
 @law(ranks=2)
 def tensors_that_dont_fit_together_are_named_on_every_rank(rank: int, size: int) -> None:
-    for scale in (1, 100):  # within a frame, and beyond it
+    for scale in (1, 100):
         wrong = torch.ones(2, 3 * scale) if rank == 0 else torch.ones(2, 4 * scale)
         parts = [f"rank 0: float32[2, {3 * scale}]", f"rank 1: float32[2, {4 * scale}]"]
         raises(CollectiveMismatchError, parts, idist.all_gather, wrong)
@@ -105,7 +105,6 @@ def broadcast_takes_type_and_shape_from_the_source(rank: int, size: int) -> None
         for dtype in DTYPES:
             for shape in ((), (0,), (3, 2), (100, 2)):
                 value = tensor_of(src, shape, dtype)
-                # What other ranks pass is ignored.
                 mine: Any = value if rank == src else [None, torch.ones(9), "x"][rank % 3]
                 same(idist.broadcast(mine, src=src), value, (src, dtype, shape))
     turned = tensor_of(0, (2, 30, 4, 5), torch.float32)
@@ -135,7 +134,7 @@ def scatter_gives_each_rank_its_own_value(rank: int, size: int) -> None:
         texts = ["é" * (40 * r) for r in range(size)]
         same(idist.scatter(texts if rank == src else None, src=src), texts[rank])
         for dtype in (torch.float32, torch.int16, torch.bool):
-            for count in (1, 90):  # within a frame, and beyond it
+            for count in (1, 90):
                 parts = [tensor_of(r, (count, 2), dtype) for r in range(size)]
                 same(idist.scatter(parts if rank == src else None, src=src), parts[rank])
         rows = torch.stack([tensor_of(r, (90,), torch.float64) for r in range(size)])

@@ -146,7 +146,7 @@ def what_arrives_is_a_copy(rank: int, size: int) -> None:
 @law()
 def a_value_that_cant_travel_is_an_error_on_every_rank(rank: int, size: int) -> None:
     bad = size - 1
-    # A list's iterator can be pickled, a generator can't.
+    # A generator can't be pickled, but a list's iterator can.
     stuck = iter([1]) if rank != bad else (n for n in range(3))
     parts = [f"rank {bad}", "generator"]
     raises(PayloadError, parts, idist.all_gather, stuck)
@@ -198,7 +198,7 @@ def whatever_is_raised_while_a_value_is_encoded_is_an_error_on_every_rank(
 def classes_of_tensors_arrive_as_they_are_where_a_value_is_carried(rank: int, size: int) -> None:
     """They arrive as torch's own class if tensors are joined or reduced."""
     src = size - 1
-    for count in (3, 200_000):  # within a frame, and beyond any message
+    for count in (3, 200_000):  # within a frame, and beyond it
         plain = torch.arange(float(count))
         frozen = torch.nn.Parameter(plain.clone(), requires_grad=False)
         for value in (torch.nn.Parameter(plain.clone()), frozen, plain.clone().as_subclass(Mine)):

@@ -100,7 +100,7 @@ class RankSession:
         self._tmp_path = Path()
         self._failure: pytest.ExceptionInfo[BaseException] | None = None
         self._errors: dict[str, str] = {}
-        # After these facts: hooks record warnings and errors from here on.
+        # From here on hooks are called, which use the attributes above.
         self._config = self._configured(setting)
         self._session = pytest.Session.from_config(self._config)
         self._config.hook.pytest_sessionstart(session=self._session)
@@ -111,7 +111,7 @@ class RankSession:
     def _configured(self, setting: Setting) -> Config:
         place = f"{facts.get_world_size()}-{facts.backend()}-rank{self._rank}-{os.getpid()}"
         options = {**setting.options, IN_RANK: self._rank}
-        # pytest deletes a base directory that exists, so each session in a rank has its own.
+        # pytest deletes an existing base directory, so each rank's session has its own.
         options["basetemp"] = str(Path(setting.temporary, place))
         # pytest would warn that this package is already imported.
         ignored = "ignore::pytest.PytestAssertRewriteWarning"
@@ -144,7 +144,7 @@ class RankSession:
         item = self._items.get(nodeid)
         if item is None:
             file = nodeid.partition("::")[0]
-            if file in self._errors:  # the reason that the rank itself has recorded
+            if file in self._errors:
                 raise UnisonoError(f"this rank can't collect {file}:\n{self._errors[file]}")
             raise UnisonoError(
                 f"this rank collects no test {nodeid}: what a file's tests and their "
@@ -155,7 +155,7 @@ class RankSession:
         self._session._setupstate.teardown_exact(item)
         around: Any = item.parent  # keeps its fixtures
         item.ihook.pytest_runtest_protocol(item=item, nextitem=around)
-        # A test that ended or replaced the context leaves ranks that can't run another.
+        # Ranks whose test has ended or replaced the context can't run another test.
         self._report.has_lost_context = context.current_model() is not self._model
         if any(phase["outcome"] != "passed" for phase in self._report.phases):
             raise TestFailed(self._report)
@@ -186,16 +186,16 @@ class RankSession:
 
     def debug(self, stdin: str) -> None:
         """Start the debugger at the last failure; a process rank reads from `stdin`."""
-        if self._failure is None:  # this rank hasn't failed
+        if self._failure is None:
             return
-        # pytest's `post_mortem` takes an exception from Python 3.13 on, before that a traceback.
+        # pytest's `post_mortem` takes an exception since Python 3.13, and a traceback before.
         at = self._failure.value if sys.version_info >= (3, 13) else self._failure.tb
         if not self.is_process:
-            post_mortem(at)  # threads have the parent's terminal
+            post_mortem(at)  # threads use the parent's terminal
             return
         capture: Any = self._config.pluginmanager.get_plugin("capturemanager")
         if capture is not None:
-            capture.suspend(in_=True)  # else the user can't type or see anything
+            capture.suspend(in_=True)
         kept = os.dup(0)
         _read_from(os.open(stdin, os.O_RDONLY))
         try:
@@ -215,7 +215,7 @@ class RankSession:
         """Record when and why this rank failed."""
         del item
         report = yield
-        # The first failure counts: one in teardown may follow from it.
+        # Only the first failure counts, as one in teardown may follow from it.
         if report.failed and call.excinfo is not None and not self._report.failed_at:
             self._report.failed_at = time.monotonic()
             self._report.is_secondary = describe(call.excinfo.value).is_secondary

@@ -119,7 +119,7 @@ def _backends(mark: pytest.Mark, metafunc: pytest.Metafunc) -> list[str]:
         names = [name for part in parts for name in part.replace(",", " ").split()]
         if names:
             return names
-    # Its fixtures change the process, and ranks that are threads share one.
+    # Such fixtures change the process, which ranks that are threads share.
     is_for_processes = not OF_A_PROCESS.isdisjoint(metafunc.fixturenames)
     return ["gloo"] if is_for_processes else ["threads", "gloo"]
 
@@ -182,7 +182,7 @@ class _Session:
             return
         if self._pools is not None:
             self._pools.end_threads()
-        # Marked, and yet without a place: pytest doesn't parametrize tests of this kind.
+        # pytest doesn't parametrize tests of some kinds, so these are marked and have no place.
         if item.get_closest_marker("ranks") is not None:
             pytest.fail(
                 "mark ranks is for functions and for methods of plain classes: this test is "

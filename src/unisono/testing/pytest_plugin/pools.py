@@ -93,7 +93,7 @@ class Pool:
     def debug(self, rank: int) -> None:
         """Start the debugger at the last failure of a rank."""
         own = f"/proc/{os.getpid()}/fd/0"
-        # Ranks open the parent's own terminal; without /proc, as on macOS, the controlling one.
+        # Ranks open the parent's stdin, or without /proc, as on macOS, the controlling terminal.
         stdin = own if Path(own).exists() else "/dev/tty"
         asked = outcome(self._pool, in_session, (RankSession.debug, stdin), only=[rank], keep=True)
         # Quitting the debugger raises in the rank, and ends the session here.
@@ -144,7 +144,7 @@ class Pools:
         marked = [item for item in self._session.items if place_of(item) is not None]
         files = dict.fromkeys(str(item.path) for item in marked)
         options = {key: value for key, value in vars(config.option).items() if _is_plain(value)}
-        options.pop("file_or_dir", None)  # the ranks collect `files`
+        options.pop("file_or_dir", None)
         temporary = self._temporary() / "ranks"
         temporary.mkdir(exist_ok=True)
         ini = None if config.inipath is None else str(config.inipath)
@@ -157,7 +157,7 @@ class Pools:
 
     def run_test(self, item: pytest.Function, place: Place) -> None:
         """Run a marked test in its ranks, and raise unless it passes."""
-        self._merged = None  # else a test without a report would get the last one's
+        self._merged = None  # else a test without a report would get that of the last test
         try:
             pool = self._pool(place.backend, place.size)
         except UnknownBackendError as error:
@@ -165,7 +165,7 @@ class Pools:
         name = re.sub(r"\W", "_", item.name)[:30]  # as pytest names `tmp_path`
         tmp_path = str(self._temporary() / f"{name}-{next(self._numbers)}")
         is_debugged = item.config.getoption("usepdb", False)
-        limit_s = None if is_debugged else place.timeout_s  # a user may stay in the debugger
+        limit_s = None if is_debugged else place.timeout_s
         is_kept = item.config.getoption("capture", "fd") != "no"
         try:
             with _output_of_threads(is_kept) as printed:
@@ -173,7 +173,6 @@ class Pools:
         except ArgumentError as error:
             raise pytest.fail.Exception(str(error), pytrace=False) from None
         except BackendUnavailableError as error:
-            # A backend whose library isn't here is no failure of the test.
             raise pytest.skip.Exception(str(error), _use_item_location=True) from None
         self._merged = merged = reports.merge(answers, place, item, printed)
         if merged.has_lost_context and not is_debugged:  # a debugger has yet to look at them
@@ -226,7 +225,6 @@ class Pools:
     def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
         """End fixtures in the ranks whose module or class the session leaves."""
         kept = [node.nodeid for node in nextitem.listchain()] if nextitem is not None else []
-        # The modules and classes that this test is in, and the next one isn't.
         left = {node.nodeid for node in item.listchain()[:-1]}.difference(kept)
         for pool in self._pools.values() if left or not kept else ():
             if pool.is_warm:
@@ -239,7 +237,7 @@ class Pools:
                 try:
                     _end_fixtures(pool, [])
                 finally:
-                    pool.close()  # even if a fixture has failed
+                    pool.close()
 
     def close(self) -> None:
         """End all ranks."""

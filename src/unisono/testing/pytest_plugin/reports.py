@@ -60,7 +60,7 @@ class Merged:
         """Raise unless the test passed."""
         if self.outcome == "skipped" and self.wasxfail is None:
             raise pytest.skip.Exception(str(self.longrepr[2]), _use_item_location=True)
-        # An xfail as well: `copy_to` turns the report of this exception into the ranks' own.
+        # For an xfail, too: `copy_to` turns this exception's report into that of the ranks.
         if self.outcome != "passed":
             raise RanksFailed(_headline(self.longrepr))
 
@@ -104,10 +104,10 @@ def merge(answers: PoolCall, place: Place, item: pytest.Item, printed: Printed) 
         for rank, report in _by_rank(answers, item)
     ]
     warned = [warning for each in ranks for warning in each.report.warnings]
-    for text, category, file, line in dict.fromkeys(warned):  # equal ones of several ranks once
+    for text, category, file, line in dict.fromkeys(warned):
         message = WarningMessage(text, category, file, line)
         facts = {"warning_message": message, "when": "runtest", "nodeid": item.nodeid}
-        # A historic hook can be called in no other way.
+        # This hook is historic, and can't be called directly.
         item.ihook.pytest_warning_recorded.call_historic(kwargs={**facts, "location": None})
     merged = _merged(answers, place, item, ranks)
     merged.has_lost_context = any(each.report.has_lost_context for each in ranks)
@@ -145,7 +145,7 @@ def _by_rank(answers: PoolCall, item: pytest.Item) -> list[tuple[int, RankReport
             cause = pickle.loads(fault.cause)
         if isinstance(cause, TestFailed):
             by_rank[rank] = cause.report
-        elif isinstance(cause, pytest.exit.Exception):  # the whole session is to end
+        elif isinstance(cause, pytest.exit.Exception):
             raise cause
         else:
             text = fault.traceback if isinstance(fault, Failure) else str(fault)
@@ -153,7 +153,8 @@ def _by_rank(answers: PoolCall, item: pytest.Item) -> list[tuple[int, RankReport
             failure = _text(item, headline, text)
             report = pytest.TestReport(item.nodeid, item.location, {}, "failed", failure, "call")
             data = item.config.hook.pytest_report_to_serializable(config=item.config, report=report)
-            by_rank[rank] = RankReport([data], time.monotonic())  # after all whose time is known
+            # Its time is unknown; this one is later than all known ones.
+            by_rank[rank] = RankReport([data], time.monotonic())
     return sorted(by_rank.items())
 
 
@@ -184,7 +185,6 @@ def _failure(answers: PoolCall, place: Place, item: pytest.Item, failed: Sequenc
         waited = f"{ranks_text(answers.stacks)} of {place.size} still ran, and were ended"
         longrepr.addsection(waited, _stacks(answers, place.size))
     ranks = [one.rank for group in groups for one in group]
-    # Ranks that were lost can't be debugged.
     return Merged("failed", when, longrepr, failed=[] if answers.error else ranks)
 
 
@@ -194,7 +194,7 @@ def _groups(failed: Iterable[_Rank]) -> list[list[_Rank]]:
     for one in sorted(
         failed, key=lambda r: (r.report.is_secondary, r.is_strict, r.report.failed_at)
     ):
-        # Addresses in messages differ among ranks, and make no other failure.
+        # Failures that differ only in addresses are equal.
         text = _ADDRESS.sub("0x", f"{one.decisive.when} {_headline(one.decisive.longrepr)}")
         groups.setdefault((one.report.is_secondary, text), []).append(one)
     return list(groups.values())
@@ -238,7 +238,7 @@ def _stacks(answers: PoolCall, size: int) -> str:
     was = "was" if len(done) == 1 else "were"
     parts = [f"{ranks_text(done)} of {size} {was} done\n"] if done else []
     for rank, frames in sorted(answers.stacks.items()):
-        # The last frame of pytest's that calls the body; the rank's session is further out.
+        # The body begins after the innermost of these frames; the others are of the rank's session.
         starts = [at for at, frame in enumerate(frames, 1) if frame.filename.endswith(_BODY)]
         own = StackSummary.from_list(frames[max(starts, default=0) :])
         shown = fold_text("".join(own.format())) or _NO_ANSWER
@@ -250,7 +250,7 @@ def _sections(ranks: Sequence[_Rank], printed: Printed, size: int) -> Iterable[t
     """Yield sections of the ranks' output and logs, equal ones once."""
     by_text: dict[tuple[str, str], list[int]] = {}
     for one in ranks:
-        for name, text in one.phases[-1].sections:  # it has those of all phases
+        for name, text in one.phases[-1].sections:  # the last phase has the sections of all
             by_text.setdefault((name, text), []).append(one.rank)
     for name, streams in printed.items():
         for rank, kept in sorted(streams.items()):

@@ -37,7 +37,7 @@ class World:
         """Check that type, dtype, shape and bits are the same on all ranks, or `among` some."""
         # Collective over all ranks.
         __tracebackhide__ = hides  # here as well, for the debugger
-        # Pickled here, for tensors would be joined, and a value may have any type on any rank.
+        # Pickled, as tensors would be joined, and types may differ among ranks.
         pickles = all_gather(dumps(value))
         chosen = range(self.size) if among is None else sorted(among)
         values = {rank: pickle.loads(pickles[rank]) for rank in chosen}
@@ -66,7 +66,6 @@ class World:
             AssertionError: the block didn't raise there (on these ranks).
         """
         __tracebackhide__ = hides
-        # Errors of ranks that shouldn't raise propagate, and fail the test there.
         if not self.only(rank):
             yield
             return
@@ -89,6 +88,6 @@ def ranks_text(ranks: Collection[int]) -> str:
             parts[-1].append(rank)
         else:
             parts.append([rank])
-    # Of two neighbours, a range is no shorter.
+    # A range of two ranks isn't shorter.
     texts = [f"{p[0]}-{p[-1]}" if len(p) > 2 else ",".join(map(str, p)) for p in parts]
     return f"rank{'s' if len(ranks) > 1 else ''} {','.join(texts)}"
