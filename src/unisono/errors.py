@@ -65,7 +65,7 @@ class UnisonoError(Exception):
 
 
 def _message(error: UnisonoError) -> str:
-    """Return an error's text: further arguments, which pickle needs, are no part of it."""
+    """Return an error's text: further arguments, which pickle needs, do not belong to it."""
     # Not of the base: other errors, also of plug-ins, show all of their arguments.
     return str(error.args[0])
 
