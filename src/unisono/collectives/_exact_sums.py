@@ -149,7 +149,7 @@ def layout(found: Span, dtype: torch.dtype, count: int) -> Layout | None:
         return None
     limb_bits = _ROOM_BITS - count.bit_length()
     bits = found.high - found.low + FORMATS[dtype].fraction + 1
-    # If all numbers are marked there are no bits, and still one limb.
+    # If there are only marks, no bits are needed; one limb is kept all the same.
     return Layout(found.low, limb_bits, max(-(-bits // limb_bits), 1), found.is_marked)
 
 

@@ -338,7 +338,7 @@ def all_to_all(value: Any, group: GroupLike = None, *, async_op: bool = False) -
 
 
 def _swap_values(context: ContextState, values: Any, group: Group | None) -> list[Any]:
-    """Exchange lengths, then padded frames of one value for each rank."""
+    """Exchange lengths, then padded frames, one for each rank. Collective over `group`."""
     size, ranks = context.model.topology.size(group), context.model.topology.members(group)
     frames: list[bytes] = []
 

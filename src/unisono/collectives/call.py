@@ -66,7 +66,7 @@ def introduce(context: ContextState, call: str) -> None:
         blobs = context.model.exchange(head + host_of_this_process().encode(), None)
         hosts = unpack(blobs, head, partial(context.model.topology.members, None))
         context.hosts = tuple(bytes(host) for host in hosts)
-        context.must_introduce = False  # the next call retries a failed one
+        context.must_introduce = False  # last, so that the next call retries a failed one
 
 
 def signature(call: str, tensor: Tensor) -> str:
@@ -80,7 +80,7 @@ def compares(context: ContextState, group: Group | None, *, sums: bool = False) 
     # tensors always compare: mismatched calls would read memory of another call.
     control = context.control
     checks = control.checks(group)
-    if checks is None:  # not set
+    if checks is None:
         return control.compares_calls(group) or (sums and control.memory(group) is not None)
     return checks or control.host(group) is not None
 
@@ -220,7 +220,7 @@ def _with_prologue(
             except Exception as error:
                 if isinstance(error, refuses) or _is_of_value(error):
                     refuse(context, fn.__name__, first if folds else None, group, error)
-                raise  # an error that all ranks raise alike, or an interrupt's
+                raise  # all ranks raise it alike, or it interrupts this one
             if async_op:
                 return _started(context, token, run, group)
             value = run()

@@ -74,4 +74,4 @@ def is_direct(carrier: Reducer, tensor: Tensor, op: ReduceOp) -> bool:
         return False
     if isinstance(carrier, MemoryCollectives):
         return folds(tensor.dtype, op)
-    return op is not ReduceOp.AVERAGE  # models never get it, by the contract
+    return op is not ReduceOp.AVERAGE  # by the contract, models never get it

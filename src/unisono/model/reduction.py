@@ -134,7 +134,7 @@ def fold_into(op: ReduceOp, parts: Sequence[Tensor], out: Tensor) -> None:
         torch.mul(parts[0], before, out=out)
         for part in parts[1:]:
             torch.add(out, part, alpha=before, out=out)
-        if after != 1.0:  # it is 1 for powers of two
+        if after != 1.0:
             out.div_(after)
         return
     step = TENSOR_STEPS[op]

@@ -126,7 +126,7 @@ class ThreadExchange:
                     return
                 item = entries.get(rank, ("", None))[1]
                 try:
-                    # First, as ranks leave because the job has failed.
+                    # First: a failure of the job is what makes ranks leave.
                     self._check(rank, f"waited in {call}")
                     for peer in self._gone(late, rank):
                         why = f"rank {peer} {self._left[peer][1]}"

@@ -54,7 +54,7 @@ class _World(ThreadExchange):
         """Mark the job as failed by `rank`; waiting replicas raise."""
         with self._condition.lock:
             self.is_lost = True
-            if self.failure is None:  # later failures follow from the first
+            if self.failure is None:  # later ones mostly follow from it
                 self.failure = (rank, text)
             self._condition.notify_all()
 
@@ -70,7 +70,7 @@ class _World(ThreadExchange):
                 if not _left(end):
                     ranks = [rank for rank in range(self.size) if not self.has_left(rank)]
                     late = f"{overdue(ranks, self.size)}\n{self._describe(ranks)}"
-                    self.fail(-1, "the deadline is over")  # not of a replica
+                    self.fail(-1, "the deadline is over")  # -1: not a replica's failure
         until = time.monotonic() + _GRACE_S
         for thread in threads:
             thread.join(_left(until))

@@ -127,7 +127,7 @@ def check_archive(file: IO[bytes], name: str) -> None:
     """Check the checksums of a torch archive; other files are not checked."""
     is_archive = file.read(4) == b"PK\3\4"
     file.seek(0)
-    if not is_archive:  # such as those of torch before 1.6, without checksums
+    if not is_archive:  # torch before 1.6 wrote such files, without checksums
         return
     try:
         with zipfile.ZipFile(file) as archive:

@@ -79,7 +79,7 @@ def reduce_params(
         return
     mine = listed(params, of_grads=of_grads)
     name = "all_reduce_grads" if of_grads else "all_reduce_params"
-    # Part of the compared call, since ranks with different bucket sizes would deadlock.
+    # Part of the compared call, since buckets of other sizes mean other collectives.
     buckets_text = "our buckets" if limit is None else f"buckets of {limit} bytes"
     with context.calls.call(name, group):
         described = agree(context, f"{name} {operation.name} in {buckets_text}", mine, group)
@@ -160,7 +160,7 @@ def _reduce(
     group: Group | None,
     cuts_means: bool,
 ) -> None:
-    # Integers apart: buckets are scaled by a fraction before the sum.
+    # Integers are averaged apart, as buckets are scaled by a fraction before the sum.
     if op is ReduceOp.AVERAGE:
         integers = [t for t, _ in works if not (t.is_floating_point() or t.is_complex())]
         if integers:

@@ -400,7 +400,7 @@ def _from_shards(
     library = _shard_library()
     point = partial(_pointed, target, into)
     name, refusals = together(communicator(), "load_checkpoint", point)
-    # Texts, since `together` would raise a PeerFailedError for an ArgumentError.
+    # Errors come as texts, since `together` would turn an ArgumentError into a PeerFailedError.
     if any(refusals):
         raise ArgumentError(next(filter(None, refusals)))
 

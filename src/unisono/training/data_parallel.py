@@ -77,7 +77,7 @@ class _Bucket:
             if id(parameter) in touched and parameter.grad is not None:
                 parameter.grad.copy_(part)
                 continue
-            # Read only if needed, since it waits for an accelerator.
+            # Not read unless needed, since reading waits for an accelerator.
             counts = self.counts.tolist() if counts is None else counts
             if counts[i]:
                 if parameter.grad is None:
@@ -221,7 +221,7 @@ class UnannouncedAverager:
         _hook(self, parameters, module)
         module.register_forward_pre_hook(self)
         self._is_announced, self._announced = False, 0
-        self._backward = -1  # id of the last one seen
+        self._backward = -1
 
     def __call__(self, module: Any, inputs: Any) -> None:
         """Record a forward that prepares an average."""

@@ -61,7 +61,7 @@ class Averaging:
             try:
                 module.register_comm_hook(self, average)
             except RuntimeError as error:  # torch's own hooks aren't in that list
-                # torch has listed ours before it raised; a hook of the user stays registered.
+                # torch has already listed our hook when it raises; the user's stays registered.
                 module._comm_hooks.clear()
                 if "once" not in str(error):
                     raise

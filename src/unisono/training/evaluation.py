@@ -279,7 +279,7 @@ def _check_results(name: str | None, part: Any, count: int) -> None:
 
     if not isinstance(part, (Tensor, list, tuple)) or (isinstance(part, Tensor) and not part.dim()):
         shown = "a 0-dim tensor" if isinstance(part, Tensor) else f"a {type(part).__qualname__}"
-    # A model that returns (logits, boxes) returns two results of all samples.
+    # A model that returns (logits, boxes) means two results of the batch, not one per sample.
     elif isinstance(part, tuple) and part and all(map(is_column, part)):
         shown = f"a tuple of {len(part)} tensors for all of them"
     elif len(part) != count:

@@ -55,7 +55,7 @@ def aliases(names: Sequence[object], tensors: Sequence[Tensor | None]) -> list[i
         # An owner with gaps, such as a column, doesn't hold all elements within its span.
         has_no_gaps = owner.end - owner.begin == owner.tensor.nbytes
         owners[span.position] = owner.position if is_within and has_no_gaps else OVERLAPS
-    # A tensor that is listed again has the owner of its first place.
+    # A tensor that is listed twice has the owner of its first entry.
     return [index if index == OVERLAPS else owners[index] for index in owners]
 
 

@@ -173,7 +173,7 @@ class MpiModel(ComputationModel):
             with self._calls.mapped_errors("Comm_dup"):
                 self._world = self._keep(self._mpi.COMM_WORLD.Dup())
                 self.control.has_world = True
-                # Here, as it is collective, and all ranks are in the same call.
+                # Collective, so it is done here, where all ranks are in the same call.
                 host = self._world.Split_type(self._mpi.COMM_TYPE_SHARED)
                 self.control.is_one_host = host.size == self._world.size
                 host.Free()
@@ -283,7 +283,7 @@ class MpiModel(ComputationModel):
         return got
 
     def send(self, tensor: Tensor, dst: int, group: Group | None = None) -> None:
-        # An adopted world itself will do: only all ranks together could duplicate it.
+        # Uses an adopted world itself, since only all ranks together could duplicate it.
         pairs, to = group.handle if group else self._pairs, self._topology.position(group, dst)
         for piece in self._pieces(tensor):
             self._calls.run("Send", pairs, self._calls.buffer(piece), to, _TAG)

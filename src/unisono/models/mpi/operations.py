@@ -285,7 +285,7 @@ class MPICalls:
                 break
             if spins <= _SPINS:
                 continue
-            time.sleep(0 if spins < 2 * _SPINS else 1e-4)  # 0 only yields
+            time.sleep(0 if spins < 2 * _SPINS else 1e-4)
             if spins % _SPINS_PER_ANSWER == 0:
                 doing = doing or self._describe(name, comm)
                 self.probe.answer(doing)

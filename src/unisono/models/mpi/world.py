@@ -236,7 +236,7 @@ def measured_topology(mpi: Any, info: RankInfo) -> Topology:
     wrong = [
         f"MPI's rank {at} of {size} is rank {claimed} of {total} for {info.source}"
         for at, (_, claimed, total) in enumerate(facts)
-        if total not in (1, size) or (total == size and claimed != at)  # 1: no variables
+        if total not in (1, size) or (total == size and claimed != at)  # 1: no launcher's variables
     ]
     if wrong:
         raise ContextError(

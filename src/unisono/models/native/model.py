@@ -347,7 +347,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
 
     def adopt_group(self, handle: object) -> Group | None:
         if handle is dist.GroupMember.NON_GROUP_MEMBER:
-            return Group(())  # it stands for a group without this rank
+            return Group(())  # stands for a group without this rank
         if not isinstance(handle, dist.ProcessGroup):
             return None
         try:

@@ -113,7 +113,6 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         self._kind: str = graph.device_type()
         is_cpu = self._kind == "CPU"
         self.dtypes = _ON_CPU if is_cpu else _EVERYWHERE
-        # XLA's CPU device isn't exact for all dtypes and operations; on the host the facade is.
         self.transport_device = torch.device("cpu") if is_cpu else self._device
         cut = partial(graph.cut, str(self._device))
         self.control: ControlPlane = _ControlPlane(self, self._are_threads, cut)
