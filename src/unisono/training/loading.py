@@ -100,7 +100,8 @@ def auto_dataloader(
             if kwargs.get("batch_size") is not None:
                 kwargs["batch_size"] = _share(batch_size, world_size)
             n_local, workers = facts.get_nproc_per_node(), kwargs.get("num_workers", 0)
-            # If there are fewer workers than ranks, each rank has that number, as in idist.
+            # If there are fewer workers than ranks, each rank has that number, as in
+            # ignite.distributed.
             if workers >= n_local:
                 kwargs["num_workers"] = math.ceil(workers / n_local)
     _order(dataset, kwargs, world_size)
@@ -186,7 +187,7 @@ def _order(dataset: Any, kwargs: dict[str, Any], world_size: int) -> None:
 
 
 def _share(batch_size: int, world_size: int) -> int:
-    # Each replica takes a size below the number of replicas whole, as in idist.
+    # As in ignite.distributed, each replica takes a size below the number of replicas whole.
     share = max(1, batch_size // world_size) if batch_size >= world_size else batch_size
     if share * world_size != batch_size:
         warnings.warn(

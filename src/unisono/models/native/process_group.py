@@ -201,7 +201,7 @@ def settle() -> None:
     """Wait until gloo's threads are idle, for at most `_SETTLE_S`."""
     until = time.monotonic() + _SETTLE_S
     while any(map(_BUSY.match, _system_calls())) and time.monotonic() < until:
-        time.sleep(0.001)
+        time.sleep(0.001)  # the threads may need the interpreter lock
 
 
 def _system_calls() -> Iterator[str]:
