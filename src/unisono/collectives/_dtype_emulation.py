@@ -46,7 +46,7 @@ def check_dense(tensor: Tensor, call: str) -> None:
 def check_writable(tensor: Tensor, call: str) -> None:
     """Raise if a tensor can't be overwritten, before anything is sent."""
     check_dense(tensor, call)
-    if not tensor.is_contiguous() and _overlaps(tensor):  # the search is for the rare others
+    if not tensor.is_contiguous() and _overlaps(tensor):
         raise PayloadError(
             f"{call} writes into its tensor, but several elements of this one (shape "
             f"{list(tensor.shape)}, strides {list(tensor.stride())}) are one place in memory: pass "
@@ -55,22 +55,21 @@ def check_writable(tensor: Tensor, call: str) -> None:
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """Return whether two elements of a tensor are one place in memory."""
-    # Nothing steps along a dimension of size 1: its stride may be anything.
+    # A dimension of size 1 may have any stride, since nothing steps along it.
     dims = [pair for pair in zip(tensor.stride(), tensor.shape, strict=True) if pair[1] != 1]
     if any(size == 0 for _, size in dims):
         return False
     if any(stride == 0 for stride, _ in dims):
         return True
     reach = 0
-    # Where each stride is beyond the reach of all smaller ones together, no two elements meet.
+    # No two elements share a place if each stride exceeds the reach of all smaller ones together.
     for stride, size in sorted(dims):
         if stride <= reach:
             break
         reach += stride * (size - 1)
     else:
         return False
-    # Others may still not meet, such as [2, 3] with strides 3 and 2: all places are compared.
+    # Otherwise they may still not, as with shape [2, 3] and strides 3 and 2: compare all places.
     places = torch.zeros((), dtype=torch.int64, device="cpu")
     for stride, size in dims:
         places = places.unsqueeze(-1) + torch.arange(size, device="cpu") * stride
@@ -82,7 +81,7 @@ def check_reducible(tensor: Tensor, op: ReduceOp) -> None:
     try:
         if not is_dense(tensor):
             check_dense(tensor, f"all_reduce {op.name}")
-        if op is ReduceOp.SUM:  # defined on every dtype
+        if op is ReduceOp.SUM:
             return
         dtype = tensor.dtype
     except PayloadError:
@@ -104,7 +103,7 @@ def own(context: ContextState, tensor: Tensor) -> Tensor:
     """Copy a tensor into new contiguous memory on the model's transport device."""
     values = plain(tensor).resolve_conj().resolve_neg()
     moved = values.to(context.model.transport_device)
-    # Resolving a lazy conjugate or negation copies, too: its address differs from the user's.
+    # Resolving a lazy conjugate or negation copies, too, which only the address shows.
     is_copy = moved is not values or moved.data_ptr() != tensor.data_ptr()
     # At most one element is contiguous whatever its strides are; a model may view its bytes.
     if is_copy and moved.is_contiguous() and moved.numel() > 1:
@@ -133,7 +132,7 @@ def movement(tensors: Carrier, tensor: Tensor) -> tuple[Tensor, Restore]:
     if tensor.dtype in tensors.dtypes:
         return tensor, _same
     dtype = tensor.dtype
-    # An element's bytes are the last dimension, which the view shrinks to 1.
+    # The last dimension holds the bytes of one element; the view shrinks it to size 1.
     return as_bytes_tensor(tensor), lambda rows: rows.contiguous().view(dtype).squeeze(-1)
 
 
@@ -155,7 +154,7 @@ def _guise(tensor: Tensor, op: ReduceOp, size: int) -> tuple[Tensor, ReduceOp, R
     if not dtype.is_floating_point and not dtype.is_complex:
         return tensor.to(torch.int64), op, lambda total: total.to(dtype)  # of bool, too
     if dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize:
-        # In float32 it may still need conversion, as MIN and MAX do.
+        # MIN and MAX need another conversion even in float32.
         wide, step, back = _guise(tensor.to(torch.float32), op, size)
         return wide, step, lambda total: back(total).to(dtype)
     if is_order_of_floats(tensor, op):
@@ -180,8 +179,8 @@ def _guise_average(tensor: Tensor, size: int) -> tuple[Tensor, ReduceOp, Restore
 
 def _scaled(tensor: Tensor, size: int) -> tuple[Tensor, ReduceOp, Restore]:
     before, after = mean_factors(size)
-    if size > 1:  # else both factors are 1
-        tensor.mul_(before)  # in place: it is our copy
+    if size > 1:
+        tensor.mul_(before)  # our own copy
     return tensor, ReduceOp.SUM, lambda total: total / after
 
 
@@ -215,14 +214,14 @@ def all_reduce(
     tensors = route(context, tensor, group)
     # An exchange uses the model's dtypes: precision doesn't depend on the size of a tensor.
     carrier, step, restore = _carrier(context, tensors or context.model, tensor, op, group)
-    if tensors is None:  # `fold` compares the calls itself
+    if tensors is None:
         total = fold(context, carrier.contiguous(), step, group)
     else:
         check(context, f"all_reduce {op.name}", tensor, group, tensors)
         if carrier.dtype in tensors.dtypes:
             total = tensors.all_reduce(carrier, step, group)
         else:
-            # Routed again: a carrier in two levels doesn't gather.
+            # Not over `tensors`: memory in two levels only reduces, and this gathers.
             total = _fold(carry(context, carrier, group), carrier, step, group)
     return restore(total).to(device)
 
@@ -238,7 +237,7 @@ def start_all_reduce(
         call = partial(all_reduce, context, tensor, op, group, tensor.device)
         return context.start(call, group)
     carrier, step, restore = _carrier(context, context.model, tensor, op, group)
-    if carrier.dtype not in context.model.dtypes:  # then no single operation can be started
+    if carrier.dtype not in context.model.dtypes:  # not a single operation, but a gather and a fold
         call = partial(_reduce_folded, context, tensor, carrier, op, step, group)
         return context.start(call, group).then(restore)
 
@@ -273,7 +272,7 @@ def reduce(
     if carrier.dtype in tensors.dtypes:
         total = tensors.reduce(carrier.contiguous(), dst, step, group)
         return None if total is None else restore(total)
-    total = _fold(tensors, carrier, step, group)  # on every rank, as each has all parts
+    total = _fold(tensors, carrier, step, group)
     return restore(total) if context.model.topology.rank == dst else None
 
 

@@ -41,7 +41,7 @@ _ROOM_BITS = 62
 """Of the 63 bits of an int64 one is reserved for rounding."""
 _DOUBLE_BITS = 960
 """Integers of at most this many bits stay far from a double's limits."""
-_MARK_BITS = 21  # for each of three counts of ranks in one int64
+_MARK_BITS = 21  # an int64 holds three counts of ranks
 _MARK = (1 << _MARK_BITS) - 1
 
 
@@ -114,16 +114,15 @@ def span(terms: Tensor) -> Span:
     nonzero = (size - 1).bitwise_and_(~form.sign)
     found = torch.stack([bits.amin().long(), size.amax().long(), nonzero.amin().long()])
     first, greatest, least = found.tolist()
-    # The exponents are those of the finite numbers; the mark stands for the others.
     if greatest >= form.infinity:
         finite = terms.masked_fill(size >= form.infinity, 0.0)
         rest = span(finite)
         return Span(rest.low, rest.high, True)
-    # A mark for -0, too, whose bits are the least int: a sum of nothing else is -0.
+    # -0, whose bits are the least int, needs the mark, too: only a sum of nothing else is -0.
     is_marked = first == form.sign
     if greatest == 0:
         return Span(_NO_LOW, -1, is_marked)
-    # Exponent 0 has the unit of exponent 1, so both count as 0; `+ 1` undoes the one taken above.
+    # Subnormals, of exponent 0, have the unit of exponent 1: both count as 0.
     low, high = (max((each >> form.fraction) - 1, 0) for each in (least + 1, greatest))
     return Span(low, high, is_marked)
 
@@ -150,7 +149,7 @@ def layout(found: Span, dtype: torch.dtype, count: int) -> Layout | None:
         return None
     limb_bits = _ROOM_BITS - count.bit_length()
     bits = found.high - found.low + FORMATS[dtype].fraction + 1
-    # One limb at least: with only marks there are no bits.
+    # If there are only marks, no bits are needed; one limb is kept all the same.
     return Layout(found.low, limb_bits, max(-(-bits // limb_bits), 1), found.is_marked)
 
 
@@ -161,7 +160,7 @@ def add(terms: Tensor, plan: Layout) -> Tensor:
     add_term = _add_normal_term if _are_normal_in_double(plan, form) else _add_term
     for term in terms:
         add_term(rows[: plan.limbs], term, form, plan)
-    if plan.is_marked:  # infinities, NaN and -0, which limbs can't hold
+    if plan.is_marked:
         rows[-1] = _marks(terms, form)
     return rows
 
@@ -192,7 +191,7 @@ def _add_term(limbs: Tensor, term: Tensor, form: Format, plan: Layout) -> None:
     size = (bits & ~form.sign).long()
     exponent = size >> form.fraction
     value = size.bitwise_and_((1 << form.fraction) - 1)
-    # The implicit first bit, which subnormals lack; `_marks` records infinities and NaN.
+    # Adds the implicit first bit, which subnormals lack.
     value += (exponent != 0).long().bitwise_left_shift_(form.fraction)
     if plan.is_marked:
         value.masked_fill_(exponent == form.infinity >> form.fraction, 0)
@@ -200,14 +199,14 @@ def _add_term(limbs: Tensor, term: Tensor, form: Format, plan: Layout) -> None:
     # Only a zero's exponent may be lower: it has no bits to shift.
     shift = exponent.clamp_(min=plan.low + 1).sub_(plan.low + 1)
     if plan.limbs == 1:
-        # Only infinities and NaN would shift further, and their value is 0.
+        # Only infinities and NaN would be shifted further, and their value is 0 here.
         value.bitwise_left_shift_(shift.clamp_(max=_ROOM_BITS))
-        limbs[0] += value.bitwise_xor_(sign).sub_(sign)  # negates where sign is -1
+        limbs[0] += value.bitwise_xor_(sign).sub_(sign)
         return
     mask = (1 << plan.limb_bits) - 1
     for limb in limbs:
-        # Left up to the limb in which the term begins (by a whole limb: the mask leaves nothing),
-        # right in the later ones.
+        # The first shift is for the limb in which the term begins, the second for the limbs above;
+        # in limbs below, the first one moves all bits out of the mask.
         part = value << shift.clamp(0, plan.limb_bits)
         part = part.bitwise_right_shift_((-shift).clamp_(0, 63)).bitwise_and_(mask)
         limb += part.bitwise_xor_(sign).sub_(sign)
@@ -234,7 +233,7 @@ def _marks(terms: Tensor, form: Format) -> Tensor:
 def rounded(rows: Tensor, plan: Layout, dtype: torch.dtype) -> Tensor:
     """Round a sum of limbs to the nearest number, ties to even."""
     form, limbs = FORMATS[dtype], rows[: plan.limbs]
-    _carry(limbs, plan.limb_bits)  # so that only the last limb may be negative
+    _carry(limbs, plan.limb_bits)  # now only the last limb may be negative
     result = _converted if _are_normal(plan, form) else _composed
     total = result(limbs, plan, form)
     if plan.is_marked:
@@ -263,7 +262,7 @@ def _composed(limbs: Tensor, plan: Layout, form: Format) -> Tensor:
     """Round bit by bit and assemble the float; correct at a dtype's limits, too."""
     sign = limbs[-1] >> 63
     limbs.bitwise_xor_(sign).sub_(sign)
-    _carry(limbs, plan.limb_bits)  # again: negated limbs are below 0
+    _carry(limbs, plan.limb_bits)  # negating left limbs below 0
     bits = _nearest(*_leading(limbs, plan), form)
     bits.bitwise_xor_(sign.bitwise_and_(form.sign))
     return bits.to(form.bits).view(form.dtype)
@@ -299,7 +298,7 @@ def _length(value: Tensor) -> Tensor:
     """Return the number of bits of [n] int64, none negative."""
     # From a float's exponent, with no rounding up: only the first bit of 1s in a row stays.
     first = (value & ~(value >> 1)).double().view(torch.int64)
-    # A double's exponent field is 1022 more than the number's bits, and 0 for zero.
+    # The exponent field of a double is the number of bits plus 1022; that of zero is 0.
     return (first >> 52).sub_(1022).clamp_(min=0)
 
 
@@ -311,21 +310,20 @@ def _nearest(value: Tensor, exponent: Tensor, form: Format) -> Tensor:
     drop = shift.clamp(min=0)
     half = (torch.ones_like(drop) << drop) >> 1
     odd = (value >> drop).bitwise_and_(1)
-    # Adding half less 1, and 1 more if the last kept bit is odd, rounds ties to even.
+    # Rounds ties to even: adds half less 1, and 1 more if the last bit that is kept is odd.
     kept = (half.sub_(1).add_(odd).clamp_(min=0).add_(value)) >> drop
     kept <<= shift.neg_().clamp_(0, 63)
     # A result too long for a significand carries into the exponent's bits, up to infinity.
     greatest = (form.infinity >> form.fraction) - 1
     bits = last.clamp_(max=greatest).bitwise_left_shift_(form.fraction)
-    # Relative to infinity, so that no float64's bits exceed an int64.
+    # Subtracting infinity first keeps the sum of a float64's bits within an int64.
     return bits.sub_(form.infinity).add_(kept).clamp_(max=0).add_(form.infinity)
 
 
 def _apply_marks(bits: Tensor, marks: Tensor, form: Format) -> None:
-    """Overwrite rounded sums with the infinities, NaN and -0 that the marks record."""
     up = (marks & _MARK) > 0
     down = ((marks >> _MARK_BITS) & _MARK) > 0
-    # In this order: NaN is marked as both infinities.
+    # NaN comes last, as it is marked as both infinities.
     bits.masked_fill_((marks >> 2 * _MARK_BITS) == 0, form.sign)
     bits.masked_fill_(up, form.infinity)
     bits.masked_fill_(down, form.infinity | form.sign)
@@ -351,7 +349,7 @@ def sum_exactly(
         parts = torch.split(total, [row.shape[1] for row in rows])
         for i, part in zip(places, parts, strict=True):
             device, shape = tensors[i].device, tensors[i].shape[1:]
-            # Copied, as a part would keep the memory of all parts alive.
+            # Copied, as one part would keep the memory of all alive.
             sums[i] = part.reshape(shape).to(device, copy=len(parts) > 1)
     return [sums[i] for i in range(len(tensors))]
 
@@ -367,15 +365,15 @@ def _sum(context: ContextState, call: str, terms: Tensor, group: Group | None) -
     if terms.is_complex():
         parts = torch.view_as_real(terms.contiguous()).flatten(1)
         return torch.view_as_complex(_sum(context, call, parts, group).view(-1, 2))
-    if terms.dtype not in FORMATS:  # integers and bools
+    if terms.dtype not in FORMATS:
         mine = _sum_of_integers(terms)
         return carriers.all_reduce(context, mine, ReduceOp.SUM, group, mine.device)
-    blocks = torch.split(terms, BLOCK, dim=1)  # only one block's limbs are kept at a time
+    blocks = torch.split(terms, BLOCK, dim=1)
     spans, count = _agree(context, call, terms, [span(block) for block in blocks], group)
     total = terms.new_zeros(terms.shape[1])
     for found, block, into in zip(spans, blocks, torch.split(total, BLOCK), strict=True):
         plan = layout(found, terms.dtype, count)
-        if plan is not None:  # else all are +0, as `total` is
+        if plan is not None:  # else each sum is +0, as in `total`
             limbs = add(block, plan)
             limbs = carriers.all_reduce(context, limbs, ReduceOp.SUM, group, limbs.device)
             into.copy_(rounded(limbs, plan, terms.dtype))
@@ -387,7 +385,7 @@ def _sum_of_integers(terms: Tensor) -> Tensor:
     dtype = terms.dtype
     if dtype is torch.bool:
         return terms.any(0)
-    # The bits of a sum are the same for uint64 and int64.
+    # A sum has the same bits in uint64 and in int64.
     wide = terms.view(torch.int64) if dtype is torch.uint64 else terms.to(torch.int64)
     total = wide.sum(0)
     return total.view(dtype) if dtype is torch.uint64 else total.to(dtype)

@@ -86,7 +86,6 @@ def sum_values(
         return f"{tensor.dtype}{list(tensor.shape[1:])}"
 
     columns, leaves, tensors = _compared(context, call, value, look, group, not are_terms)
-    # Without `are_terms` each rank's tensor is one term.
     terms = tensors if are_terms else [tensor.unsqueeze(0) for tensor in tensors]
     totals = sum_exactly(context, call, terms, group) if terms else []
     return _rebuilt(value, leaves, [sum_numbers_exactly(column) for column in columns], totals)
@@ -108,7 +107,7 @@ def _compared(
     # Collective over `group`. A single number is sent as it is, all else with its structure.
     leaves: list[Any] = []
     tensors: list[Tensor] = []
-    # `_describe` rejects an int of more bits, with the remedy.
+    # An int of more than 64 bits goes to `_describe`, which rejects it with a remedy.
     if takes_numbers and type(value) in _PLAIN and (type(value) is not int or value in _INTS):
         leaves, frame = [value], frame_or_reason(encode, value)
     else:
@@ -117,7 +116,7 @@ def _compared(
     ranks = partial(context.model.topology.members, group)
     raise_failures(frames, ranks, call)
     read = [decode(each, _CPU) for each in frames]
-    # A single number is there without a structure.
+    # A single number was sent without a structure.
     pairs = [each if type(each) is tuple else ("", (each,)) for each in read]
     structures, values = zip(*pairs, strict=True)
     _check_alike(structures, ranks, call)
@@ -137,7 +136,7 @@ def _describe(
     value: Any, look: Look, takes_numbers: bool, leaves: list[Any], tensors: list[Tensor]
 ) -> bytes:
     """Encode the structure of a value and its numbers, and list its leaves and tensors."""
-    # Filled in place, as `frame_or_reason` returns only the frame.
+    # Filled in place, because `frame_or_reason` returns the frame alone.
     leaves[:], paths, structure = survey(value)
     values: list[Number] = []
     for leaf, path in zip(leaves, paths, strict=True):
@@ -147,7 +146,7 @@ def _describe(
                 bits = number.bit_length()
                 shown = number if bits < 200 else f"an int of {bits} bits"
                 raise PayloadError(f"{shown}{_at(path)} doesn't fit into 64 bits: reduce a float")
-            structure.append(path)  # without its type: ranks may mix int and float
+            structure.append(path)  # no type: ranks may mix int and float
             values.append(number)
         elif isinstance(leaf, Tensor):
             structure.append(f"{path} {look(leaf, path)}")
@@ -161,13 +160,12 @@ def _describe(
 
 
 def _check_alike(structures: Sequence[str], ranks: Callable[[], Sequence[int]], call: str) -> None:
-    """Raise the same error on every rank if the ranks' structures differ."""
-    if structures.count(structures[0]) == len(structures):  # mostly so, without splitting
+    if structures.count(structures[0]) == len(structures):
         return
     listed = [structure.split("\n") for structure in structures]
     differences = []
     for rank, structure in zip(ranks(), listed, strict=True):
-        # What differs from the first rank, for ranks equal to that from the last one.
+        # Each rank is compared with the first; ranks equal to that one, with the last.
         other = listed[0] if structure != listed[0] else listed[-1]
         extra = [leaf for leaf in structure if leaf not in other] or structure
         differences.append(f"rank {rank} has {', '.join(extra[:3]) or 'a number'}")
@@ -179,7 +177,7 @@ def _check_alike(structures: Sequence[str], ranks: Callable[[], Sequence[int]], 
 def _reduce_fused(
     context: ContextState, tensors: list[Tensor], op: ReduceOp, group: Group | None
 ) -> list[Tensor]:
-    """Reduce tensors, those of one dtype joined to one. Collective over `group`."""
+    """Reduce tensors, joined by dtype. Collective over `group`."""
     results: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         places = [i for i, tensor in enumerate(tensors) if tensor.dtype is dtype]
@@ -187,6 +185,6 @@ def _reduce_fused(
         total = carriers.all_reduce(context, flat, op, group, flat.device)
         parts = torch.split(total, [tensors[i].numel() for i in places])
         for i, part in zip(places, parts, strict=True):
-            # Copied, as a part would keep the memory of all parts alive.
+            # Copied, as one part would keep the memory of all alive.
             results[i] = part.reshape(tensors[i].shape).to(tensors[i].device, copy=True)
     return [results[i] for i in range(len(tensors))]

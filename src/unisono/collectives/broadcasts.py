@@ -88,7 +88,7 @@ def broadcast(
 def _broadcast(context: ContextState, value: Any, src: int, group: Group | None) -> Any:
     """Exchange a value or its header, then broadcast the tensor. Collective over `group`."""
     is_src = context.model.topology.rank == src
-    # A tensor for the data plane sends only its header here, any other value all of itself.
+    # A tensor that the data plane will carry sends its header here, any other value all of itself.
     frame = frame_or_reason(frame_of, context, value, group) if is_src else b""
     frames = swap(context, f"broadcast from {src}", frame, group)  # the others send nothing
     frame = frames[context.model.topology.position(group, src)]
@@ -162,11 +162,11 @@ def broadcast_(
         is_plain = tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
         is_direct = is_shared and is_plain  # such a carrier writes into the tensor that it gets
         mine = plain(tensor) if is_direct else carriers.own(context, tensor)
-        # Routed again: the copy may be on another device.
+        # Not the carrier found above: the copy may be on another device.
         tensors = carry(context, mine, members)
         carrier, restore = carriers.movement(tensors, mine)
         got = restore(tensors.broadcast(carrier, src, members))
-        if not is_direct and context.model.topology.rank != src:  # `src` has it already
+        if not is_direct and context.model.topology.rank != src:
             carriers.fill(tensor, got)
         return tensor
 
@@ -238,7 +238,6 @@ def _scatter(context: ContextState, values: Any, src: int, group: Group | None) 
     raise_failures([frame], lambda: [src], "scatter")
     head = decode(frame, context.model.device)
     if not isinstance(head, TensorHeader):
-        # Without a header the values themselves have arrived.
         return head[context.model.topology.position(group)]
     memory = memory_for(context, head)
     tensors = carry(context, memory, group)
@@ -253,7 +252,6 @@ def _scatter(context: ContextState, values: Any, src: int, group: Group | None) 
 
 
 def _scatter_frame(context: ContextState, values: Any, group: Group | None) -> bytes:
-    """Encode one header for all of `src`'s values, or the values themselves."""
     size = context.model.topology.size(group)
     if isinstance(values, Tensor):
         carriers.check_dense(values, "scatter")
@@ -264,13 +262,13 @@ def _scatter_frame(context: ContextState, values: Any, group: Group | None) -> b
     if not isinstance(values, (list, tuple)) or len(values) != size:
         count = len(values) if isinstance(values, (list, tuple)) else type(values).__name__
         raise PayloadError(f"scatter takes a list of {size} values, one for each rank, not {count}")
-    # One header for all, if all are tensors too large for the exchange, and alike; else no header.
+    # Values get one common header if all are tensors of one kind, too large for the exchange.
     heads = {
         header(value) if is_exact(value) and not fits_round(context, value, group) else None
         for value in values
     }
     if len(heads) == 1 and None not in heads:
-        return heads.pop() or b""  # never empty; for the type checker
+        return heads.pop() or b""  # never None: for the type checker
     return encode(list(values))
 
 
@@ -340,14 +338,14 @@ def all_to_all(value: Any, group: GroupLike = None, *, async_op: bool = False) -
 
 
 def _swap_values(context: ContextState, values: Any, group: Group | None) -> list[Any]:
-    """Exchange lengths, then padded frames of one value for each rank."""
+    """Exchange lengths, then padded frames, one for each rank. Collective over `group`."""
     size, ranks = context.model.topology.size(group), context.model.topology.members(group)
     frames: list[bytes] = []
 
     def lengths() -> bytes:
         if not isinstance(values, (list, tuple)) or len(values) != size:
             raise PayloadError(f"all_to_all takes a tensor or a list of {size} values: {values!r}")
-        frames[:] = [encode(item) for item in values]  # in place: only the lengths are returned
+        frames[:] = [encode(item) for item in values]
         return encode([len(frame) for frame in frames])
 
     own_lengths = frame_or_reason(lengths)

@@ -47,12 +47,12 @@ def swap(
 ) -> list[bytes]:
     """Return every rank's blob, if all ranks made the same call."""
     # Collective over `group`.
-    if context.must_introduce and group is None:  # which takes all ranks, not a group
+    if context.must_introduce and group is None:  # introducing takes all ranks
         introduce(context, call)
     head = call_head(call, site or find_site())
     blobs = context.model.exchange(head + blob, group)
     history = None
-    if context.control.checks(group) is not False:  # False by UNISONO_DEBUG=0: lines may differ
+    if context.control.checks(group) is not False:  # the user may switch comparisons off
         name = EVERYBODY if group is None else group.name
         history = context.control.steps.histories[name]
     return unpack(blobs, head, partial(context.model.topology.members, group), history)
@@ -66,7 +66,7 @@ def introduce(context: ContextState, call: str) -> None:
         blobs = context.model.exchange(head + host_of_this_process().encode(), None)
         hosts = unpack(blobs, head, partial(context.model.topology.members, None))
         context.hosts = tuple(bytes(host) for host in hosts)
-        context.must_introduce = False  # last: after a failure the next call tries again
+        context.must_introduce = False  # last, so that the next call retries a failed one
 
 
 def signature(call: str, tensor: Tensor) -> str:
@@ -80,7 +80,7 @@ def compares(context: ContextState, group: Group | None, *, sums: bool = False) 
     # tensors always compare: mismatched calls would read memory of another call.
     control = context.control
     checks = control.checks(group)
-    if checks is None:  # no setting: only where it costs little
+    if checks is None:
         return control.compares_calls(group) or (sums and control.memory(group) is not None)
     return checks or control.host(group) is not None
 
@@ -98,7 +98,7 @@ def check(
     if is_shared or compares(context, group, sums=type(carrier) is TwoLevels):
         site = find_site()
         swap(context, signature(call, tensor), b"", group, site)
-        line.compared = site  # for the record of the operation, which need not find it again
+        line.compared = site  # the operation's record needs it, too
 
 
 def refuse(
@@ -106,7 +106,7 @@ def refuse(
 ) -> NoReturn:
     """Raise an error of this rank's `tensor` alone, so that the others don't wait for it."""
     # Collective over `group` where the ranks would have compared this call, else local.
-    # The others end this call as well, and after the same pending ones: no rank is out of step.
+    # No rank is out of step: all end the pending calls first, and then this one.
     mark_in_step(error)
     context.settle(group)
     is_inline = False
@@ -122,7 +122,7 @@ def refuse_compared(
     context: ContextState, call: str, group: Group | None, error: Exception
 ) -> NoReturn:
     """Raise as `refuse` does, in a call that is always compared. Collective over `group`."""
-    # The others raise the mismatch; on this rank its cause is raised.
+    # The other ranks raise the mismatch, and this one the error that caused it.
     with suppress(CollectiveMismatchError):
         swap(context, f"{call}, which it refuses: {reason(error)}"[:_LONGEST_CALL], b"", group)
     raise error
@@ -162,7 +162,7 @@ def guarded(fn: F) -> F:
 
 
 def _note_half_way(name: str, error: BaseException) -> None:
-    if not (_is_of_signature(error) or is_in_step(error)):  # neither has begun a collective
+    if not (_is_of_signature(error) or is_in_step(error)):  # neither interrupts a collective
         left_half_way(name, error)
 
 
@@ -193,7 +193,6 @@ def _with_prologue(
     refuses: tuple[type[UnisonoError], ...],
     outside: Callable[[Any], Any] | None,
 ) -> F:
-    """Wrap a collective as `collective` describes."""
     own, at, root_at = _places(fn.__code__.co_varnames, root)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -203,12 +202,12 @@ def _with_prologue(
             if type(async_op) is not bool:
                 async_op = kwargs["async_op"] = check_flag("async_op", async_op)
             group = args[at] if len(args) > at else kwargs.get("group")
-            context = communicator(None, not async_op and group is None)  # for a group `enter` does
+            context = communicator(None, not async_op and group is None)  # `enter` settles a group
             if group is not None:
                 group = enter(context, group, async_op)
             if root:
                 check_rank(context, group, _argument(args, kwargs, root_at, root), root)
-            first = (args[0] if args else kwargs.get(own)) if at else None  # none in barrier
+            first = (args[0] if args else kwargs.get(own)) if at else None
             if group is not None and context.model.topology.rank not in group.ranks:
                 return _not_taken(first if outside is None else outside(first), async_op)
             token = context.calls.begin(fn.__name__, group, first, async_op)
@@ -221,7 +220,7 @@ def _with_prologue(
             except Exception as error:
                 if isinstance(error, refuses) or _is_of_value(error):
                     refuse(context, fn.__name__, first if folds else None, group, error)
-                raise  # an interrupt, or an error that all ranks raise alike, by shared facts
+                raise  # all ranks raise it alike, or it interrupts this one
             if async_op:
                 return _started(context, token, run, group)
             value = run()

@@ -84,7 +84,7 @@ def all_gather(
             return parts
         if not uneven:
             return _joined(parts, context, members, tensor)
-        # Rows share one memory, which any of them would keep alive.
+        # Copied, as one row would keep the memory of all alive.
         return [part.clone() for part in parts] if isinstance(parts, Tensor) else parts
 
     return call
@@ -107,7 +107,7 @@ def _gather(
     if not all(isinstance(item, (TensorHeader, Tensor)) for item in values):
         kinds = ", ".join(f"rank {r}: {_name(item)}" for r, item in zip(ranks, values, strict=True))
         raise CollectiveMismatchError(f"{call} of tensors and of other values at once: {kinds}")
-    # Short tensors arrive whole beside the headers of longer ones, and are gathered with them.
+    # Short tensors have arrived whole, but are gathered again with the long ones.
     heads = [item if isinstance(item, TensorHeader) else head_of(item) for item in values]
     dtypes = {head.dtype for head in heads}
     if len(dtypes) > 1:
@@ -126,7 +126,7 @@ def _rows(
     longest = max(math.prod(shape) for shape in shapes)
     mine = carriers.lend(context, tensor, group).reshape(-1)
     if mine.numel() < longest:
-        mine = torch.cat([mine, mine.new_zeros(longest - mine.numel())])  # which are cut off again
+        mine = torch.cat([mine, mine.new_zeros(longest - mine.numel())])
     # Routed again: the copy may be on another device, and longer.
     return carriers.all_gather(carry(context, mine, group), mine, group).to(tensor.device)
 
@@ -156,7 +156,6 @@ def _listed(heads: Sequence[TensorHeader], ranks: Sequence[int]) -> str:
 def _joined(
     parts: list[Any] | Tensor, context: ContextState, group: Group | None, value: Tensor
 ) -> Any:
-    """Join all ranks' tensors along dim 0; values of different types stay a list."""
     if isinstance(parts, Tensor):
         return parts.flatten(0, 1) if parts.dim() > 1 else parts
     if not all(isinstance(part, Tensor) for part in parts):
@@ -169,7 +168,7 @@ def _joined(
             "agree; pass uneven=True for a list by rank"
         )
     joined = torch.stack(parts) if value.dim() == 0 else torch.cat(parts)
-    return joined.to(value.device)  # short ones arrived on the model's device
+    return joined.to(value.device)
 
 
 @overload

@@ -51,7 +51,6 @@ def new_group(ranks: Sequence[int], **options: Unpack[GroupOptions]) -> Group:
         (0,)
     """
     context = communicator()
-    # None stands for an option's default.
     given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
     if "timeout" in given:
         given["timeout"] = seconds("timeout", given["timeout"])
@@ -78,7 +77,7 @@ def local_group() -> Group:
         1
     """
     context = communicator()
-    own_group = context.groups.get(())  # no list of ranks has this key
+    own_group = context.groups.get(())  # the key of no list of ranks
     if own_group is None:
         node = (host_of_this_process(), context.model.topology.node_rank)
         with context.calls.call("local_group"):
@@ -122,7 +121,7 @@ def barrier(group: GroupLike = None, *, async_op: bool = False) -> Any:
         >>> idist.barrier()
     """
     context, members = group
-    # `and None`: the list of blobs, never empty, is no result.
+    # The list of blobs is never empty, so that the result is None.
     return lambda: swap(context, "barrier", b"", members) and None
 
 

@@ -21,11 +21,10 @@ def make(context: ContextState, ranks: tuple[int, ...], **options: Any) -> Group
     if not ranks:
         return Group((), context_id=context.context_id)
     context.settle()  # creation is a collective of all ranks, in order with pending calls
-    # Ends dropped groups, whose caches are forgotten next, and compares the new group's ranks.
     context.control.begin_group(ranks)
     context.forget_ended()
     group = context.model.new_group(ranks, **options).of_context(context.context_id)
-    if context.model.topology.rank in ranks:  # others have no communicator to end
+    if context.model.topology.rank in ranks:
         context.control.watch_over(group)
     return group
 
@@ -35,7 +34,7 @@ def checked(context: ContextState, ranks: Sequence[int]) -> tuple[int, ...]:
     size = context.model.topology.world_size
     if not isinstance(ranks, (list, tuple, range)):
         raise ArgumentError(f"ranks should be a list of global ranks: {ranks!r}")
-    # Not `isinstance`: True would be rank 1.
+    # Not with `isinstance`, for which True would be rank 1.
     wrong = [rank for rank in ranks if type(rank) is not int or not 0 <= rank < size]
     if wrong:
         raise ArgumentError(
@@ -68,7 +67,7 @@ def resolve(context: ContextState, group: GroupLike) -> Group | None:
         if made is None:
             ordered = checked(context, ranks)
             made = context.groups.get(ordered) or make(context, ordered)
-            context.groups[ordered] = context.groups[ranks] = made  # spares a sort next time
+            context.groups[ordered] = context.groups[ranks] = made
         return made
     adopted = context.model.adopt_group(group)
     if adopted is None:
@@ -76,7 +75,7 @@ def resolve(context: ContextState, group: GroupLike) -> Group | None:
             "group should be a Group, a list of global ranks or a group of "
             f"{context.model.name}: {group!r}"
         )
-    context.forget_ended()  # adopting one may end others that the user destroyed
+    context.forget_ended()  # adopting may end groups that the user destroyed
     return adopted.of_context(context.context_id)
 
 
@@ -92,7 +91,7 @@ def enter(context: ContextState, group: GroupLike, async_op: bool) -> Group | No
 def team(group: GroupLike, async_op: bool = False) -> tuple[ContextState, Group | None, bool]:
     """Return the active context, the group, and whether this replica is a member of it."""
     # Collective at creation, as `resolve` is.
-    context = communicator(settles=False)  # `enter` does, over the group alone
+    context = communicator(settles=False)  # `enter` settles the group alone
     resolved = enter(context, group, async_op)
     is_member = resolved is None or context.model.topology.rank in resolved.ranks
     return context, resolved, is_member

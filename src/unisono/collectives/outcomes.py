@@ -60,7 +60,7 @@ def agreed(
             replies = exchange(context, call or name, (how, is_in_turn, fact), group, misses)
         except CollectiveMismatchError as mismatch:
             raise mismatch from error
-    # Ctrl-C or an exit: the others know of it now, and this rank raises its own.
+    # The other ranks know of a Ctrl-C or an exit now, which this rank raises unchanged.
     if error is not None and not isinstance(error, Exception):
         raise error
     # A failed rank leaves others in collectives, which fail in turn: it is the one to report.
@@ -92,7 +92,7 @@ def together(
     frame = b""
     try:
         value, fact = call()
-        frame = encode(fact)  # one that can't be encoded fails alike
+        frame = encode(fact)
     except Exception as raised:  # classes of the user may raise anything
         error = raised
     frames = agreed(context, name, error, frame, group, refusal=refusal, misses=misses)

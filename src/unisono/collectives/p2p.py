@@ -50,7 +50,7 @@ def send(value: Any, dst: int, group: GroupLike = None) -> None:
     context, members = _pair(group, dst, "dst")
     with context.calls.message("send", context.model.topology.rank, dst, value):
         frame = frame_or_reason(frame_of, context, value, members)
-        # Of fixed size, as the peer doesn't know the length; a longer frame follows whole.
+        # The head has a fixed size, as the peer doesn't know the length of the frame.
         head = as_frame(frame)
         context.model.send(_as_row(context, head), dst, members)
         if inline_part(head) is None:
@@ -92,7 +92,7 @@ def recv(src: int, group: GroupLike = None) -> Any:
     """
     context, members = _pair(group, src, "src")
     with context.calls.message("recv", src, context.model.topology.rank):
-        row = _as_row(context, bytes(FRAME_BYTES))  # memory for the head
+        row = _as_row(context, bytes(FRAME_BYTES))
         head = to_bytes(context.model.recv(row, src, members).cpu())
         frame = inline_part(head)
         if frame is None:
@@ -108,7 +108,6 @@ def recv(src: int, group: GroupLike = None) -> Any:
 
 
 def _pair(group: GroupLike, peer: int, role: str) -> tuple[ContextState, Group | None]:
-    """Return the context and group of a message; raise if it has no such two ranks."""
     context, members, is_member = team(group)
     check_rank(context, members, peer, role)
     if not is_member:

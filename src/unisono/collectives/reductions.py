@@ -139,14 +139,13 @@ def all_reduce(
     carriers.check_reducible(tensor, operation)
     if async_op:
         mine = carriers.own(context, tensor)
-        context.settle(members)  # the library's own start must not overtake queued calls
+        context.settle(members)  # the library's start mustn't overtake queued calls
         started = carriers.start_all_reduce(context, mine, operation, members)
         return started.then(lambda total: total.to(tensor.device))
     return partial(_all_reduce, context, tensor, operation, members)
 
 
 def _check_sum(op: ReduceOp) -> None:
-    """Raise if an exact reduction isn't a sum."""
     if op is ReduceOp.SUM:
         return
     if op is ReduceOp.AVERAGE:
@@ -261,7 +260,7 @@ def all_reduce_(
         raise PayloadError(f"all_reduce_ works in place on a tensor, not on {_kind(tensor)}")
     carriers.check_reducible(tensor, operation)
     if async_op:
-        context.settle(members)  # as in `all_reduce`
+        context.settle(members)
     # Before the first call over a group, `route` would wait for its other ranks.
     is_met = not async_op or context.control.has_met(members)
     tensors = route(context, tensor, members) if is_met else None
@@ -277,7 +276,8 @@ def all_reduce_(
     if not is_ready:  # else it is contiguous
         carriers.check_writable(tensor, "all_reduce_")
     if async_op:
-        is_ready = is_ready and tensors is context.model  # others run in the background, on a copy
+        # Other carriers run in the background, on a copy.
+        is_ready = is_ready and tensors is context.model
         mine = plain(tensor) if is_ready else carriers.own(context, tensor)
         started = carriers.start_all_reduce(context, mine, operation, members)
         return started.then(
@@ -370,7 +370,7 @@ def reduce(
                 mine = _lend(context, value, operation, members)
             total = carriers.reduce(context, mine, dst, operation, members)
             return None if total is None else total.to(value.device)
-        # The one exchange brings the numbers to all ranks anyway.
+        # The exchange that compares the numbers brings them to all ranks anyway.
         total = reduce_values(context, name, value, operation, members)
         return total if context.model.topology.rank == dst else None
 

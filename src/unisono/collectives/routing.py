@@ -45,7 +45,7 @@ def memory_of(
 def carry(context: ContextState, tensor: Tensor, group: Group | None) -> Carrier:
     """Return the plane that carries a tensor too large for an exchange."""
     memory = context.control.memory(group) if tensor.is_cpu else None
-    if type(memory) is HostCollectives:  # two levels only reduce
+    if type(memory) is HostCollectives:  # memory in two levels only reduces
         plane_is("memory")
         return memory
     plane_is("data")
@@ -74,4 +74,4 @@ def is_direct(carrier: Reducer, tensor: Tensor, op: ReduceOp) -> bool:
         return False
     if isinstance(carrier, MemoryCollectives):
         return folds(tensor.dtype, op)
-    return op is not ReduceOp.AVERAGE  # which models never get, by the contract
+    return op is not ReduceOp.AVERAGE  # by the contract, models never get it

@@ -75,7 +75,6 @@ def shared_empty(
         shape, kind = _shape_of(size), _dtype_of(dtype)
     except ArgumentError as error:
         if is_member:
-            # The others always compare this call.
             with context.calls.call("shared_empty", members):
                 refuse_compared(context, "shared_empty", members, error)
         raise
@@ -88,12 +87,12 @@ def shared_empty(
 def _shared_empty(
     context: ContextState, shape: torch.Size, kind: torch.dtype, members: Group | None
 ) -> Tensor:
-    """Create this rank's tensor, shared where possible. Collective over `members`."""
+    """Create a tensor, in shared memory where possible. Collective over `members`."""
     host = context.control.host(members)
     size_bytes = shape.numel() * kind.itemsize
     call = f"shared_empty of {str(kind)[6:]}{list(shape)}"
     if host is None or size_bytes == 0:
-        swap(context, call, b"", members)  # compares size and dtype here, too
+        swap(context, call, b"", members)  # sizes and dtypes must agree here, too
         return torch.empty(shape, dtype=kind, device="cpu")
     mapped = _map_together(context, host, call, host.size * room_bytes(size_bytes), members)
     if mapped is None:
@@ -102,7 +101,6 @@ def _shared_empty(
 
 
 def _shape_of(size: tuple[Any, ...]) -> torch.Size:
-    """Return the shape of `shared_empty`'s arguments; raise if no tensor can have it."""
     try:
         shape = torch.Size(size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size)
     except TypeError as error:
@@ -193,7 +191,7 @@ def shared(build: Callable[[], T]) -> T:
                 result = _opened(context, build, address)
         except BaseException as raised:
             error = raised
-        # The builder's memory can be opened until all ranks have met here.
+        # Until all ranks have met here, the builder must keep its memory open.
         agreed(context, name, error)
     return cast("T", result)
 
@@ -213,7 +211,7 @@ def _opened(context: ContextState, build: Callable[[], Any], address: bytes) -> 
     """Map the tree that another rank of this host has built, or build it if that fails."""
     try:
         fd = memory.open_at(address, writes=False)
-    except OSError:  # it isn't allowed, or the builder has no such memory
+    except OSError:  # forbidden, or the builder has no such memory
         return build()
     try:
         return load_file(memory.path_of(fd), context.model.device)

@@ -41,7 +41,6 @@ def get_dist_info() -> tuple[int, int]:
 
 
 def _found(launcher: str) -> RankInfo | None:
-    """Return this rank's facts from a launcher's variables, None without them."""
     for name in _LAUNCHERS[launcher]:
         info = find_environment(name).detect(os.environ)
         if info is not None:

@@ -141,13 +141,13 @@ def _is_int(data: object) -> bool:
 def all_gather(data: Tensor, group: Group = None) -> list[Tensor]:
     """Gather the tensors of all ranks, whose shapes may differ. Collective over `group`."""
     parts: list[Tensor] = gathers.all_gather(data, group, uneven=True)
-    # A rank outside the group gets its tensor back.
+    # A rank outside the group gets its own tensor.
     return parts if isinstance(parts, list) else [data]
 
 
 def gather(data: Tensor, dst: int = 0, group: Group = None) -> list[Tensor]:
     """Gather all ranks' tensors on global rank `dst`, [] elsewhere. Collective over `group`."""
-    # In a list, as shapes may differ. A rank outside the group gets its list back.
+    # In lists, as the shapes may differ. A rank outside the group gets its own list.
     rows = gathers.gather([data], dst, group)
     return [row[0] for row in rows] if rows and get_rank() == dst else []
 
@@ -182,13 +182,13 @@ def all_reduce_dict(data: dict[str, Tensor], op: str = "sum", group: Group = Non
     name = _op(op)
     if get_world_size(group) == 1 or get_rank(group) < 0:
         return
-    # In one order on all ranks, whose dicts may differ in it.
+    # Sorted, as the ranks may have the keys in different orders.
     values = {key: data[key] for key in sorted(data)}
     tensors = [value for value in values.values() if isinstance(value, Tensor)]
     ints = {key: value for key, value in values.items() if _is_mean(name) and _is_int(value)}
     floats = {value.dtype for value in tensors if value.is_floating_point()}
     if ints and floats:
-        # A mean in the floats' own type would round large ints before the sum.
+        # In the type of the floats large ints would be rounded before the sum.
         widest = functools.reduce(torch.promote_types, floats)
         values |= {key: value.to(torch.float64) for key, value in ints.items()}
     else:
@@ -197,7 +197,7 @@ def all_reduce_dict(data: dict[str, Tensor], op: str = "sum", group: Group = Non
     if ints and floats:
         data.update({key: data[key].to(widest) for key in ints})
     elif ints:
-        # Cloned, as it works in place, and the dict's tensors stay.
+        # Clones, because `reduce_params` overwrites its tensors, which the caller may still use.
         means = {key: value.clone() for key, value in ints.items()}
         averaging.reduce_params(means, True, -1, name, group, cuts_means=True)
         data.update(means)
@@ -265,7 +265,7 @@ def all_reduce_params(
     group: Group = None,
 ) -> None:
     """Reduce parameters in place: the facade's, with a sum by default. Collective over `group`."""
-    # mmengine takes any number up to 0 for its default.
+    # In mmengine every number up to 0 means the default.
     limit, name = bucket_size_mb if bucket_size_mb > 0 else -1, _op(op)
     averaging.reduce_params(params, coalesce, limit, name, group, cuts_means=True)
 
@@ -305,10 +305,10 @@ def init_local_group(node_rank: int, num_gpus_per_node: int) -> None:
                 f"init_local_group: node {node} has ranks {ranks}, but num_gpus_per_node is "
                 f"{sorted(counts)} there: pass the number of its ranks"
             )
-        # Every rank creates each node's group, as that is collective over all.
+        # Each group is created by all ranks, as that is collective over them.
         made = membership.resolve(context, ranks)
         if node == node_rank and made is not None:
-            context.groups[()] = made  # no ranks: the key of the local group
+            context.groups[()] = made  # the key of the local group
 
 
 def get_local_group() -> Group:
@@ -327,7 +327,7 @@ def get_default_group() -> Group:
     Returns:
         Torch's process group if torch.distributed connects the ranks, else None.
     """
-    # torch's may exist beside a context of another model, which doesn't use it.
+    # torch may have a default group that the context's model doesn't use.
     world = torch.distributed.group.WORLD
     model = current_model()
     return world if world is not None and model.adopt_group(world) is not None else None
@@ -341,7 +341,6 @@ def _members(group: Group) -> tuple[int, ...] | range:
 def get_backend(group: Group = None) -> str | None:
     """Return the backend of a group, None without a distributed context."""
     context = current()
-    # A torch group may have another backend than the context.
     handle = None if group is None else getattr(membership.resolve(context, group), "handle", None)
     if isinstance(handle, torch.distributed.ProcessGroup):
         return str(torch.distributed.get_backend(handle))

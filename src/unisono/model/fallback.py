@@ -88,7 +88,7 @@ def exchange_bodies(
     blobs = []
     for rank, size in zip(model.topology.members(group), sizes, strict=True):
         if size == 0:
-            blobs.append(b"")  # as every rank knows: nothing is sent
+            blobs.append(b"")  # all ranks know the size, so nothing is sent
             continue
         own = blob if rank == model.topology.rank else b""
         row = model.broadcast(_tensor(model, own.ljust(bucket(size), b"\0")), rank, group)

@@ -42,9 +42,9 @@ class SafeFuture(Generic[T]):
             self._value = call()
         except BaseException as error:
             if not is_own(error):
-                raise  # an interrupt: the call can be run again
+                raise  # the call was interrupted and can run again
             self._error = error
-        self.is_known = True  # after the value: other threads read both without a lock
+        self.is_known = True  # last, as other threads read it without a lock
         self._gate.release()
 
     @classmethod
@@ -58,7 +58,7 @@ class SafeFuture(Generic[T]):
     def wait(self) -> T:
         """Wait for the value, or raise the error."""
         if not self.is_known:
-            with self._gate:  # until `of` releases it
+            with self._gate:
                 pass
         if self._error is not None:
             raise self._error
@@ -113,7 +113,7 @@ class Handle(Generic[T]):
         """Return whether an error is the operation's own, and not an interrupt of the wait."""
         if isinstance(error, UnisonoError):
             return True
-        # An alarm's exception while the operation is pending only interrupts the wait.
+        # While the operation is pending, an exception can only be that of an alarm's handler.
         return isinstance(error, Exception) and self._is_completed()
 
     def is_completed(self) -> bool:
@@ -201,7 +201,7 @@ class Background:
             after: SafeFuture[None] = SafeFuture()
             self._calls.put((after, lambda: None))
             after.wait()
-        if self._last is last:  # else another thread has submitted one meanwhile
+        if self._last is last:  # another thread may have submitted one
             self._last = None
 
     def _is_own_thread(self) -> bool:
@@ -209,9 +209,8 @@ class Background:
 
 
 def _work(calls: _Calls) -> None:
-    """Run the calls of a queue until None arrives: the target of a background thread."""
     while (item := calls.get()) is not None:
         outcome, call = item
         outcome.of(call)
-        # Else they would keep the tensors of this call alive until the next one.
+        # Else these names would keep the tensors alive until the next call.
         del item, outcome, call

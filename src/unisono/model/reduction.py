@@ -121,7 +121,7 @@ def fold_tensors(op: ReduceOp, parts: Sequence[Tensor] | Tensor) -> Tensor:
     """Reduce tensors of equal shape in the order given, as every model must."""
     step = TENSOR_STEPS[op]
     first, *rest = parts
-    total = first.clone()  # new memory for a single part, too
+    total = first.clone()
     for part in rest:
         total = step(total, part)
     return total
@@ -134,11 +134,11 @@ def fold_into(op: ReduceOp, parts: Sequence[Tensor], out: Tensor) -> None:
         torch.mul(parts[0], before, out=out)
         for part in parts[1:]:
             torch.add(out, part, alpha=before, out=out)
-        if after != 1.0:  # it is 1 for powers of two
+        if after != 1.0:
             out.div_(after)
         return
     step = TENSOR_STEPS[op]
-    step(parts[0], parts[1], out=out)  # two at least: a single rank shares no memory
+    step(parts[0], parts[1], out=out)  # a single rank shares no memory: there are two
     for part in parts[2:]:
         step(out, part, out=out)
 
@@ -162,7 +162,6 @@ _BOOL_STEPS: dict[ReduceOp, Callable[[Any, Any], Any]] = {
 
 def fold_numbers(op: ReduceOp, values: Sequence[Number]) -> Number:
     """Reduce python numbers in the order given, exactly where they are integers."""
-    # The common case; any other number can be added to these.
     if op is ReduceOp.SUM and type(values[0]) in (int, float):
         return reduce(add, values)  # not `sum`, which corrects floats since 3.12
     kinds = {type(value) for value in values}
@@ -194,14 +193,13 @@ def sum_numbers_exactly(values: Sequence[Any]) -> Number:
 
 
 def _float_sum(values: Sequence[float]) -> float:
-    """Sum floats exactly, then round once, to the nearest."""
     special = [value for value in values if not math.isfinite(value)]
     if any(map(math.isnan, special)) or len(set(special)) > 1:
         return math.nan  # always the same NaN: in a sum it would depend on the order
     if special:
         return float(special[0])
     if all(value == 0 and math.copysign(1, value) < 0 for value in values):
-        return -0.0  # a Fraction has no sign of zero
+        return -0.0  # a Fraction has no -0
     total = sum(map(Fraction, values), Fraction())
     try:
         return float(total)
@@ -229,7 +227,7 @@ def _extreme(op: ReduceOp, values: Sequence[Any]) -> Number:
     choose = min if op is ReduceOp.MIN else max
     best: Any = choose(values, key=lambda value: (value, math.copysign(1, value)))
     kinds = {type(value) for value in values}
-    return float(best) if float in kinds else int(best)  # the type doesn't depend on the winner
+    return float(best) if float in kinds else int(best)
 
 
 def is_order_of_floats(tensor: Tensor, op: ReduceOp) -> bool:
@@ -239,11 +237,10 @@ def is_order_of_floats(tensor: Tensor, op: ReduceOp) -> bool:
 
 def as_ordered_ints(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Convert floats to integers of the same order, with NaN as the winning extreme."""
-    # Floats of fewer bits come as float32.
     bits = torch.int64 if tensor.dtype is torch.float64 else torch.int32
     magnitude = torch.iinfo(bits).max
-    nan = torch.iinfo(bits).min if op is ReduceOp.MIN else magnitude  # beyond all numbers
-    shift = bits.itemsize * 8 - 1  # of the sign bit
+    nan = torch.iinfo(bits).min if op is ReduceOp.MIN else magnitude
+    shift = bits.itemsize * 8 - 1
 
     def turn(key: Tensor) -> Tensor:  # negative floats count downwards; its own inverse
         return key ^ ((key >> shift) & magnitude)

@@ -85,7 +85,6 @@ class ThreadExchange:
         if not is_last:
             missing = lambda: [r for r in ranks if r not in entries]  # noqa: E731
             self._wait(missing, entries, rank, call, timeout_s)
-        # All see the same items, so that they raise together or return together.
         if len({entries[r][0] for r in ranks}) > 1:
             called = "; ".join(f"rank {r}: {entries[r][0]}" for r in ranks)
             raise CollectiveMismatchError(
@@ -94,7 +93,6 @@ class ThreadExchange:
         return [entries[r][1] for r in ranks]
 
     def _round_of(self, group: Hashable, rank: int) -> _Round:
-        """Return the oldest open round without this rank; open one if there is none."""
         rounds = self._open.setdefault(group, [])
         for entries in rounds:
             if rank not in entries:
@@ -116,7 +114,7 @@ class ThreadExchange:
         until = time.monotonic() + host_s(limit_s)
         warn_at = time.monotonic() + host_s(self.warn_after_s)
         while True:
-            # Ends for the warning, too, which is logged once and without the lock.
+            # The wait also ends for the warning, which is logged without the lock.
             self._condition.wait(
                 lambda: not missing() or self._has_failed() or self._gone(missing(), rank),
                 min(until, warn_at) - time.monotonic(),
@@ -128,7 +126,7 @@ class ThreadExchange:
                     return
                 item = entries.get(rank, ("", None))[1]
                 try:
-                    # Failure of the job first: it is the cause of the others' leaving.
+                    # First: a failure of the job is what makes ranks leave.
                     self._check(rank, f"waited in {call}")
                     for peer in self._gone(late, rank):
                         why = f"rank {peer} {self._left[peer][1]}"
@@ -136,14 +134,14 @@ class ThreadExchange:
                     if now >= until:
                         raise self._time_out(rank, late, call, limit_s, item)
                 except CollectiveError:
-                    entries.pop(rank, None)  # so that the round can't be completed
+                    entries.pop(rank, None)  # the round can't be completed now
                     raise
             if now >= warn_at:
                 warn_at = math.inf
                 self._warn(rank, late, call, item)
 
     def _gone(self, missing: list[int], rank: int) -> list[int]:
-        # A peer that left before this rank's last `join` may join again, too.
+        # A peer that left before this rank joined may join again, as this rank did.
         return [r for r in missing if self._has_left(r, self._joined.get(rank, 0))]
 
     def _has_failed(self) -> bool:
@@ -158,7 +156,7 @@ class ThreadExchange:
     ) -> CollectiveTimeoutError:
         """Return the error of a timed-out rank; the lock is held."""
         waited = f"waited {format_s(limit_s)} in {call}"
-        # As it doesn't come back, ranks that wait for it raise at once.
+        # Ranks that wait for this one raise at once, since it doesn't come back.
         self._leave(rank, f"{waited}, which {named(late)} never reached")
         return CollectiveTimeoutError(f"{named(late)} never arrived: rank {rank} {waited}")
 

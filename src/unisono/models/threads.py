@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 __tracebackhide__ = hides
 
 T = TypeVar("T")
-_GRACE_S = 2.0  # for replicas to notice a failure in their next wait
-_POLL_S = 0.2  # `join` isn't woken by a failure
+_GRACE_S = 2.0  # until replicas notice a failure
+_POLL_S = 0.2  # a failure doesn't wake `join`
 _REPORT_S = 0.3  # replicas that wait for a late one report more: their error comes first
 _log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class _World(ThreadExchange):
                 if not _left(end):
                     ranks = [rank for rank in range(self.size) if not self.has_left(rank)]
                     late = f"{overdue(ranks, self.size)}\n{self._describe(ranks)}"
-                    self.fail(-1, "the deadline is over")  # no replica's own failure
+                    self.fail(-1, "the deadline is over")  # -1: not a replica's failure
         until = time.monotonic() + _GRACE_S
         for thread in threads:
             thread.join(_left(until))
@@ -105,7 +105,7 @@ class _World(ThreadExchange):
         if self.failure is None:
             return
         peer, text = self.failure
-        if self.is_late:  # the error of the rank that timed out
+        if self.is_late:
             raise CollectiveTimeoutError(f"{text}\n  rank {rank} {doing}")
         raise PeerFailedError(f"rank {rank} {doing}, but rank {peer} failed: {text}", peer, text)
 
@@ -258,7 +258,7 @@ class ThreadsModel(ComputationModel, LaunchHooks):
 
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
         timeout_s = only_timeout_s("new_group on threads", options)
-        # A second group of the same ranks has rounds and messages of its own.
+        # The count gives each group of the same ranks its own rounds and messages.
         count = self._groups_made[ranks] = self._groups_made.get(ranks, 0) + 1
         return Group(ranks, (ranks, count), f"{ranks} {count}", timeout_s)
 

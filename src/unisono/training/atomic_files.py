@@ -45,7 +45,7 @@ def write_whole(target: Path, write: Callable[[Any], object]) -> None:
     # files of killed writers of the same file are removed: they aren't locked, or are a day old.
     target = Path(os.path.realpath(target))
     old = target.stat() if target.exists() else None
-    # Renaming would replace a device, such as /dev/null, by a file.
+    # Renaming would turn a device, such as /dev/null, into a file.
     if old is not None and not stat.S_ISREG(old.st_mode):
         raise OSError(f"{target} isn't a regular file")
     if not target.parent.is_dir():
@@ -54,7 +54,6 @@ def write_whole(target: Path, write: Callable[[Any], object]) -> None:
     part = target.with_name(f"{start}{uuid.uuid4().hex}.tmp")
     try:
         with open(part, "xb") as file:
-            # Where locks aren't supported, other writers go by the file's age.
             _lock(file.fileno())
             _remove_leftovers(target, start, part)
             if old is not None and os.name == "posix":  # keeps the read permissions
@@ -73,7 +72,6 @@ def write_whole(target: Path, write: Callable[[Any], object]) -> None:
 
 
 def _fill(file: IO[bytes], write: Callable[[Any], object], target: Path) -> None:
-    """Write the content and sync it to the disk; errors name `target`."""
     recorded = _Recorded(file)
     try:
         write(recorded)
@@ -82,7 +80,7 @@ def _fill(file: IO[bytes], write: Callable[[Any], object], target: Path) -> None
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), str(target)) from error
     except Exception as error:
-        # torch's writer raises a RuntimeError that doesn't name the failed write.
+        # torch raises a RuntimeError that doesn't say which write failed.
         cause = recorded.error
         if cause is None:
             raise
@@ -93,10 +91,9 @@ def _lock(number: int) -> bool:
     """Lock an open file; return False if it is locked, or the system does not support it."""
     if os.name != "posix":
         return False
-    # Imported here, as Windows doesn't have it.
+    # Windows doesn't have this module.
     fcntl: Any = importlib.import_module("fcntl")
     try:
-        # Not waiting: a locked file has a writer.
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False
@@ -104,14 +101,13 @@ def _lock(number: int) -> bool:
 
 
 def _remove_leftovers(target: Path, start: str, own: Path) -> None:
-    """Remove temporary files of writers of `target` that were killed."""
     names: list[str] = []
     with suppress(OSError):  # a folder may be writable but not readable
         names = os.listdir(target.parent)
     for name in names:
         path = target.with_name(name)
         is_of_target = name.startswith(start) and name.endswith(".tmp")
-        # The length excludes files of a longer target, whose names may begin alike.
+        # Files of a target with a longer name may begin alike, but have another length.
         if is_of_target and len(name) == len(own.name) and path != own:
             with suppress(OSError):  # another writer removed it, or it is another user's
                 if _is_abandoned(path):
@@ -120,7 +116,6 @@ def _remove_leftovers(target: Path, start: str, own: Path) -> None:
 
 def _is_abandoned(path: Path) -> bool:
     """Return whether a temporary file has no writer: it is a day old, or written and unlocked."""
-    # The age decides where files can't be locked.
     if time.time() - path.stat().st_mtime > _DAY_S:
         return True
     with open(path, "r+b") as file:
@@ -132,7 +127,7 @@ def check_archive(file: IO[bytes], name: str) -> None:
     """Check the checksums of a torch archive; other files are not checked."""
     is_archive = file.read(4) == b"PK\3\4"
     file.seek(0)
-    if not is_archive:  # torch before 1.6 wrote no zip files, which alone have checksums
+    if not is_archive:  # torch before 1.6 wrote such files, without checksums
         return
     try:
         with zipfile.ZipFile(file) as archive:

@@ -79,7 +79,7 @@ def reduce_params(
         return
     mine = listed(params, of_grads=of_grads)
     name = "all_reduce_grads" if of_grads else "all_reduce_params"
-    # Part of the call's name, as ranks with buckets of different sizes would never match.
+    # Part of the compared call, since buckets of other sizes mean other collectives.
     buckets_text = "our buckets" if limit is None else f"buckets of {limit} bytes"
     with context.calls.call(name, group):
         described = agree(context, f"{name} {operation.name} in {buckets_text}", mine, group)
@@ -140,7 +140,6 @@ def _works(tensors: Sequence[Tensor | None], described: Described) -> list[bucke
 
 
 def _limit(coalesce: bool, bucket_size_mb: float) -> int | None:
-    """Return the bytes of a bucket: 0 for each tensor alone, None for our default."""
     if not coalesce:
         return 0
     if bucket_size_mb == -1:
@@ -161,8 +160,7 @@ def _reduce(
     group: Group | None,
     cuts_means: bool,
 ) -> None:
-    """Reduce tensors in place; means of integers apart."""
-    # Buckets are scaled by fractions before the sum, which integers can't be.
+    # Integers are averaged apart, as buckets are scaled by a fraction before the sum.
     if op is ReduceOp.AVERAGE:
         integers = [t for t, _ in works if not (t.is_floating_point() or t.is_complex())]
         if integers:
@@ -192,9 +190,9 @@ def _average_integers(
                 f"the mean over {size} ranks of integer tensor {i} ({tensor.dtype}"
                 f"{list(tensor.shape)}) isn't whole: leave it out, or reduce it with MAX or SUM"
             )
-        # The mean was rounded down; towards 0 a negative one is rounded up.
+        # The mean was rounded down; cutting towards 0 rounds a negative mean up.
         means.append(mean + ((mean < 0) & ~is_whole))
-    # Only now, as an error above leaves all tensors unchanged.
+    # Not before, so that the error above leaves all tensors unchanged.
     for tensor, mean in zip(tensors, means, strict=True):
         tensor.detach().copy_(mean)
 
@@ -280,7 +278,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0, group: GroupLi
     if rank != src:
         state = _put_together(context, plain, heads)
     tensors = [leaf for leaf in flatten(state)[0] if isinstance(leaf, Tensor)]
-    # In one memory order: strides of `src` aren't sent, and the others' tensors are contiguous.
+    # Strides aren't sent: the tensors of the other ranks are contiguous.
     works: list[buckets.Work] = [
         (tensor.contiguous(), torch.contiguous_format) for tensor in tensors
     ]

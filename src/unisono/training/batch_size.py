@@ -23,7 +23,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _GIB = 2**30
 _NAME = "find_executable_batch_size"
-# Of plain RuntimeErrors: host memory, cuBLAS, cuDNN and XLA. cuDNN's also means too little memory.
+# In plain RuntimeErrors of the host, cuBLAS, cuDNN and XLA. cuDNN's can mean a lack of memory.
 _TEXTS = (
     "out of memory",
     "can't allocate memory",
@@ -77,7 +77,7 @@ def find_executable_batch_size(
         def search(*args: P.args, **kwargs: P.kwargs) -> T:
             size = begin
             context = communicator()
-            # Ranks that begin with different sizes would try without end.
+            # Checked first, because `_try` waits through any number of mismatches.
             with context.calls.call(_NAME):
                 exchange(context, f"{_NAME} from {size}", None)
             while size:
@@ -126,7 +126,6 @@ def _try(call: Callable[[], T], size: int) -> tuple[bool, T]:
 
 
 def _is_of_memory(error: BaseException | None) -> bool:
-    """Return whether an error, or the cause of one of ours, is a lack of memory."""
     if isinstance(error, CollectiveMismatchError):
         return False
     while isinstance(error, UnisonoError):  # such as evaluate's, whose cause is the original

@@ -41,12 +41,12 @@ class _Normalize(torch.autograd.Function):
         sums = torch.stack([_channels(grad), _channels(grad * normal)])
         mean_grad, mean_dot = all_reduce_(sums, "SUM", ctx.group) / count
         back = grad - _wide(mean_grad, grad) - normal * _wide(mean_dot, grad)
-        # The statistics depend on x, so their gradients are contained in that of x.
+        # The gradient of x includes those of the statistics, which depend on x.
         return back * _wide(invstd, grad), None, None, None, None
 
 
 def _wide(values: Tensor, like: Tensor) -> Tensor:
-    """Shape [channels] for broadcasting over [n, channels, ...]."""
+    """View [channels] as [1, channels, 1, ...]."""
     return values.view(1, -1, *[1] * (like.dim() - 2))
 
 
@@ -112,7 +112,7 @@ class SyncBatchNorm(_BatchNorm):
         # Without running statistics evaluation uses this rank's batch, as torch's does.
         if not self.training or team(self.group)[0].model.topology.size(self.group) == 1:
             return super().forward(input)
-        # Half precision is too coarse for sums.
+        # Sums in half precision would be too coarse.
         kind = torch.promote_types(input.dtype, torch.float32)
         x = input.to(kind)
         with torch.no_grad():
@@ -129,13 +129,12 @@ class SyncBatchNorm(_BatchNorm):
         return normal.to(input.dtype)
 
     def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-        """Update the running statistics."""
         if self.running_mean is None or self.running_var is None:
             return
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
         rate = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        unbiased = variance * (count / (count - 1).clamp(min=1))  # one value has 0, not NaN
+        unbiased = variance * (count / (count - 1).clamp(min=1))  # one value gives 0, not NaN
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), rate)
 
@@ -196,7 +195,6 @@ def _convert(module: nn.Module, made: dict[nn.Module, nn.Module], one: Converter
 
 
 def _synchronised(module: nn.Module) -> nn.Module:
-    """Return our layer in the place of torch's, with the same parameters."""
     if isinstance(module, SyncBatchNorm):
         return module
     assert isinstance(module, _BatchNorm)

@@ -85,7 +85,7 @@ def _split(
     for tensor, layout in works:
         memory = as_memory(tensor, layout)
         is_large = tensor.nbytes >= min(_LARGE_BYTES, bucket_bytes)
-        # Others are converted or moved by a copy, so they may as well be copied to a bucket.
+        # Other tensors must be copied anyway, so they may as well go into a bucket.
         is_ready = tensor.dtype in model.dtypes and tensor.device == model.transport_device
         if memory is not None and is_large and is_ready:
             alone.append(memory)
@@ -144,7 +144,6 @@ def reduce_all(
     works = _reduce_on_host(context, works, op, limit, group)
     is_mean = op is ReduceOp.AVERAGE
     step = ReduceOp.SUM if is_mean else op
-    # Scaled before the sum, too, which could overflow where the mean doesn't.
     before, after = mean_factors(size) if is_mean else (1.0, 1.0)
     alone, together = _split(context, works, limit)
     under_way: list[Handle[Tensor]] = []
@@ -166,7 +165,7 @@ def reduce_all(
     for run in buckets(together, limit):
         with packed(context, run) as flat:
             start(flat)
-            finish(0)  # `packed` copies it back on leaving
+            finish(0)  # leaving `packed` copies the result back
     finish(0)
 
 
@@ -179,6 +178,5 @@ def broadcast_all(
         broadcast_(memory, src, group)
     is_src = context.model.topology.rank == src
     for run in buckets(together, _BUCKET_BYTES):
-        # The tensors of `src` have the values already.
         with packed(context, run, copies_back=not is_src) as flat:
             broadcast_(flat, src, group)

@@ -114,21 +114,21 @@ class CheckpointManager:
         """List the complete checkpoints, sorted by step."""
         named = [(path, _NAME.fullmatch(path.name)) for path in self._folder.glob("step=*")]
         found = [
-            (int(match[1]), float(match[2] or "nan"), path)  # without a score, as unknown
+            (int(match[1]), float(match[2] or "nan"), path)
             for path, match in named
             if match is not None and is_whole(path)
         ]
         return sorted(found, key=lambda each: each[0])
 
     def _best(self, found: list[_Kept]) -> list[_Kept]:
-        """Return the checkpoint of the best known score, in a list; an empty one without scores."""
-        # A NaN means unknown, and would make the order undefined.
+        """Return a list of the checkpoint with the best score, empty if there are no scores."""
+        # NaN, an unknown score, would make the order undefined.
         scored = [each for each in found if not math.isnan(each[1])]
         return sorted(scored, key=lambda each: (self._sign * each[1], each[0]))[-1:]
 
     def _remove_others(self, path: Path, step: int) -> None:
         """Remove all but the newest and the best; of this step only `path` counts."""
-        # An older one of this step may have another score in its name: the new one replaces it.
+        # An older checkpoint of this step may have another score in its name, and is removed.
         found = [each for each in self._found() if each[0] != step or each[2] == path]
         kept = {each[2] for each in (*found[-self._keep :], *self._best(found))}
         for other in self._folder.glob("step=*"):

@@ -107,7 +107,7 @@ def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | Non
         _save_shards(context, obj, states, target, refusal)
         return
     _save_file(obj, states, target, rank)
-    # A file keeps its mode, so the writer may be unable to read it.
+    # An existing file keeps its mode, which may forbid its writer to read it.
     is_own = context.model.topology.rank == rank
     unread = _unread(target) if is_own and os.access(target, os.R_OK) else ""
     if unread:
@@ -115,7 +115,7 @@ def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | Non
 
 
 def _collected(obj: Any, sharded: bool | None) -> tuple[tuple[dict[int, Any], bool], Any]:
-    """Return this rank's states and whether to shard; for other ranks, digests and `ByRank`s."""
+    """Return states and whether to shard, and for the other ranks digests and states by rank."""
     states = own_states(obj)
     named = entries(obj, states)
     split = {name: item.state() for name, item in named.items() if isinstance(item, ByRank)}
@@ -155,7 +155,6 @@ def _merge_ranks(
 
 
 def _save_file(obj: Any, states: dict[int, Any], target: Path, rank: int) -> None:
-    """Write a file on `rank`; raise on every rank if that fails."""
     kept: list[Exception] = []
 
     def write() -> str | None:
@@ -165,7 +164,7 @@ def _save_file(obj: Any, states: dict[int, Any], target: Path, rank: int) -> Non
         except OSError:
             raise
         except Exception as error:  # raised by the value's classes
-            # Returned, as every rank raises a PayloadError then, not a PeerFailedError.
+            # Returned, so that every rank raises a PayloadError instead of a PeerFailedError.
             kept.append(error)
             return f"{type(error).__qualname__}: {error}"
         return None
@@ -179,19 +178,17 @@ def _save_file(obj: Any, states: dict[int, Any], target: Path, rank: int) -> Non
 def _save_shards(
     context: ContextState, obj: Any, states: dict[int, Any], target: Path, refusal: str
 ) -> None:
-    """Write a folder of shards, one from each rank, and make it the current one."""
     library = _shard_library()
 
     def state_to_save() -> tuple[Any, None]:
         if context.model.topology.world_size > 1:
-            # torch's ranks exchange their plans as pickles.
             refuse_pickle("to save shards, which ranks agree on,")
         state = plain(obj, states)
         refuse_lost_shards(obj, state)
         return state, None
 
     state, _ = together(context, _SAVE, state_to_save, refusal=refusal)
-    # A new folder, as the old shards stay current until these are complete.
+    # The old shards stay current until those in the new folder are complete.
     name = broadcast(f"{_SHARDS}{uuid.uuid4().hex[:12]}")
     folder = target / name
     run_on_rank(partial(folder.mkdir, parents=True))
@@ -209,7 +206,7 @@ def _save_shards(
     def replace_old_shards() -> None:
         library.seal(folder)
         write_whole(target / _POINTER, lambda file: file.write(name.encode()))
-        # After the pointer: an interruption before leaves the old ones complete.
+        # After the pointer, so that an interruption leaves one folder complete.
         for other in target.glob(f"{_SHARDS}*"):
             if other != folder:
                 shutil.rmtree(other, ignore_errors=True)
@@ -227,15 +224,14 @@ def remove(target: Path) -> None:
     if not target.is_dir():
         target.unlink(missing_ok=True)
         return
-    # First: without it the folder is incomplete, even if some of it can't be removed.
+    # First, so that the folder counts as incomplete even if the rest can't be removed.
     (target / _POINTER).unlink(missing_ok=True)
     shutil.rmtree(target, ignore_errors=True)
 
 
 def _shard_library() -> Any:
-    """Return our module for shards; raise if torch doesn't connect the ranks."""
     context = current()
-    # torch plans and writes shards over its own process group.
+    # torch writes shards over its own process group.
     if context.model.topology.world_size > 1 and not torch.distributed.is_initialized():
         raise UnsupportedOperation(
             context.model.name,
@@ -310,7 +306,7 @@ def load_checkpoint(
             file = _opened(target, src, sent)
             read = partial(_read, file, weights_only, map_location)
             plan = step(lambda: Plan(into, read(), strict, undo))
-        # No rank failed. What remains can't, and isn't undone.
+        # No rank has failed, and filling can't fail.
         undo.pop_all()
     return plan.fill()
 
@@ -323,7 +319,7 @@ def _step(where: str, is_together: bool, call: Callable[[], T]) -> T:
         try:
             return call(), None
         except Exception as error:
-            # Ours have their own remedy: a feature is missing, for example, not the file damaged.
+            # Our other errors don't mean that the file is damaged.
             if isinstance(error, UnisonoError) and not isinstance(error, PayloadError):
                 raise
             kind = "" if isinstance(error, PayloadError) else f"{type(error).__qualname__}: "
@@ -356,13 +352,12 @@ def _sent(target: Path) -> Any:
     """Return a file's bytes as a tensor, True for a folder, None if missing."""
     if target.is_dir() or not target.exists():
         return target.is_dir() or None
-    # frombuffer() rejects an empty file.
+    # frombuffer() rejects empty data.
     data = bytearray(target.read_bytes())  # tensors are sent faster than bytes
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def _read(file: IO[bytes], weights_only: bool, map_location: Any) -> Any:
-    """Read a file onto `map_location`, or this rank's device."""
     untyped: Any = torch
     device = map_location
     if map_location is None:
@@ -373,7 +368,7 @@ def _read(file: IO[bytes], weights_only: bool, map_location: Any) -> Any:
         except RuntimeError:  # torch can't load onto XLA's devices
             map_location = "cpu"
     with file:
-        check_archive(file, "it")  # the caller's error names the file
+        check_archive(file, "it")
         try:
             state = torch.load(file, map_location=map_location, weights_only=weights_only)
         except pickle.UnpicklingError as error:
@@ -405,13 +400,13 @@ def _from_shards(
     library = _shard_library()
     point = partial(_pointed, target, into)
     name, refusals = together(communicator(), "load_checkpoint", point)
-    # Sent as texts, since `together` would make an ArgumentError a PeerFailedError.
+    # Errors come as texts, since `together` would turn an ArgumentError into a PeerFailedError.
     if any(refusals):
         raise ArgumentError(next(filter(None, refusals)))
 
     def read() -> tuple[Any, list[tuple[Any, ...]]]:
         states = own_states(into)  # first, as it may be collective
-        # A path in the file could lead out of the checkpoint.
+        # A path could lead out of the checkpoint's folder.
         if not name.startswith(_SHARDS) or os.path.basename(name) != name:
             raise PayloadError(
                 f"{target / _POINTER} contains an invalid shard folder name: {name!r}"
@@ -430,7 +425,7 @@ def _pointed(target: Path, into: Any) -> tuple[str, str]:
     """Return the name of the current shards, or an error text."""
     topology = current_model().topology
     try:
-        # A damaged name is rejected by `_from_shards`, not here in decoding it.
+        # `_from_shards` rejects a damaged name; decoding it mustn't fail.
         name = (target / _POINTER).read_text(errors="replace")
     except OSError as error:
         rank = f"rank {topology.rank} of {topology.world_size}"

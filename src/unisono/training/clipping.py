@@ -79,9 +79,9 @@ def clip_grad_norm_(
     for each in settled:
         _settle(context.model, each)
     if scaler is not None:
-        # After the average: all ranks find the same infinities, and skip the same steps.
+        # After averaging, so that all ranks find the same infinities and skip the same steps.
         scaler.unscale_(optimizer)
-    # torch's maximum fails on a rank whose part of a gradient is empty.
+    # torch's own maximum fails if a rank's part of a gradient is empty.
     if norm_type == math.inf and any(map(is_sharded, tensors)):
         norm = nn.utils.get_total_norm([_largest(tensors)], norm_type, error_if_nonfinite)
         nn.utils.clip_grads_with_norm_(tensors, max_norm, norm)
@@ -104,7 +104,7 @@ def _settle(model: ComputationModel, optimizer: Optimizer) -> None:
     """Average now instead of in the optimizer's next step, unless a gradient arrives first."""
     _unsettle(optimizer)  # of an earlier call without a step since
     undo = hooks_of(model).settle_gradients(optimizer)
-    if undo is None:  # the step of this optimizer doesn't average
+    if undo is None:  # its step doesn't average
         return
     if optimizer not in _settled:  # its hooks stay, and so does its entry
         optimizer.register_step_post_hook(lambda each, *_: _unsettle(each))
@@ -116,7 +116,6 @@ def _settle(model: ComputationModel, optimizer: Optimizer) -> None:
 
 
 def _unsettle(optimizer: Optimizer | None) -> None:
-    """Let the optimizer's step average again."""
     undo = None if optimizer is None else _settled.get(optimizer)
     if undo is not None and optimizer is not None:
         _settled[optimizer] = None

@@ -52,12 +52,12 @@ class _Bucket:
         # `touched` is None where this rank only joins the others' backward.
         for parameter, part in zip(self.parameters, self.parts, strict=True):
             if touched is not None and parameter.grad is not None:  # of an earlier backward, too
-                # Before the sum, which could overflow where the mean doesn't.
+                # Divided before the sum, which could overflow where the mean doesn't.
                 torch.div(parameter.grad, size, out=part)
             else:
                 part.zero_()
         has = [id(p) in (touched or ()) and p.grad is not None for p in self.parameters]
-        # On the CPU in any case: torch's default device may be set.
+        # torch's default device may be another than the CPU.
         self.counts.copy_(torch.tensor(has, device="cpu"))
         if self.notes.numel():
             self.notes.copy_(torch.tensor(notes, device="cpu"))
@@ -77,7 +77,7 @@ class _Bucket:
             if id(parameter) in touched and parameter.grad is not None:
                 parameter.grad.copy_(part)
                 continue
-            # Only if needed: it waits for an accelerator.
+            # Not read unless needed, since reading waits for an accelerator.
             counts = self.counts.tolist() if counts is None else counts
             if counts[i]:
                 if parameter.grad is None:
@@ -137,7 +137,7 @@ class Averager:
         """Wait for buckets in flight of an interrupted backward, and discard its state."""
         if self._is_running:
             for bucket in self._buckets:
-                with suppress(CollectiveError):  # the interrupted backward has raised it
+                with suppress(CollectiveError):
                     bucket.wait()
         self._is_running = False
 
@@ -172,7 +172,7 @@ class Averager:
                 self._start_next(self._touched)
 
     def _start_next(self, touched: set[int] | None) -> None:
-        """Start the sum of the next bucket, with the late ones that it reports."""
+        """Start the sum of the next bucket; the last one also reports late buckets."""
         bucket = self._buckets[self._next]
         late = [index in self._late for index in range(bucket.notes.numel())]
         bucket.start(touched, self._size, late)
@@ -183,7 +183,6 @@ class Averager:
             self._finish(self._touched)
 
     def _finish(self, touched: set[int] | None) -> None:
-        """Start the remaining sums, wait for all, and copy the averages back."""
         with torch.no_grad():
             while self._next < len(self._buckets):
                 self._start_next(touched)
@@ -222,7 +221,7 @@ class UnannouncedAverager:
         _hook(self, parameters, module)
         module.register_forward_pre_hook(self)
         self._is_announced, self._announced = False, 0
-        self._backward = -1  # id of the last one seen; none has -1
+        self._backward = -1
 
     def __call__(self, module: Any, inputs: Any) -> None:
         """Record a forward that prepares an average."""
@@ -234,7 +233,7 @@ class UnannouncedAverager:
         """Queue an average for the end of this backward, unless torch averages."""
         backward: int = torch._C._current_graph_task_id()
         module = self._module()
-        # Each parameter has this hook; the first in a backward is enough.
+        # One average for each backward, though each parameter has this hook.
         if backward == self._backward or module is None or not module.require_backward_grad_sync:
             return
         self._backward = backward
@@ -255,7 +254,7 @@ class UnannouncedAverager:
 
     def _average(self) -> None:
         module = self._module()
-        # In torch's join, ranks without batches take part in its own averages only.
+        # In torch's join, ranks without batches only take part in torch's own averages.
         if module is not None and not module._join_config.enable:
             all_reduce_grads(module.parameters(), group=self._group)
 
@@ -286,7 +285,7 @@ def _hook(
         for parameter in parameters
     ]
     remove = weakref.finalize(owner, _remove, hooks)
-    remove.atexit = False  # the parameters go as well
+    remove.atexit = False  # useless at exit
     return remove
 
 
@@ -301,8 +300,8 @@ def _remove(hooks: list[RemovableHandle]) -> None:
 
 
 _JOIN = "a step of join"
-# A forward whose backward averages; one in evaluation mode, where buffers aren't sent; one in
-# `no_sync`; a rank without batches left.
+# In turn: a forward whose backward averages; such a forward in evaluation mode, which sends no
+# buffers; one in `no_sync`; a rank that has no batches left.
 _SYNCS, _SYNCS_IN_EVAL, _ACCUMULATES, _HAS_ENDED = b"s", b"v", b"a", b"e"
 # DistributedDataParallel's options that always hold here, or make no difference.
 _NEEDLESS = frozenset(
@@ -344,9 +343,9 @@ class Replicated(nn.Module):
             raise UnsupportedOperation(
                 current_model().name, f"option {', '.join(foreign)} of auto_model", "leave it out"
             )
-        # The default of DistributedDataParallel.
+        # DistributedDataParallel's default.
         size_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
-        if not size_mb > 0:  # NaN, too
+        if not size_mb > 0:  # includes NaN
             raise ArgumentError(f"bucket_cap_mb={bucket_cap_mb!r} should be over 0")
         sparse = [name for name, part in module.named_modules() if getattr(part, "sparse", False)]
         if sparse:
@@ -364,7 +363,7 @@ class Replicated(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. Collective over all ranks in training, where it has buffers."""
-        # Without gradients no backward follows, so a rank may evaluate alone.
+        # Without gradients no backward follows, and a rank may run alone.
         if torch.is_grad_enabled():
             if not self._averager.is_current:
                 raise ContextError(
@@ -415,7 +414,7 @@ class Replicated(nn.Module):
         finally:
             self._is_joining = False
         while True:
-            # No batches left: this rank takes part in the steps of others until all have ended.
+            # Without batches, this rank takes part in the steps of the others until all have ended.
             marks = swap(communicator(), _JOIN, _HAS_ENDED, None)
             if all(mark == _HAS_ENDED for mark in marks):
                 break

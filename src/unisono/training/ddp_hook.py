@@ -50,7 +50,7 @@ class Averaging:
 
     def __call__(self, module: Any, inputs: Any) -> None:
         """Register the hook at the first forward; record that this rank has inputs."""
-        if not torch.is_grad_enabled():  # no backward follows
+        if not torch.is_grad_enabled():
             return
         self._is_live, is_done = True, self.module() is not None
         self._started.clear()  # of a backward that failed
@@ -61,7 +61,7 @@ class Averaging:
             try:
                 module.register_comm_hook(self, average)
             except RuntimeError as error:  # torch's own hooks aren't in that list
-                # torch has appended ours before; if the user's is registered, it stays.
+                # torch has already listed our hook when it raises; the user's stays registered.
                 module._comm_hooks.clear()
                 if "once" not in str(error):
                     raise
@@ -78,7 +78,7 @@ class Averaging:
                 check(context, call, flat, self.group, host)
                 if host is None:
                     handle = context.start_all_reduce(flat, op, self.group)
-                    # `end_step` completes it, so that buckets overlap.
+                    # `end_step` waits for it, so that buckets overlap.
                     self._started.append((token.started(handle), done))
                     return done
                 plane_is("memory")

@@ -142,9 +142,8 @@ def _opened(node: Any) -> Any:
 
 
 def _leaf(value: Any) -> Leaf:
-    """Return a value's text and its digest."""
     if isinstance(value, Tensor) and (is_dense(value) or is_sharded(value)):
-        look = f"{str(value.dtype)[6:]}{list(value.shape)}"  # without torch.
+        look = f"{str(value.dtype)[6:]}{list(value.shape)}"
         if is_sharded(value):
             return look, _hash(look.encode())
         data = plain_tensor(value.detach()).cpu().resolve_conj().resolve_neg().contiguous()
@@ -161,7 +160,7 @@ def _in_order(value: Any) -> Any:
     if type(value) not in (set, frozenset):
         return value
     items = [_in_order(item) for item in value]
-    # By their pickles, as items of several types have no order.
+    # Sorted by their pickles, as items of several types have no order.
     return type(value).__name__, sorted(items, key=lambda item: b"".join(dump(item)))
 
 
@@ -177,7 +176,7 @@ def _line(path: str, column: Mapping[int, Leaf]) -> str:
     looks: dict[bytes, str] = {}
     for look, known in column.values():
         looks.setdefault(known, look)
-    # Texts that look alike, as of long tensors, get a digest.
+    # Different values may have one text, such as long tensors: digests tell them apart.
     is_seen = len(set(looks.values())) > 1
     shown = []
     for each, look in looks.items():

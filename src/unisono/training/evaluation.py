@@ -121,10 +121,10 @@ def gather_results(part: Sequence[Any] | Tensor, size: int, dst: int | None = No
         described = [(len(item), _kind(item)) for item in parts]
     else:
         check_rank(context, None, dst, "dst")
-        # In a list, as `gather` takes tensors of one shape.
+        # In lists, as `gather` joins tensors of one shape only.
         lists = gather([mine], dst=dst)
         parts = None if lists is None else [item for (item,) in lists]
-        # On every rank, so that all raise for one that has too few.
+        # All ranks need the counts, to raise together.
         described = all_gather((len(mine), _kind(mine)))
     counts = [count for count, _ in described]
     short = [rank for rank in range(n) if counts[rank] < len(range(rank, size, n))]
@@ -159,7 +159,6 @@ def _check_alike(described: Sequence[tuple[int, Kind]]) -> None:
 
 def _interleaved(parts: Sequence[Tensor], size: int) -> Tensor:
     """Merge [k, ...] of each of n ranks in order; rank r has the samples r, r + n, ..."""
-    # An empty part may have any dtype and shape.
     like = next((item for item in parts if len(item)), parts[0])
     joined = like.new_empty((size, *like.shape[1:]))
     for rank, item in enumerate(parts):
@@ -229,7 +228,7 @@ def evaluate(fn: Callable[[Any], Any], data: Any, dst: int | None = None, **kwar
         made[name] = gather_results(columns[name], len(dataset), dst)
     if dst not in (None, context.model.topology.rank):
         return None
-    # None is the name of results that `fn` returned without one.
+    # Results that `fn` returned without a name have the name None.
     return made.get(None, made) if made else []
 
 
@@ -240,7 +239,7 @@ def _check_sampler(loader: DataLoader[Any], size: int) -> None:
         sampler = sampler.sampler
     if isinstance(sampler, DistributedProxySampler):
         sampler = sampler.sampler
-    # Over all ranks a distributed sampler has every sample.
+    # The ranks' parts of a distributed sampler add up to every sample.
     if isinstance(sampler, (SequentialSampler, DistributedSampler, EvaluationSampler)):
         return
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == size:
@@ -259,7 +258,7 @@ def _results(fn: Callable[[Any], Any], loader: Any) -> list[Columns]:
     left = len(loader.sampler)
     with torch.no_grad(), _evaluating(fn):
         for batch in loader:
-            count = min(loader.batch_size or 1, left)  # None: single samples
+            count = min(loader.batch_size or 1, left)  # None for single samples
             left -= count
             results = fn(batch)
             named = results if isinstance(results, dict) else {None: results}
@@ -275,14 +274,12 @@ def _results(fn: Callable[[Any], Any], loader: Any) -> list[Columns]:
 
 
 def _check_results(name: str | None, part: Any, count: int) -> None:
-    """Raise unless `part` has one result for each of `count` samples."""
-
     def is_column(value: Any) -> bool:
         return isinstance(value, Tensor) and value.dim() > 0 and len(value) == count
 
     if not isinstance(part, (Tensor, list, tuple)) or (isinstance(part, Tensor) and not part.dim()):
         shown = "a 0-dim tensor" if isinstance(part, Tensor) else f"a {type(part).__qualname__}"
-    # A model that returns (logits, boxes) means two results, not one for each sample.
+    # A model that returns (logits, boxes) means two results of the batch, not one per sample.
     elif isinstance(part, tuple) and part and all(map(is_column, part)):
         shown = f"a tuple of {len(part)} tensors for all of them"
     elif len(part) != count:
@@ -309,13 +306,12 @@ def _joined(batches: list[Columns]) -> Columns:
 
 @contextmanager
 def _evaluating(fn: Any) -> Iterator[None]:
-    """Put a module into evaluation mode in a block."""
     modules = [part for part in fn.modules() if part.training] if isinstance(fn, nn.Module) else []
     if modules:
         fn.eval()
     try:
         yield
     finally:
-        # Not by train(), which would include parts that were in evaluation mode.
+        # Not with train(), which would include parts that were in evaluation mode before.
         for part in modules:
             part.training = True

@@ -48,7 +48,7 @@ class ReplicaLoader(DataLoader[Any]):
         self._target = to_device
         model = current_model()
         self._world_size, self._rank = model.topology.world_size, model.topology.rank
-        self._owns_generators = not model.replicas_are_threads  # threads share them
+        self._owns_generators = not model.replicas_are_threads  # threads share the generators
         super().__init__(dataset, **kwargs)
         samplers = (self.batch_sampler, getattr(self.batch_sampler, "sampler", None), self.sampler)
         ordering = (each for each in samplers if hasattr(each, "set_epoch"))
@@ -75,7 +75,7 @@ class ReplicaLoader(DataLoader[Any]):
         set's ``set_epoch``, if it has one; then even persistent workers restart for each pass.
         """
         check_count("epoch", epoch, 0)
-        # The same epoch keeps the position. After passes before training, the loaded one counts.
+        # The same epoch keeps its position; after passes before training, the one that was loaded.
         if epoch != self.epoch or self._passed:
             begin, start = self._begin
             self._position.begin(epoch, start if self._passed and epoch == begin else 0)
@@ -89,7 +89,7 @@ class ReplicaLoader(DataLoader[Any]):
 
     @property
     def _index_sampler(self) -> Any:  # read by torch's loader and its iterators
-        # A stream's sampler has no indices to leave out: `_Batches` leaves out batches.
+        # A stream has no indices to leave out: `_Batches` leaves out its batches.
         is_drawn_from = not isinstance(self.dataset, IterableDataset)
         return _Rest(self._position if is_drawn_from else _Position(), super()._index_sampler)
 
@@ -97,7 +97,7 @@ class ReplicaLoader(DataLoader[Any]):
         at = self._position
         if at.epoch_of_sampler != at.epoch_passed_on:  # the program called the sampler's set_epoch
             self.set_epoch(at.epoch_of_sampler)
-        # From now on an earlier iterator no longer moves the position.
+        # Also keeps earlier iterators from moving the position.
         at.begin(at.order, at.start)
         left_out = at.start if isinstance(self.dataset, IterableDataset) else 0
         if _with_epochs(self.dataset):
@@ -113,7 +113,7 @@ class ReplicaLoader(DataLoader[Any]):
         finally:
             self.generator = given
         is_dealt = self._world_size > 1 and not isinstance(self.dataset, IterableDataset)
-        # Workers have other seeds on each rank already.
+        # The seeds of workers differ by rank already.
         if is_dealt and self._owns_generators and self.num_workers == 0:
             made._dataset_fetcher = _Fetcher(made._dataset_fetcher, self._rank)
         return made
@@ -165,19 +165,18 @@ class ReplicaLoader(DataLoader[Any]):
         return type(self.batch_sampler) not in (BatchSampler, type(None))
 
     def _shape(self) -> tuple[int | None, int, int | None]:
-        """Return batch size over all ranks, number of ranks, and number of samples."""
+        """Return the batch size over all ranks, the number of ranks, and that of samples."""
         size = None if self.batch_size is None else self.batch_size * self._world_size
         dataset: Any = self.dataset
         return size, self._world_size, len(dataset) if isinstance(dataset, Sized) else None
 
     def _repeats(self) -> bool:
-        """Return whether a new pass over the epoch has the same order."""
         sampler = self._position.sampler
         if sampler is None:
             inner = getattr(self.batch_sampler, "sampler", self.sampler)
             is_in_order = isinstance(inner, SequentialSampler) and not self._has_own_batches()
             return is_in_order or isinstance(self.dataset, IterableDataset)
-        # A sampler's own generator draws on from pass to pass, unless set_epoch seeds it.
+        # A sampler's own generator goes on from pass to pass, unless set_epoch seeds it.
         while getattr(sampler, "generator", None) is None or hasattr(sampler, "set_epoch"):
             if not hasattr(sampler, "sampler"):
                 return True
@@ -198,7 +197,6 @@ class ReplicaLoader(DataLoader[Any]):
         if not isinstance(state, dict) or set(state) != set(_KEYS):
             raise ArgumentError(f"invalid position {state!r}: expected the keys {', '.join(_KEYS)}")
         epoch, order, batches, *shape = _checked(state)
-        # At the beginning of an epoch any batch size and number of ranks will do.
         self._begin = (epoch, self._batches_here(batches, *shape) if batches else 0)
         self._passed, self._counts = order - epoch, False
         self._position.begin(order, self._begin[1])
@@ -246,7 +244,7 @@ def _checked(state: dict[str, Any]) -> list[Any]:
         if key == "is_dealt_in_turn":
             if not isinstance(value, bool):
                 raise ArgumentError(f"{key}={value!r} should be a bool")
-        # None: no fixed batch size, or a dataset without a length.
+        # None if the batch size isn't fixed, or the dataset has no length.
         elif value is not None or key not in ("batch_size", "samples"):
             check_count(key, value, 1 if key in ("batch_size", "world_size") else 0)
     return [state[key] for key in _KEYS]
@@ -315,7 +313,7 @@ class _Batches:
             while self.left_out:
                 self.left_out -= 1
                 next(self.inner)
-            # The position counts those left out from its start on.
+            # `begin` has counted the batches left out.
             is_new = True
             batch = next(self.inner)
         except StopIteration:
@@ -369,7 +367,7 @@ def moved(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=non_blocking)
     if callable(getattr(batch, "to", None)) and not isinstance(batch, type):
-        # Its `to` may not have the option non_blocking.
+        # Its `to` may lack the option non_blocking.
         return batch.to(device)
     if isinstance(batch, (dict, list, tuple)):
         return mapped(batch, lambda item: moved(item, device, non_blocking))

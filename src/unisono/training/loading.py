@@ -94,13 +94,14 @@ def auto_dataloader(
     if batch_size is not None and not is_count:
         raise ArgumentError(f"batch_size={batch_size!r} should be an int of at least 1, or None")
     if world_size > 1:
-        introduce(context, "auto_dataloader")  # for the number of ranks on this node
+        introduce(context, "auto_dataloader")  # tells how many ranks this node has
         if not per_replica:
-            # The default of 1 isn't divided.
+            # Only a given size is divided, not the default of 1.
             if kwargs.get("batch_size") is not None:
                 kwargs["batch_size"] = _share(batch_size, world_size)
             n_local, workers = facts.get_nproc_per_node(), kwargs.get("num_workers", 0)
-            # Fewer than ranks stay for each, as in idist.
+            # If there are fewer workers than ranks, each rank has that number, as in
+            # ignite.distributed.
             if workers >= n_local:
                 kwargs["num_workers"] = math.ceil(workers / n_local)
     _order(dataset, kwargs, world_size)
@@ -124,8 +125,8 @@ def _taken_apart(
             "torch DataLoader"
         )
     kwargs: dict[str, Any] = {name: getattr(loader, name) for name in _TAKEN}
-    kwargs["in_order"] = getattr(loader, "in_order", True)  # older torch lacks it
-    # False may be just the default, and the device decides then.
+    kwargs["in_order"] = getattr(loader, "in_order", True)
+    # False may be DataLoader's default; then the device decides.
     if loader.pin_memory:
         kwargs["pin_memory"] = True
     kwargs |= _batches_of(loader)
@@ -136,7 +137,7 @@ def _taken_apart(
     if given.keys() & {"sampler", "shuffle", "batch_sampler"}:
         for name in ("sampler", "shuffle", "batch_sampler"):
             kwargs.pop(name, None)
-    # DataLoader refuses these beside a batch sampler.
+    # DataLoader rejects these options beside a batch sampler.
     if given.get("batch_sampler") is not None:
         kwargs = {name: kwargs[name] for name in kwargs if name not in ("batch_size", "drop_last")}
     return loader.dataset, {**kwargs, **given}
@@ -166,7 +167,6 @@ def _order_of(sampler: Any) -> dict[str, Any]:
     )
     if is_plain and sampler.num_samples == len(sampler.data_source):
         return {"shuffle": True}
-    # One with a generator, replacement or another length has an order of its own.
     return {"sampler": sampler}
 
 
@@ -187,8 +187,7 @@ def _order(dataset: Any, kwargs: dict[str, Any], world_size: int) -> None:
 
 
 def _share(batch_size: int, world_size: int) -> int:
-    """Return a replica's part of a batch size; warn of a remainder."""
-    # One smaller than the number of replicas is that of each, as in idist.
+    # As in ignite.distributed, each replica takes a size below the number of replicas whole.
     share = max(1, batch_size // world_size) if batch_size >= world_size else batch_size
     if share * world_size != batch_size:
         warnings.warn(
@@ -220,7 +219,6 @@ def _dealt(batch_sampler: Any, world_size: int) -> Any:
 
 
 def _sampler(dataset: Any, kwargs: dict[str, Any]) -> Any:
-    """Return a sampler of this replica's samples; warn if a given one is for another."""
     topology = current_model().topology
     share = topology.world_size, topology.rank
     sampler = kwargs.get("sampler")
@@ -270,7 +268,7 @@ class _Shuffled(RandomSampler):
 class _InOrder(SequentialSampler):
     """The order of the dataset, with an epoch."""
 
-    # Not a DistributedSampler, which several replicas couldn't divide again, and which lists all.
+    # Not a DistributedSampler, which can't be divided again, and lists all indices.
     epoch = 0
     deals_in_turn = True
 

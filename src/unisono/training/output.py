@@ -49,9 +49,8 @@ def print(*args: Any, all: bool = False, **kwargs: Unpack[_PrintOptions]) -> Non
     text = io.StringIO()
     builtins.print(*args, file=text, **options)
     out: TextIO | None = sys.stdout if file is None else file
-    if out is None:  # a process without a console, as the built-in's
+    if out is None:  # there is no console; print() ignores that, too
         return
-    # The variable holds the rank whose lines a launcher prefixes.
     is_passed_on = out in (sys.stdout, sys.stderr) and os.environ.get(PREFIXED)
     is_marked = isinstance(out, RankStream) or is_passed_on == str(topology.rank)
     mark = f"[rank {topology.rank}] " if topology.world_size > 1 and not is_marked else ""

@@ -58,13 +58,13 @@ def preemptible(*signals: int) -> Iterator[None]:
             number for number in _received if number in before and number not in _reported
         ]
         for number, handler in before.items():
-            # Others were recorded before the block, and still are.
+            # Outer blocks still watch the other signals.
             if handler is None and number in _watched:
                 signal.signal(number, _watched.pop(number))
         _received[:] = [number for number in _received if number in _watched]
         _reported[:] = [number for number in _reported if number in _watched]
         for number in unreported:
-            # Else an outer block has it; here the previous handler gets it.
+            # Sent again to the handler that is back, unless an outer block watches the signal.
             if number not in _watched:
                 os.kill(os.getpid(), number)
 
@@ -76,7 +76,7 @@ def _watch(number: int) -> None:
         before = signal.signal(number, _note)
     except (OSError, TypeError, ValueError) as error:
         raise ArgumentError(f"signal {number!r} can't be handled: {error}") from error
-    # None is a handler that wasn't set by Python, which can't set it again.
+    # None is a handler of C, which Python can't set again.
     _watched[number] = signal.SIG_DFL if before is None else before
 
 
@@ -86,7 +86,7 @@ def _note(number: int, frame: Any) -> None:
 
 def _after_fork() -> None:
     """Restore the previous handlers in a forked child."""
-    # A child, such as a loader's worker, calls no preemption_point: SIGTERM has to end it.
+    # SIGTERM must end a child, such as a loader's worker, which has no preemption_point.
     for number, handler in _watched.items():
         signal.signal(number, handler)
     _watched.clear()
@@ -130,7 +130,7 @@ def preemption_point() -> bool:
     context = communicator()
     if not _watched and _is_main():
         _watch(signal.SIGTERM)
-    # A signal from here on counts in the next call, so that ranks agree on this one.
+    # Later signals count in the next call, as this one's answer is sent now.
     _reported[:] = _received
     mark = _CANNOT if not _watched else _YES if _reported else _NO
     with context.calls.call("preemption_point", None):

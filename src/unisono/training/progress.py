@@ -44,7 +44,7 @@ def progress(
         yield from _logged(iterable, total, f"{label}: " if label else "", out)
         return
     columns = (
-        TextColumn("{task.description}", markup=False),  # brackets in a label are text
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(elapsed_when_finished=True),

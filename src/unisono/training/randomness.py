@@ -41,7 +41,6 @@ def sync_random_seed(seed: int | None = None, group: GroupLike = None) -> int:
         >>> idist.sync_random_seed(3)
         3
     """
-    # A wrong seed raises before anything is sent; a rank outside the group keeps its own.
     drawn = int.from_bytes(os.urandom(4), "little") if seed is None else _checked(seed)
     _, members, is_member = team(group)
     src = 0 if members is None or not is_member else members.ranks[0]
@@ -96,7 +95,7 @@ def _generators() -> dict[
     default = torch.default_generator
     made: dict[str, Any] = {
         "python": (random.getstate, random.setstate, random.seed),
-        # torch.manual_seed would seed every device.
+        # torch.manual_seed would seed every device, too.
         "torch": (torch.get_rng_state, torch.set_rng_state, default.manual_seed),
     }
     numpy: Any = sys.modules.get("numpy")
@@ -174,7 +173,7 @@ def get_rng_state() -> dict[str, Any]:
         True
     """
     state = {name: get() for name, (get, _, _) in _generators().items()}
-    # Plain lists and numbers, for weights_only=True.
+    # Lists and numbers can be loaded with weights_only=True.
     version, internal, gauss = state["python"]
     state["python"] = [version, list(internal), gauss]
     if "numpy" in state:
@@ -203,5 +202,5 @@ def set_rng_state(state: dict[str, Any]) -> None:
     for name, (_, put, _) in _generators().items():
         if name in given:
             value = given[name]
-            # load_checkpoint has moved it to the device.
+            # load_checkpoint may have moved the state to the device.
             put(value.cpu() if isinstance(value, torch.Tensor) else value)

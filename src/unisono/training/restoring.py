@@ -93,14 +93,13 @@ class Plan:
         """Add a step that may fail half-way, as one of the user's classes may."""
 
         def undo() -> None:
-            # The other steps are reverted as well, and the first error is raised.
+            # The other steps must be reverted, too; the first error is raised.
             with suppress(Exception):
                 revert()
 
         self.trials.append((_with_place(load, where), undo))
 
     def _module(self, module: nn.Module, saved: Any, where: str) -> None:
-        """Plan the load of a module's state."""
         own = module.state_dict()
         made = with_own_keys(module, own, saved, where)
         if not self.is_strict:
@@ -142,13 +141,12 @@ class Plan:
         if isinstance(into, list):
             self.fills.append(partial(into.__setitem__, slice(None), items))
             return into
-        # A tuple can't be changed: a new one is needed if an item is new.
         return into if all(map(operator.is_, items, into)) else like(into, items)
 
     def _tensor(self, into: Tensor, saved: Any, where: str) -> None:
         if not isinstance(saved, Tensor):
             raise PayloadError(f"{where} has no tensor: {_was_saved(saved)}")
-        # copy_() would convert the dtype and broadcast the shape without an error.
+        # copy_() alone would convert the dtype and broadcast the shape.
         if (into.shape, into.dtype) == (saved.shape, saved.dtype):
             self.fills.append(partial(into.detach().copy_, local_part(into, saved, where)))
         elif self.is_strict:
@@ -195,7 +193,7 @@ def _entry(saved: Any, key: Any) -> Any:
         return _MISSING
     if key in saved:
         return saved[key]
-    # A dict may name submodules in the place of the module that was saved.
+    # A dict may name the submodules of a module that was saved whole.
     start = f"{key}."
     names = [name for name in saved if isinstance(name, str) and name.startswith(start)]
     part: Any = OrderedDict((name.removeprefix(start), saved[name]) for name in names)
@@ -209,7 +207,6 @@ def _entry(saved: Any, key: Any) -> Any:
 
 
 def _check_split(into: Any, is_split: bool, where: str) -> None:
-    """Raise if only one of object and saved state is by rank."""
     if is_split and has_state(into):
         raise PayloadError(f"{where} was saved by rank: load it into ByRank(...)")
     if isinstance(into, ByRank) and not is_split:
@@ -239,7 +236,7 @@ def local_part(like: object, saved: Any, where: str) -> Any:
     if target.shape != saved.shape:
         return saved  # loading raises for it
     spread: Any = importlib.import_module("torch.distributed.tensor")
-    # Derived classes, such as torch's strided shards, may be split otherwise.
+    # Derived classes, such as torch's strided shards, split tensors in other ways.
     if any(type(each) not in (spread.Shard, spread.Replicate) for each in target.placements):
         raise _unknown(where, target)
     everywhere = [spread.Replicate()] * target.device_mesh.ndim
@@ -275,11 +272,10 @@ def optimizer_parts(optimizer: torch.optim.Optimizer, saved: Any, where: str) ->
 
 
 def _state_parts(param: Any, state: Any, where: str) -> Any:
-    """Return an optimizer's state of one parameter with this rank's parts of full tensors."""
+    """Return a parameter's optimizer state, with this rank's parts of full tensors."""
     if not is_sharded(param) or not isinstance(state, Mapping):
         return state
     for name, item in state.items():
-        # A single number, such as Adam's step, isn't split.
         is_whole = isinstance(item, Tensor) and not is_sharded(item) and item.numel() > 1
         if is_whole and item.shape != param.shape:
             raise PayloadError(

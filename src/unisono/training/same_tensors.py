@@ -55,7 +55,7 @@ def aliases(names: Sequence[object], tensors: Sequence[Tensor | None]) -> list[i
         # An owner with gaps, such as a column, doesn't hold all elements within its span.
         has_no_gaps = owner.end - owner.begin == owner.tensor.nbytes
         owners[span.position] = owner.position if is_within and has_no_gaps else OVERLAPS
-    # A tensor that is listed twice gets the owner of its first mention.
+    # A tensor that is listed twice has the owner of its first entry.
     return [index if index == OVERLAPS else owners[index] for index in owners]
 
 
@@ -89,9 +89,9 @@ _START = len(_LIST) + _DIGEST_BYTES
 class Described:
     """The result of `agree`."""
 
-    present: list[bool]  # on some rank
-    layouts: list[torch.memory_format | None]  # None without a common memory order
-    alone: list[bool]  # owns its memory
+    present: list[bool]  # whether any rank has the tensor
+    layouts: list[torch.memory_format | None]  # None if memory orders differ
+    alone: list[bool]  # whether it owns its memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ def as_tensors(params: object) -> list[Tensor]:
 
 
 def _state(tensor: Tensor | None, owner: int) -> bytes:
-    """Return the code of a tensor's memory order, or of the reason to refuse it."""
+    """Return the code of a tensor's memory order, or of the reason to reject it."""
     if tensor is None:
         return _NONE
     if is_sharded(tensor):
@@ -158,7 +158,6 @@ def _state(tensor: Tensor | None, owner: int) -> bytes:
 
 
 def _line(index: int, like: Tensor, owner: int) -> str:
-    """Return a text of the facts about a tensor that must agree."""
     text = f"{like.dtype}{'[nested]' if like.is_nested else list(like.shape)}"
     return text if owner in (index, OVERLAPS) else f"{text}, the memory of tensor {owner}"
 
@@ -178,11 +177,10 @@ def agree(
     blob = _LIST + digest + states if listed.error is None else failure(str(listed.error))
     frames = swap(context, call, blob, group)
     if listed.error is not None:
-        # After the exchange, so that the other ranks raise, too.
+        # Only now, so that the other ranks raise, too.
         raise listed.error
     ranks = list(context.model.topology.members(group))
     raise_failures(frames, lambda: ranks, call)
-    # The states after the digest may differ.
     if any(frame[:_START] != blob[:_START] for frame in frames):
         blobs = swap(context, f"{call}: the lists differ", encode(lines), group)
         lists = [decode(blob, context.model.device) for blob in blobs]
@@ -209,7 +207,6 @@ def _check(column: Sequence[int], name: str, call: str, ranks: Sequence[int]) ->
 
 
 def _difference(call: str, lists: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:
-    """Return a text about the first tensor in which the ranks' lists differ."""
     longest = max(len(lines) for lines in lists)
     index = next(
         i for i in range(longest + 1) if len({tuple(lines[i : i + 1]) for lines in lists}) > 1

@@ -108,7 +108,7 @@ def _state_of_optimizer(
             set_element(made, part, _memory(shards.state_dict_metadata[key], param))
     if not made:
         return own
-    # States are moved to their parameters by the optimizer, but options, such as a rate, are not.
+    # The optimizer moves states to the device of their parameters, but not options, such as a rate.
     for group, current in zip(made.get("param_groups", ()), own["param_groups"], strict=False):
         for name, item in group.items():
             if isinstance(item, Tensor) and isinstance(current.get(name), Tensor):
@@ -123,7 +123,7 @@ def _memory(entry: Any, param: Any) -> Tensor | None:
     if not isinstance(entry, metadata.TensorStorageMetadata):
         return None
     dtype = entry.properties.dtype
-    # Of another shape is a single number, such as Adam's step, which isn't sharded.
+    # A single number, such as Adam's step, has another shape and isn't sharded.
     if is_sharded(param) and param.shape == entry.size:
         return torch.empty_like(param, dtype=dtype)
     return torch.empty(entry.size, dtype=dtype)
@@ -147,7 +147,7 @@ def read(
             raise PayloadError(f"a shard can't be in another folder: {name!r}")
         with open(folder / name, "rb") as file:
             file.seek(info.offset)
-            data = io.BytesIO(file.read(max(info.length, 0)))  # below 0 it would read all
+            data = io.BytesIO(file.read(max(info.length, 0)))  # a negative length would read all
         check_archive(data, f"shard {name}")
         value = torch.load(data, weights_only=weights_only)
         if item.type is LoadItemType.BYTE_IO:
@@ -183,7 +183,7 @@ class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
         if allowed is not None:
             return allowed
         if module.partition(".")[0] == "pathlib" and name in _PATHS:
-            # A path of another system's class can't be created here.
+            # The classes of another system's paths can't be created here.
             return lambda *parts: Path(*parts)
         allowed = getattr(torch, name, None) if module == "torch" else None
         if isinstance(allowed, torch.dtype) or allowed is torch.Size:

@@ -35,7 +35,7 @@ def _inner_name(module: nn.Module) -> str | None:
     """Return the name of the child that a wrapper wraps; None for other modules."""
     if isinstance(module, _WRAPPERS):
         return "module"
-    # By name, as the import of its class imports torch's compiler.
+    # By name, since importing its class would import torch's compiler.
     is_compiled = type(module).__name__ == "OptimizedModule" and _COMPILED in module._modules
     return _COMPILED if is_compiled else _custom.get(module)
 
@@ -85,7 +85,7 @@ def _hidden_name(module: nn.Module) -> str | None:
 def _names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
     """Return the keys of a module's state, mapped to the keys without wrapper prefixes."""
     prefixes = []
-    # A shared module has its keys under each of its paths.
+    # A module used twice has keys under both of its paths.
     for path, part in module.named_modules(remove_duplicate=False):
         inner = _hidden_name(part)
         if inner is not None:
@@ -165,7 +165,7 @@ class ByRank:
         if load is None and has_state(kept):
             kept, load = kept.state_dict, kept.load_state_dict
         elif load is None and isinstance(kept, torch.Generator):
-            # load_checkpoint may have moved the state; set_state takes one on the CPU.
+            # load_checkpoint may have moved the state, which set_state takes on the CPU.
             generator = kept
             kept, load = generator.get_state, lambda state: generator.set_state(state.cpu())
         if not callable(kept) or not callable(load):
@@ -242,7 +242,7 @@ def plain(obj: Any, states: Mapping[int, Any]) -> Any:
     if id(obj) in states:
         return states[id(obj)]
     if has_state(obj):
-        return obj.state_dict()  # an optimizer, which `own_states` leaves out
+        return obj.state_dict()  # an optimizer: `own_states` omits them
     is_container = isinstance(obj, (dict, list, tuple))
     return mapped(obj, lambda item: plain(item, states)) if is_container else obj
 

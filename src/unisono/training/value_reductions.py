@@ -137,7 +137,7 @@ def reduce_dict(values: Mapping[str, Any], op: OpLike = "mean") -> dict[str, Any
         {'loss': 0.5, 'accuracy': 0.25}
     """
     operation = parse_op(op)
-    # In one order on all ranks, whose dicts may differ in it.
+    # Sorted, as the ranks may have the keys in different orders.
     reduced = _reduced({key: values[key] for key in sorted(values)}, operation)
     return {key: reduced[key] for key in values}
 
@@ -165,7 +165,7 @@ def _whole(leaves: list[Any], paths: list[str]) -> list[Any]:
     sharded = [path for leaf, path in zip(leaves, paths, strict=True) if is_sharded(leaf)]
     if not sharded:
         return leaves
-    # Compared first: full_tensor() would hang if other ranks have none there.
+    # full_tensor() would hang if other ranks had no DTensors at these paths.
     swap(communicator(), f"a reduction of DTensors at {', '.join(sharded)}", b"", None)
     return [leaf.full_tensor() if is_sharded(leaf) else leaf for leaf in leaves]
 
@@ -199,7 +199,7 @@ def _narrowed(total: Any, like: Any, op: ReduceOp) -> Any:
         return total
     if op is ReduceOp.AVERAGE:
         return total.to(torch.float32).to(like.device)
-    # These have no wider type to return from; the number of bools is an int64.
+    # Sums of these stay as they are: 64 bits aren't widened, and bools are counted in int64.
     if like.dtype in (torch.bool, torch.int64, torch.uint64):
         return total
     limits = torch.iinfo(like.dtype)

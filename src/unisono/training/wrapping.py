@@ -108,8 +108,7 @@ def auto_model(
     wrapped = hooks_of(current).wrap_module(model, str(wrapper), **kwargs)
     if isinstance(wrapped, _DDP):
         average_by_name(wrapped, context, group)
-        UnannouncedAverager(wrapped, group)  # its forward hook keeps it alive
-    # None: the model of this context lacks this wrapper.
+        UnannouncedAverager(wrapped, group)  # the hook it registers keeps it alive
     if wrapped is not None:
         return wrapped
     if wrapper != "ddp":
@@ -123,7 +122,6 @@ def auto_model(
 
 def _warn_of_lone_metrics(model: nn.Module, current: ComputationModel) -> None:
     """Warn of torchmetrics metrics in the model that do not synchronise across ranks."""
-    # If it isn't loaded, the model can't have any.
     kind = getattr(sys.modules.get("torchmetrics"), "Metric", None)
     if kind is None or current.topology.rank != 0:
         return
@@ -139,7 +137,7 @@ def _warn_of_lone_metrics(model: nn.Module, current: ComputationModel) -> None:
 
 
 def _is_lone(part: nn.Module, kind: type) -> bool:
-    """Return whether a metric would synchronise, but finds no other ranks."""
+    """Return whether a metric should synchronise, but finds no other ranks."""
     if not isinstance(part, kind) or getattr(part, "sync_on_compute", True) is False:
         return False
     finds_others: Any = getattr(part, "distributed_available_fn", None)
@@ -159,7 +157,7 @@ def _library_group(current: ComputationModel, group: Group | None) -> Any:
 def _check_module(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"a torch.nn.Module is needed, not a {type(model).__qualname__}")
-    is_sharded = hasattr(model, "set_requires_gradient_sync")  # of fully_shard
+    is_sharded = hasattr(model, "set_requires_gradient_sync")  # by fully_shard
     if is_sharded or isinstance(model, (_DDP, nn.DataParallel, Replicated)):
         raise ArgumentError(
             f"the model is wrapped already, in {type(model).__qualname__}: give auto_model the "
@@ -255,7 +253,7 @@ def auto_optim(optimizer: Optimizer, **kwargs: Any) -> Optimizer:
     if made is None:
         return optimizer
     for each in wrappers:
-        each.release()  # else backward would average, too
+        each.release()  # or backward would average, too
     _averaging[made] = None
     return made
 

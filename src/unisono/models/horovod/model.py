@@ -114,7 +114,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
         model = cls._current
         if not isinstance(model, cls) or not model.is_alive():
             model = cls(_topology(hint), False, DEFAULT_TIMEOUT_S)
-        elif not model._is_owner:  # ours was measured
+        elif not model._is_owner:  # ours measured its topology
             model._topology = _topology(hint)
         return model
 
@@ -126,20 +126,18 @@ class HorovodModel(ComputationModel, TrainingHooks):
         if model._device.type != "cpu":
             torch.accelerator.set_device_index(model._device.index)
         host = os.environ.get("HOROVOD_HOSTNAME") or host_of_this_process()
-        # Without Horovod's node numbers, which count only nodes that have this local rank.
+        # Not with Horovod's node numbers, which count only the nodes that have this local rank.
         own = Topology(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
         model._topology = own.among(model.exchange(host.encode()))
         return model
 
     def finalize(self) -> None:
         self.control.close()
-        if not (self._is_owner and self.is_alive()):  # an adopted one is the user's
+        if not (self._is_owner and self.is_alive()):
             return
-        # The others may take the timeout to arrive at the barrier.
         _leave(self._end, (limit_of(self.control.timeout_s) or 0.0) + _LEAVE_S)
 
     def _end(self) -> None:
-        """Meet all ranks, and shut Horovod down. Collective over all ranks."""
         try:
             # The first to shut down breaks pending operations of the others, so all meet before,
             # in a reduction: hvd.barrier can't time out.
@@ -150,7 +148,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
         hvd.shutdown()
 
     def abort(self) -> None:
-        self.control.close(farewell="")  # no farewell: this rank has failed
+        self.control.close(farewell="")
         if self._is_owner and self.is_alive():
             _leave(hvd.shutdown, _LEAVE_S)
 
@@ -180,14 +178,14 @@ class HorovodModel(ComputationModel, TrainingHooks):
         own: Any = optimizer
         if not hasattr(own, "skip_synchronize"):
             return None
-        # It averages; the step would do so again unless it is told to skip that.
+        # `synchronize` averages, and without skipping the step would average again.
         own.synchronize()
         skipping = own.skip_synchronize()
         skipping.__enter__()
         return partial(skipping.__exit__, None, None, None)
 
     def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
-        row = tensor.unsqueeze(0)  # Horovod joins along dim 0
+        row = tensor.unsqueeze(0)
         rows: Tensor = self._run(
             "all_gather",
             group,
@@ -234,7 +232,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
             rows.numel(),
             lambda name, members: hvd.reducescatter_async(carrier, name, hvd.Sum, members),
         )
-        return restore(row.squeeze(0))  # its dim 0 is now 1
+        return restore(row.squeeze(0))
 
     def all_to_all(self, rows: Tensor, group: Group | None = None) -> Tensor:
         got: Tensor = self._run(
@@ -242,7 +240,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
             group,
             rows.numel(),
             lambda name, members: hvd.alltoall_async(rows, None, name, members),
-        )[0]  # without the counts of rows received
+        )[0]
         return got
 
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
@@ -319,7 +317,6 @@ class HorovodModel(ComputationModel, TrainingHooks):
         return key, call, group, step, handle
 
     def _wait(self, call: str, group: Group | None, step: int, handle: int) -> None:
-        """Wait until an operation is done; raise if a rank is gone or the time is over."""
         check, begin = Wait(self.control, group, call, step), time.monotonic()
         check_at = begin + LOOK_S
         while not _is_done(handle):
@@ -331,9 +328,8 @@ class HorovodModel(ComputationModel, TrainingHooks):
             time.sleep(min(max((now - begin) / 50, 5e-5), 1e-3))
 
     def _finish(self, key: str, call: str, group: Group | None, step: int, handle: int) -> Any:
-        """Wait for an operation of `_begin`, and return its value."""
         self._wait(call, group, step, handle)
-        if self._under_way.get(key) == handle:  # else a later call has replaced it
+        if self._under_way.get(key) == handle:  # a later call may have replaced it
             del self._under_way[key]
         try:
             return hvd.synchronize(handle)

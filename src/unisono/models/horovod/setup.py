@@ -101,12 +101,12 @@ def _meet(store: Store, rank: int, size: int, until: float) -> str:
         verdict = store.wait(_VERDICT, until, size)
         return store.missing(size) if verdict is None else verdict
     places: list[str | None] = []
-    while len(places) < size and not {None, _GONE} & {*places}:  # until one is missing
+    while len(places) < size and not {None, _GONE} & {*places}:
         places.append(store.wait(str(len(places)), until, size))
     arrived = [json.loads(place) for place in places if place not in (None, _GONE)]
     why = ""
     if len(arrived) == size:
-        # Horovod's: of each host's ranks, and of the ranks of one local rank.
+        # Horovod has a scope for the ranks of each host, and one for the ranks of each local rank.
         scopes = {f"local_{host}" for host, _ in arrived} | {
             f"cross_{index}" for _, index in arrived
         }
@@ -116,12 +116,11 @@ def _meet(store: Store, rank: int, size: int, until: float) -> str:
         why = f"rank {places.index(_GONE)} had timed out"
     else:
         why = store.missing(size)
-    store.ask("PUT", _VERDICT, why)  # of failure, too: the others wait for it
+    store.ask("PUT", _VERDICT, why)  # even of a failure, as the others wait for it
     return why
 
 
 def _clear(store: Store, scope: str, size: int) -> None:
-    """Delete the addresses of an earlier context in one of Horovod's scopes."""
     for _ in range(size):
         if store.ask("GET", "0", scope=scope) is None:
             return
@@ -158,7 +157,7 @@ class Store:
             with suppress(OSError, http.client.HTTPException):
                 return self._ask_once(verb, path, value)
             time.sleep(_SLOWEST_POLL_S)
-        return self._ask_once(verb, path, value)  # whose error is the caller's
+        return self._ask_once(verb, path, value)  # the last error is raised
 
     def _ask_once(self, verb: str, path: str, value: str) -> bytes | None:
         with closing(http.client.HTTPConnection(*self._where, timeout=_REQUEST_S)) as connection:

@@ -47,16 +47,15 @@ class LivenessProbe:
         answers: dict[int, str] = {}
         until = time.monotonic() + limit_s
         while others - answers.keys() and time.monotonic() < until:
-            self.answer(doing)  # they may be asking, too
+            self.answer(doing)
             answers |= {
                 rank: body.decode("utf-8", "replace") for rank, body in self._received(_ANSWER)
             }
             time.sleep(_NAP_S)
-        self.answer(doing)  # questions that came meanwhile
+        self.answer(doing)
         return answers
 
     def _received(self, tag: int) -> list[tuple[int, bytes]]:
-        """Receive all messages with a tag that have arrived, each with its rank."""
         messages = []
         status = self._mpi.Status()
         # The message itself, not a probe of it: another waiting thread could receive that one.
@@ -67,7 +66,6 @@ class LivenessProbe:
         return messages
 
     def _send(self, body: bytes, rank: int, tag: int) -> None:
-        """Start sending a message, whose memory is kept until MPI is done with it."""
         item: list[Any] = [None, body]
         with _sending:
             _sent[:] = [item for item in _sent if not self._is_done(item[0])]
@@ -99,7 +97,7 @@ def bounded_barrier(
     answer = comm.Irecv([verdict, mpi.BYTE], first, _TAG)
     is_late = _await([answer], limit_s + _GRACE_S, f"{what}: rank {comm.rank} awaits rank {first}")
     if is_late:
-        # A cancelled request has to be completed, or MPI may still write to its buffer.
+        # Until a cancelled request is completed, MPI may write to its buffer.
         answer.Cancel()
         answer.Wait()
     del _held[id(verdict)]
@@ -107,7 +105,7 @@ def bounded_barrier(
 
 
 def _collect(mpi: Any, comm: Any, others: list[int], limit_s: float, what: str) -> list[int]:
-    """Receive the other ranks' arrivals, and send them the missing ranks; return these."""
+    """Wait for the other ranks, and send them the list of missing ones, which is returned."""
     marks = bytearray(len(others))
     _held[id(marks)] = marks
     view = memoryview(marks)
@@ -122,7 +120,7 @@ def _collect(mpi: Any, comm: Any, others: list[int], limit_s: float, what: str) 
     _held[id(verdict)] = verdict
     for at, (rank, request) in enumerate(zip(others, requests, strict=True)):
         if at in open_indices:
-            request.Cancel()  # completed as well, as in `bounded_barrier`
+            request.Cancel()
             request.Wait()
         else:
             sends.append(comm.Isend([verdict, mpi.BYTE], rank, _TAG))

@@ -101,7 +101,7 @@ class MpiModel(ComputationModel):
         self._end = world.EndOfJob.install(mpi)
         self._calls = MPICalls(mpi, topology.rank, self._end.end_at_exit)
         self._world: Any = None
-        self._pairs: Any = mpi.COMM_WORLD  # `initialize` sets a duplicate
+        self._pairs: Any = mpi.COMM_WORLD
         self._comms: list[Any] = []
         self._is_live = True
         self.control: _ControlPlane = _ControlPlane(self, self._calls)
@@ -109,16 +109,16 @@ class MpiModel(ComputationModel):
     @classmethod
     def from_context(cls, hint: ContextHint) -> Self | None:
         mpi = world.live()
-        if mpi is None or MpiModel._has_started_mpi:  # not the user's
+        if mpi is None or MpiModel._has_started_mpi:  # not started by the user
             return None
         topology = world.adopted_topology(mpi, hint, os.environ)
         if topology is None:
             return None
         adopted = cls._adopted
-        # A second instance would duplicate the world again, and wait for ranks that have just one.
+        # A second instance would duplicate the world again, and wait for ranks with one instance.
         if not (isinstance(adopted, cls) and adopted.is_alive()):
             adopted = cls._adopted = cls(mpi, topology, world.choose_device(None, None))
-        adopted._topology = topology  # the hint may be another one
+        adopted._topology = topology  # the hint may have changed
         return adopted
 
     @classmethod
@@ -126,11 +126,11 @@ class MpiModel(ComputationModel):
         mpi, has_started = world.start()
         MpiModel._has_started_mpi |= has_started
         timeout = options.get("timeout")
-        world.gather(mpi, info, timeout)  # first: MPI's collective calls can't time out
+        world.gather(mpi, info, timeout)  # first, as MPI's collectives can't time out
         topology = world.measured_topology(mpi, info)
         device = world.choose_device(topology.local_rank, options.get("device"))
         model = cls(mpi, topology, device)
-        model._pairs = model._communicator(None)  # a duplicate, apart from the user's messages
+        model._pairs = model._communicator(None)
         model._calls.probe = LivenessProbe(mpi, model._pairs)
         if timeout is not None:
             model._calls.timeout_s = None if timeout == timedelta.max else timeout.total_seconds()
@@ -166,14 +166,14 @@ class MpiModel(ComputationModel):
         return self._device
 
     def _communicator(self, group: Group | None) -> Any:
-        """Return the communicator of a group; the world's duplicate is made at the first call."""
+        """Return a group's communicator; the first call for all ranks duplicates the world."""
         if group is not None:
             return group.handle
         if self._world is None:
             with self._calls.mapped_errors("Comm_dup"):
                 self._world = self._keep(self._mpi.COMM_WORLD.Dup())
                 self.control.has_world = True
-                # Collective, so that all ranks learn it in the same call.
+                # Collective, so it is done here, where all ranks are in the same call.
                 host = self._world.Split_type(self._mpi.COMM_TYPE_SHARED)
                 self.control.is_one_host = host.size == self._world.size
                 host.Free()
@@ -185,9 +185,9 @@ class MpiModel(ComputationModel):
         return comm
 
     def _pieces(self, tensor: Tensor) -> list[Tensor]:
-        """Split a tensor into parts that one call of MPI can count."""
+        """Split a tensor into parts small enough for one call of MPI."""
         size, count = self.largest_count, tensor.numel()
-        if count <= size:  # else more than MPI 3 can count
+        if count <= size:
             return [tensor]
         flat = tensor.view(-1)
         return [flat[at : at + size] for at in range(0, count, size)]
@@ -217,7 +217,7 @@ class MpiModel(ComputationModel):
         return rows
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
-        if self._is_fold_of_device_memory(tensor):  # torch can't fold device memory within MPI
+        if self._is_fold_of_device_memory(tensor):
             return super().all_reduce(tensor, op, group)
         calls, comm = self._calls, self._communicator(group)
         native = calls.native_op(op, tensor.dtype)
@@ -252,7 +252,6 @@ class MpiModel(ComputationModel):
         is_root, root = self._topology.rank == dst, self._topology.position(group, dst)
         for piece in self._pieces(tensor):
             mine = calls.buffer(piece)
-            # MPI's form for a root whose own buffer becomes the result.
             ends = (self._mpi.IN_PLACE, mine) if is_root else (mine, None)
             calls.run("Reduce", comm, *ends, native, root)
         return tensor if is_root else None
@@ -284,7 +283,7 @@ class MpiModel(ComputationModel):
         return got
 
     def send(self, tensor: Tensor, dst: int, group: Group | None = None) -> None:
-        # Not over a duplicate of an adopted world, which only all ranks together can make.
+        # Uses an adopted world itself, since only all ranks together could duplicate it.
         pairs, to = group.handle if group else self._pairs, self._topology.position(group, dst)
         for piece in self._pieces(tensor):
             self._calls.run("Send", pairs, self._calls.buffer(piece), to, _TAG)

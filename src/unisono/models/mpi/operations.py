@@ -166,7 +166,6 @@ class MPICalls:
         _held.pop(number, None)
 
     def _check_in_step(self, name: str) -> None:
-        """Raise if an interrupted or timed-out call left this rank out of step."""
         if self._interrupted:
             raise CollectiveError(
                 f"{self._this_rank}: {name}: the ranks are out of step, since {self._interrupted} "
@@ -193,7 +192,7 @@ class MPICalls:
         if len(inline) == n_ranks:
             return sizes, inline
         if sum(sizes) > largest:
-            return sizes, None  # the model sends them in pieces
+            return sizes, None
         bodies = bytearray(sum(sizes))
         self.run("Allgatherv", comm, [blob, byte], [bodies, sizes, byte])
         ends = itertools.accumulate(sizes)
@@ -286,7 +285,7 @@ class MPICalls:
                 break
             if spins <= _SPINS:
                 continue
-            time.sleep(0 if spins < 2 * _SPINS else 1e-4)  # at first it only yields
+            time.sleep(0 if spins < 2 * _SPINS else 1e-4)
             if spins % _SPINS_PER_ANSWER == 0:
                 doing = doing or self._describe(name, comm)
                 self.probe.answer(doing)
@@ -294,7 +293,7 @@ class MPICalls:
                     warn_at = math.inf
                     late = self._late(comm, doing)
                     _log.warning("%s still waits in %s: %s", self._this_rank, doing, late)
-        # The request stays pending in MPI, so this rank can't go on in step.
+        # The request is still pending, so that a later call would be out of step.
         self.mark_interrupted(f"{name} timed out")
         doing = doing or self._describe(name, comm)
         late = self._late(comm, doing)
@@ -324,7 +323,6 @@ class MPICalls:
         )
 
     def _fail(self, name: str, error: Any) -> NoReturn:
-        """Raise our error for an error of MPI's."""
         number = error.Get_error_class()
         classes = [key for key in dir(self._mpi) if key.startswith("ERR_")]
         names = " ".join(key for key in classes if getattr(self._mpi, key) == number)
@@ -334,8 +332,6 @@ class MPICalls:
 
 
 def _fold(step: Callable[..., Tensor], dtype: torch.dtype) -> Callable[[Any, Any, Any], None]:
-    """Return a function for MPI that reduces two buffers with torch."""
-
     def fold(source: Any, target: Any, _datatype: Any) -> None:
         if len(target):  # torch rejects an empty buffer
             into = torch.frombuffer(target, dtype=dtype)

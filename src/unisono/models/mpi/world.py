@@ -142,7 +142,7 @@ class EndOfJob:
     def install(cls, mpi: Any) -> EndOfJob:
         """Install the hook, or return the installed one."""
         hook = sys.excepthook
-        if isinstance(hook, EndOfJob) and hook._pid == os.getpid():  # a fork inherits its parent's
+        if isinstance(hook, EndOfJob) and hook._pid == os.getpid():
             return hook
         sys.excepthook = hook = cls(mpi)
         return hook
@@ -159,7 +159,7 @@ class EndOfJob:
         if os.getpid() == self._pid and live() is not None and self._mpi.COMM_WORLD.size > 1:
             if self._reason:
                 _log.error("%s: this rank ends the job, for others may wait for it", self._reason)
-            # MPI_Abort ends the process without flushing.
+            # Abort ends the process without flushing its output.
             sys.stdout.flush()
             sys.stderr.flush()
             self._mpi.COMM_WORLD.Abort(1)
@@ -168,11 +168,11 @@ class EndOfJob:
         """End all ranks when this process exits, instead of waiting for them there."""
         if not self._reason:
             LastCalls.add(self.end, ends_peers=why)
-        self._reason = self._reason or why  # the first is the cause
+        self._reason = self._reason or why
 
     def remove(self) -> None:
         """Remove the hook."""
-        self._is_armed = False  # a later hook may still call this one
+        self._is_armed = False  # a hook installed later may still call it
         if sys.excepthook is self:
             sys.excepthook = self._former
 
@@ -182,8 +182,8 @@ def adopted_topology(mpi: Any, hint: ContextHint, environ: Mapping[str, str]) ->
     world, info = mpi.COMM_WORLD, hint.environment
     rank, size = world.rank, world.size
     if size == 1:
-        # Any single process has such a world: this one only counts if mpiexec has started it, and
-        # if the environment knows of no other ranks.
+        # Any process that runs alone has such a world. It counts if mpiexec has started the process
+        # and the environment knows of no other ranks.
         is_started = any(name in environ for name in _SIZES)
         if not is_started or (info is not None and info.world_size > 1):
             return None
@@ -200,7 +200,6 @@ def adopted_topology(mpi: Any, hint: ContextHint, environ: Mapping[str, str]) ->
 
 
 def _with_variables(topology: Topology, environ: Mapping[str, str]) -> Topology:
-    """Return a topology with the local rank and size in the variables of an MPI launcher."""
     for rank_name, size_name in _LOCAL:
         rank, size = environ.get(rank_name, ""), environ.get(size_name, "")
         if rank.isdecimal() and size.isdecimal():
@@ -232,7 +231,6 @@ def measured_topology(mpi: Any, info: RankInfo) -> Topology:
     rank, size = world.rank, world.size
     node = world.Split_type(mpi.COMM_TYPE_SHARED, key=rank)
     local_rank, local_size = node.rank, node.size
-    # The node's first rank stands for the node.
     facts = world.allgather((node.bcast(rank), info.rank, info.world_size))
     node.Free()
     wrong = [

@@ -123,9 +123,8 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
             self.control.destroy = _destroy
         if is_gloo:
             process_group.settle_at_exit()
-        # On an accelerator a wait only orders streams; a single rank waits for no other.
+        # On an accelerator a wait only orders streams, so that it can't be watched.
         self._is_watched = self.transport_device.type == "cpu" and topology.world_size > 1
-        # Gloo alone has the bitwise ones.
         self._ops = {op: _OPS[op] for op in _OPS if is_gloo or not op.is_bitwise}
         # Gloo's always sums, for any operation: in torch 2.6, no longer in torch 2.9.
         only_sums = is_gloo and torch.__version__ < "2.9"
@@ -172,7 +171,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         url = options.get("init_method")
         if "store" not in options and (url is None or rendezvous.at(url)):
             options["store"] = rendezvous.store()
-            options.pop("init_method", None)  # torch takes one or the other
+            options.pop("init_method", None)  # torch rejects both together
         is_local = is_one_host(rendezvous.info)
         interface = gloo_interface(rendezvous.info)
         try:
@@ -187,7 +186,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
                     hosts = model.exchange(host_of_this_process().encode())
                     model._topology = model.topology.among(hosts)
         except (RuntimeError, ValueError, OSError) as error:
-            if dist.group.WORLD is not None:  # the first exchange failed, not the join
+            if dist.group.WORLD is not None:
                 dist.destroy_process_group()
             options.clear()  # a held store listens, and the error holds this frame
             if isinstance(error, PeerRefusedError):  # it says more than ours
@@ -209,11 +208,11 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
     def finalize(self) -> None:
         self.control.close()
         if self._is_owner and self.is_alive():
-            process_group.settle()  # destroying a group waits for gloo's threads
+            process_group.settle()  # else destroying a group could deadlock
             dist.destroy_process_group()
 
     def abort(self) -> None:
-        self.control.close(farewell="")  # no farewell: this rank has failed
+        self.control.close(farewell="")
         if not (self._is_owner and self.is_alive()):
             return
         abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
@@ -241,7 +240,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         kind = accelerator()
         if kind is None or kind.type not in process_group.backends_by_device(self._backend):
             return torch.device("cpu")
-        # Gloo is registered for CUDA as well, but isn't its default.
+        # Gloo is registered for CUDA, too, but isn't its default.
         if dist.get_default_backend_for_device(kind) not in _parts(self._backend):
             return torch.device("cpu")
         return torch.device(kind.type, torch.accelerator.current_device_index())
@@ -258,7 +257,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
 
     def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
         rows = tensor.new_empty((self._topology.size(group), *tensor.shape))
-        # Only until the ranks' own connections are made.
+        # Only until the ranks have connections of our own.
         if self._gathers_at_root and group is None and EVERYBODY not in self.control.hubs:
             return self._gather_at_root(tensor, rows)
         flat = (rows.view(-1), tensor.view(-1))
@@ -289,7 +288,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         if native is None:
             return None
         started = self._begin(f"all_reduce {op.name}", group, dist.all_reduce, tensor, native)
-        # The deadline of this thread also limits a wait in another one.
+        # This thread's deadline also limits a wait in another thread.
         wait = partial(self._wait, group, *started, end_of_block())
         return Handle(wait, started[1].is_completed).then(lambda _: tensor)
 
@@ -335,7 +334,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         group = Group(ranks, made, made.group_name, allowed_s)
         secret = self.control.secret
         if secret is not None and len(ranks) > 1:  # it opens connections of its own
-            # A group over another backend, such as gloo, may only take CPU tensors.
+            # A group of another backend, such as gloo, may take CPU tensors only.
             kinds = {device.type for device in made._device_types}
             device = (
                 self.transport_device
@@ -348,7 +347,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
 
     def adopt_group(self, handle: object) -> Group | None:
         if handle is dist.GroupMember.NON_GROUP_MEMBER:
-            return Group(())  # torch's stand-in for a group without this rank
+            return Group(())  # stands for a group without this rank
         if not isinstance(handle, dist.ProcessGroup):
             return None
         try:
@@ -358,7 +357,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
                 f"{handle} isn't a group of the live context: create it again with new_group"
             ) from error
         if handle is self._pg:
-            return Group(ranks, handle, EVERYBODY)  # the group of group=None
+            return Group(ranks, handle, EVERYBODY)
         timeout = process_group.timeout_of(handle, self.transport_device)
         timeout_s = None if timeout is None else timeout.total_seconds()
         group = Group(ranks, handle, handle.group_name, timeout_s)
@@ -367,7 +366,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
 
     def _run(self, call: str, group: Group | None, start: Callable[..., Any], *args: Any) -> None:
         """Run one operation to completion. Collective over `group`."""
-        if not self._is_watched:  # torch alone waits for it
+        if not self._is_watched:
             try:
                 start(*args, _handle(group))
             except RuntimeError as error:
@@ -390,7 +389,6 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
     def _wait(
         self, group: Group | None, call: str, work: Any, step: int, until: float | None = None
     ) -> None:
-        """Wait for an operation of `_begin`, looking for absent ranks between slices."""
         check = Wait(self.control, group, call, step, until)
         while True:
             is_over = not self._is_watched or work.is_completed()
@@ -400,7 +398,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
                 else:
                     work.wait(_SLICE)
                 return
-            except RuntimeError as error:  # torch raises at the end of a slice, too
+            except RuntimeError as error:  # also raised at the end of a slice
                 if is_over:
                     check.fail(_ERRORS, error)
             if not work.is_completed():  # else just after its slice, or with an error

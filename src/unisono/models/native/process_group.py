@@ -23,7 +23,7 @@ from unisono.accelerators import accelerator, accelerator_count
 from unisono.errors import ArgumentError, BackendUnavailableError
 from unisono.topology import RankInfo, Topology
 
-_MARGIN = timedelta(seconds=2)  # of gloo's timeout over the job's: see `join`
+_MARGIN = timedelta(seconds=2)  # between gloo's timeout and the job's: see `join`
 
 
 def backends_by_device(backend: str) -> dict[str, str]:
@@ -45,8 +45,7 @@ def backends_by_device(backend: str) -> dict[str, str]:
 
 def why_no_device(backend: str) -> str | None:
     """Return which device `backend` lacks on this machine, or None if it has one."""
-    # Only lists of usable backends call this: ranks may run on other machines, which have the
-    # device.
+    # Only for lists of usable backends: the ranks may run on other machines.
     kinds = backends_by_device(backend)
     kind = accelerator()
     if "cpu" in kinds or (kind is not None and kind.type in kinds):
@@ -83,7 +82,6 @@ def choose_device(backend: str, info: RankInfo, choice: Any) -> torch.device:
 
 
 def _as_device(choice: Any, kind: torch.device | None) -> torch.device:
-    """Return the device that the user chose: an index is one of the accelerator's."""
     if isinstance(choice, int) and not isinstance(choice, bool):
         if kind is None:
             raise ArgumentError(f"device={choice}: this machine has no accelerator with an index")
@@ -96,7 +94,7 @@ def _as_device(choice: Any, kind: torch.device | None) -> torch.device:
 
 def _serves(backend: str, device_type: str) -> bool:
     table = backends_by_device(backend)
-    if ":" in backend:  # the user chose the devices
+    if ":" in backend:
         return device_type in table
     return dist.get_default_backend_for_device(device_type) == backend
 
@@ -110,9 +108,9 @@ def join(
 ) -> timedelta | None:
     """Create torch's default group; return the timeout of our own operations."""
     # Collective over all ranks of `info`. Gloo connects all ranks within the time left for set-up.
-    # After that its timeout is slightly longer than the job's: a rank that waits in one of our
-    # collectives then times out first, and its error names the ranks that are in a collective of
-    # torch, such as those of a backward pass.
+    # After that its timeout is slightly longer than the job's. So a rank that waits in one of our
+    # collectives times out before those that wait in torch's, such as a backward pass's, and its
+    # error names them.
     if timeout is not None:
         options = {**options, "timeout": timeout}
     options = {**options, "rank": info.rank, "world_size": info.world_size}
@@ -135,7 +133,7 @@ def place_by_store(rank: int, world_size: int) -> Topology:
         return one_node
     with contextlib.suppress(AttributeError, ValueError, RuntimeError):
         store = dist.distributed_c10d._get_default_store()  # torch has no public accessor
-        while hasattr(store, "underlying_store"):  # of a PrefixStore
+        while hasattr(store, "underlying_store"):
             store = store.underlying_store
         if isinstance(store, HashStore):
             return one_node
@@ -165,7 +163,7 @@ def wrap(module: nn.Module, wrapper: str, device: torch.device, **options: Any) 
     if wrapper == "ddp":
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return module  # DistributedDataParallel rejects it
-        ids = None if device.type == "cpu" else [device]  # rejected on the CPU
+        ids = None if device.type == "cpu" else [device]
         return nn.parallel.DistributedDataParallel(module, device_ids=ids, **options)
     if wrapper == "fsdp":
         fsdp: Any = importlib.import_module("torch.distributed.fsdp")
@@ -177,16 +175,15 @@ def wrap(module: nn.Module, wrapper: str, device: torch.device, **options: Any) 
     return None
 
 
-# Gloo's threads release the tensors of an operation shortly after it, and for a tensor that has a
-# Python object they need the interpreter lock. If a group is destroyed before, torch waits for its
-# threads, and torch 2.6 holds the lock while it waits: a deadlock. If the program exits before,
-# it aborts with "terminate called without an active exception": until Python 3.14, CPython ends a
-# thread that requests the lock at exit by unwinding its stack, which a destructor of torch forbids.
+# Gloo's threads release an operation's tensors shortly after it. For a tensor with a Python object
+# they need the interpreter lock. Destroying a group earlier waits for the threads, and torch 2.6
+# holds the lock meanwhile: a deadlock. Exiting earlier aborts the program, "terminate called
+# without an active exception": until Python 3.14, CPython unwinds a thread that requests the lock
+# at exit, out of a destructor of torch that must not be left.
 _SETTLE_S = 3.0  # shorter than a launcher's wait for the exit of its ranks
 _THREADS = Path("/proc/self/task")
-# Matches a wait for a condition variable, up to the timeout, the call's fourth argument. An idle
-# thread waits without one (0x0); gloo within an operation, and a thread that waits for the
-# interpreter lock, wait with one.
+# A wait for a condition variable, up to its fourth argument, the timeout. An idle thread has none
+# (0x0), unlike gloo within an operation and a thread that waits for the interpreter lock.
 _CONDITION = r"\d+ 0x\w+ 0x1?89 0x\w+ "
 if torch.__version__ >= "2.7":
     _THREAD_NAME, _BUSY = "pt_gloo_runloop\n", re.compile(f"(?!{_CONDITION}0x0 )")
@@ -196,7 +193,7 @@ else:  # torch doesn't name gloo's threads: any thread that Python didn't start 
 
 def settle_at_exit() -> None:
     """Register a wait for gloo's threads before the interpreter exits."""
-    atexit.unregister(settle)  # again, as the last handler registered runs first
+    atexit.unregister(settle)  # the handler registered last runs first
     atexit.register(settle)
 
 
@@ -204,7 +201,7 @@ def settle() -> None:
     """Wait until gloo's threads are idle, for at most `_SETTLE_S`."""
     until = time.monotonic() + _SETTLE_S
     while any(map(_BUSY.match, _system_calls())) and time.monotonic() < until:
-        time.sleep(0.001)  # releases the interpreter lock
+        time.sleep(0.001)  # the threads may need the interpreter lock
 
 
 def _system_calls() -> Iterator[str]:

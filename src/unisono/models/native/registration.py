@@ -58,7 +58,7 @@ class _Registrar:
         """Return the module's spec from the other finders."""
         if name != self._name:
             return None
-        sys.meta_path.remove(self)  # or `importlib.util.find_spec` would come back here
+        sys.meta_path.remove(self)  # find_spec() below would call it again
         spec = importlib.util.find_spec(name)
         loader: Any = spec and spec.loader
         if loader is not None:

@@ -79,7 +79,7 @@ def wrong_interface(info: RankInfo) -> str:
         )
     if _GLOO not in os.environ and info.nnodes is not None and not gloo_interface(info):
         try:
-            own_address(info.master_addr)  # raises the reason
+            own_address(info.master_addr)  # for its error
         except OSError as error:
             return f"; {error}"
     return ""
@@ -109,10 +109,10 @@ class Rendezvous:
         self.secret: bytes | None = None
         """Known only to ranks of this job, once they have met in a store of their user's own."""
         private = info.private_store or os.environ.get(PRIVATE_STORE, "")
-        self._private = private if is_one_host(info) else ""  # it is a file of this host
+        self._private = private if is_one_host(info) else ""  # a file of this host
         self._limit_s = limit_s
         self._is_default_limit = timeout is None
-        # A default limit, which progress extends, still ends with the block's deadline.
+        # Progress extends a default limit, but not beyond the block's deadline.
         self._last: float = end_of_block() or math.inf
         self._until = time.monotonic() + host_s(limit_s)
         self._warn_at: float = time.monotonic() + host_s(_WARN_AFTER_S)
@@ -124,7 +124,7 @@ class Rendezvous:
     def at(self, url: str) -> bool:
         """Set the address of our store from a ``tcp://`` URL; return whether it is one."""
         parts = urlsplit(url)
-        if parts.scheme != "tcp" or parts.query:  # torch parses ranks in a query
+        if parts.scheme != "tcp" or parts.query:  # torch reads ranks from a query
             return False
         try:
             addr, port = parts.hostname, parts.port
@@ -133,7 +133,7 @@ class Rendezvous:
         if addr is None or port is None:
             raise ArgumentError(f"init_method={url!r} should be tcp://HOST:PORT")
         there = {"master_addr": addr, "master_port": port, "source": "init_method"}
-        self._private = ""  # the user's address takes precedence
+        self._private = ""
         self.info = replace(self.info, **there, store_is_hosted=False)  # type: ignore[arg-type]
         return True
 
@@ -167,7 +167,7 @@ class Rendezvous:
         """Run `join` in a thread: torch waits forever for a listener that never answers."""
         outcome, thread = SafeFuture.in_thread(join, "unisono-rendezvous")
         try:
-            # For longer than `join` should take: its own error at the limit says more.
+            # Longer than the limit of `join`, whose own error says more.
             while not outcome.is_known and (left := self._until + _GRACE_S - time.monotonic()) > 0:
                 thread.join(left)
         except BaseException:  # Ctrl-C: the thread gives up, and its store closes
@@ -176,7 +176,7 @@ class Rendezvous:
         if outcome.is_known:
             try:
                 return outcome.wait()
-            except ContextError:  # ours, also a RuntimeError
+            except ContextError:  # it is a RuntimeError, too
                 raise
             except RuntimeError as error:  # torch's
                 hint = "" if self._private else " Rank 0 may have timed out or ended"
@@ -191,7 +191,6 @@ class Rendezvous:
         )
 
     def _join_store(self, addr: str, port: int, is_host: bool) -> Store:
-        """Create or join the store of this run, not of an earlier one, and wait for all ranks."""
         size = self.info.world_size
         while True:
             limit = timedelta(seconds=math.ceil(self.left().total_seconds()))
@@ -220,7 +219,6 @@ class Rendezvous:
         return found.decode() != token
 
     def _wait_for_end_of_earlier_run(self, addr: str, port: int) -> None:
-        """Wait for the next listener; raise if the time is over."""
         now, rank = time.monotonic(), self.info.rank
         if now + _TRY_S > self._until:
             raise ContextError(
@@ -231,7 +229,7 @@ class Rendezvous:
         what = f"for the end of an earlier run, in which another process was rank {rank}"
         self._warn(now, what, "node 0's part of this run")
         time.sleep(_TRY_S)
-        self._wait_for_listener(addr, port)  # the next run's may not be there yet
+        self._wait_for_listener(addr, port)
 
     def _join_private_store(self) -> Store:
         """Wait for all ranks in the launcher's file, and agree on a secret there."""
@@ -240,12 +238,11 @@ class Rendezvous:
         # Jobs that a rank starts inherit the variable, and use keys of their own.
         job = PrefixStore(f"{info.master_addr}:{info.master_port}/{info.world_size}", store)
         joined = self._await_all(job)
-        token = job.compare_set("secret", "", secrets.token_hex(_SECRET_BYTES))  # the first rank's
+        token = job.compare_set("secret", "", secrets.token_hex(_SECRET_BYTES))
         self.secret = bytes.fromhex(token.decode())
         return joined
 
     def _await_all(self, store: Store) -> Store:
-        """Return the part of a store for this turn once all ranks have arrived; else raise."""
         ours = _of_attempt(store)
         turn, missing = self._gather_ranks(ours)
         if not missing:
@@ -280,7 +277,6 @@ class Rendezvous:
         return _SOURCES.get(source, f"the variables of {source}")
 
     def _host_store(self, addr: str, port: int, limit: timedelta) -> Store:
-        """Listen at the rendezvous address, and return the store there."""
         options = {"world_size": self.info.world_size, "timeout": limit}
         try:
             return host_store(addr, port, is_one_host=is_one_host(self.info), **options)
@@ -310,7 +306,6 @@ class Rendezvous:
         rank, size = self.info.rank, self.info.world_size
         turn = store.add(f"arrived/{rank}", 1)
         end, begin = f"end/{turn}", time.monotonic()
-        # The first rank to arrive sets the size, and the others receive it.
         first = store.compare_set(f"size/{turn}", "", f"{rank} {size}").decode().split()
         if first[1] != str(size):
             text = (
@@ -323,12 +318,12 @@ class Rendezvous:
             return turn, text
         n_ranks = store.add(f"ranks/{turn}", 1)
         if n_ranks == size:
-            # Unless a rank has timed out before: the first verdict is that of all.
+            # The first verdict holds for all ranks, even if it is that of a rank that timed out.
             return turn, json.loads(store.compare_set(end, "", _ALL))
         while not store.check([end]):
             now = time.monotonic()
             if now >= self._until and self._is_default_limit:
-                n_before, n_ranks = n_ranks, store.add(f"ranks/{turn}", 0)  # read only
+                n_before, n_ranks = n_ranks, store.add(f"ranks/{turn}", 0)
                 if n_ranks > n_before:  # the timeout is for set-up without progress
                     self._until = min(now + host_s(self._limit_s), self._last)
             if now >= min(self._until, self._warn_at):
@@ -350,7 +345,6 @@ class Rendezvous:
         return f". The address is from {source}: start {missing}, or correct or unset these"
 
     def _warn(self, now: float, what: str, missing: str) -> None:
-        """Log once, after `_WARN_AFTER_S`, what this rank waits for."""
         if now < self._warn_at:
             return
         self._warn_at = math.inf

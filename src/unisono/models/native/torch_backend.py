@@ -91,7 +91,7 @@ def _one_by_one(name: str) -> Callable[..., Any]:
     """Return the coalesced form of a collective from one tensor to another."""
 
     def call(self: Any, outputs: Any, tensors: Any, opts: Any = None) -> Any:
-        # Through our own forms: from C++ gloo's might wait for the interpreter's lock, held here.
+        # Not by gloo, as the interpreter's lock is held: see the module's docstring.
         for output, tensor in zip(outputs, tensors, strict=True):
             getattr(self, name)(output, tensor, opts).wait()
         return _done(outputs)
@@ -135,7 +135,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         gloo: Any = dist.ProcessGroupGloo(
             _c10d.PrefixStore("gloo/", place.store), rank, size, timeout
         )
-        gloo._set_sequence_number_for_group()  # as torch does for its own
+        gloo._set_sequence_number_for_group()
         kind = dist.ProcessGroup.BackendType.GLOO
         # Calls left to gloo use a group of torch's own, which never calls back here.
         self._gloo: Any = _ProcessGroup(rank, size)
@@ -206,7 +206,6 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return self._calls.begin(name, group or self._recorded, tensor, state)
 
     def _check_process(self, call: str) -> None:
-        """Raise in a fork of the process that made the group."""
         if self._is_forked:
             raise ContextError(
                 f"{call}: this process is a fork of rank {self._model.topology.rank}, whose "
@@ -220,7 +219,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         where = site()
         head = call_head(call, where)
         blobs = self._control.exchange(head + value, self._group)
-        line.compared = where  # for the record of the operation
+        line.compared = where
         return unpack(blobs, head, lambda: self._members)
 
     def _fits_round(self, tensor: Tensor) -> bool:
@@ -237,14 +236,14 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return self._reduced(host, tensor, opts, self._members[opts.rootRank])
 
     def _reduced(self, host: Host, tensor: Tensor, opts: Any, dst: int | None) -> bool:
-        """Reduce a tensor in shared memory, to all ranks or `dst`; return False if gloo must."""
+        """Reduce to all ranks or to `dst`; return False to leave the call to gloo."""
         op = _operation(opts)
         if op is None:
             return False
         self._compare(
             f"all_reduce {op.name}" if dst is None else f"reduce {op.name} to {dst}", tensor
         )
-        if not _can_reduce(tensor, op):  # now known to be the same on all ranks
+        if not _can_reduce(tensor, op):  # now the ranks are known to agree on it
             return False
         mine = _reducible(tensor, op)
         total = host.all_reduce(mine, op) if dst is None else host.reduce(mine, dst, op)
@@ -271,12 +270,12 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return self._scattered(host, tensor, opts, output)
 
     def _scattered(self, host: Host, tensor: Tensor, opts: Any, output: Tensor) -> bool:
-        """Reduce a tensor to this rank's part in shared memory; return False if gloo must."""
+        """Reduce to this rank's part; return False to leave the call to gloo."""
         op = _operation(opts)
         if op is None or not _is_multiple(tensor, output, host.size):
             return False
         self._compare(f"reduce_scatter {op.name}", tensor)
-        if not _can_reduce(tensor, op):  # as in `_reduced`
+        if not _can_reduce(tensor, op):
             return False
         _copy_back(host.reduce_scatter(_reducible(tensor, op).view(host.size, -1), op), output)
         return True
@@ -291,7 +290,6 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     def broadcast(self, host: Host, tensor: Tensor, opts: Any) -> None:
         root, is_inline = opts.rootRank, self._fits_round(tensor)
         src, is_src, mine = self._members[root], root == self.rank(), _memory_of(tensor)
-        # The exchange that compares the calls carries a short tensor, too.
         value = to_bytes(mine) if is_src and is_inline else b""
         values = self._compare(f"broadcast from {src}", tensor, value)
         if not is_inline:
@@ -313,7 +311,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         if not _is_multiple(output, tensor, host.size):
             return False
         rows, into = self._gathered(host, "all_gather", tensor), output.data
-        if into.is_contiguous():  # saves a copy of all rows
+        if into.is_contiguous():
             for part, row in zip(into.view(host.size, -1), rows, strict=True):
                 part.copy_(row.view(-1))
         else:
@@ -333,8 +331,8 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return self._gather_into(host, f"gather to {self._members[opts.rootRank]}", tensor, outputs)
 
     def _gather_into(self, host: Host, call: str, tensor: Tensor, outputs: Any) -> bool:
-        """Copy all ranks' tensors into `outputs`, if any; return False if gloo must."""
-        # In a gather only the root has any.
+        """Copy all ranks' tensors into `outputs`; return False to leave the call to gloo."""
+        # Only the root of a gather has outputs.
         if outputs and not _are_alike(outputs[0], tensor, host.size):
             return False
         rows = self._gathered(host, call, tensor)
@@ -364,7 +362,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     all_to_all_single = alltoall_base
 
     def barrier(self, *args: Any, **named: Any) -> Any:
-        if named.keys() - {"opts"}:  # another of torch's forms, as in `_in_memory`
+        if named.keys() - {"opts"}:
             start = functools.partial(self._gloo.barrier, *args, **named)
             return self._by_gloo("barrier", None, start)
         with self._operation("barrier", None, "control"):
@@ -394,11 +392,10 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         super().abort()
 
     def _end(self, farewell: str) -> None:
-        """Release the group's memory, connections and share in the log."""
         _alive.discard(self)
         if not any(group._calls is self._calls for group in _alive):  # the groups share a log
             self._calls.close()
-        self._shared = None  # later calls are gloo's
+        self._shared = None  # gloo carries later calls
         self._control.close(farewell)
 
 
@@ -446,7 +443,7 @@ def _is_ours(frame: FrameType | None) -> bool:
 
 
 def create(place: Any) -> dist.ProcessGroup:
-    """Create a process group, for ``torch.distributed``."""
+    """Create a process group for ``torch.distributed``."""
     return _UnisonoGroup(place)
 
 

@@ -44,7 +44,7 @@ def n_replicas() -> int:
 def replica() -> Topology | None:
     """Return the position of the calling thread, None if it isn't a replica."""
     # Doesn't initialise the runtime.
-    if not _XLAC._xla_runtime_is_initialized() or xr.is_spmd():  # SPMD has no replicas
+    if not _XLAC._xla_runtime_is_initialized() or xr.is_spmd():
         return None
     if n_replicas() == 0:
         # Without xr.world_size(), which would cache its result when replicas start later.
@@ -125,13 +125,12 @@ def cut(device_name: str) -> None:
     _XLAC._set_all_reduce_token(device_name, None)
     devices = xm.xla_real_devices([device_name])
     _XLAC._xla_wait_device_ops(devices)
-    with _compiling:  # not held while waiting, as in `_compute`
+    with _compiling:
         _XLAC._xla_step_marker(device_name, [], wait=False)
     _XLAC._xla_wait_device_ops(devices)
 
 
 def _compute(tensor: Tensor) -> None:
-    """Run the recorded operations that a tensor depends on, and wait for them."""
     devices = xm.xla_real_devices([tensor.device])
     _XLAC._xla_wait_device_ops(devices)
     with _compiling:  # not held while waiting: this only compiles, and queues the launch
@@ -163,13 +162,11 @@ def all_reduce(tensor: Tensor, kind: str, as_bits: bool = False) -> Tensor:
 def reduce_scatter(rows: Tensor, kind: str) -> Tensor:
     """Build the reduction of [n, *shape] to this replica's row."""
     n = rows.shape[0]
-    # After the rows: scale, dimension and number of parts.
     row: Tensor = xm.reduce_scatter(kind, rows.reshape(n, -1), 1.0, 0, n, pin_layout=False)
     return row.reshape(rows.shape[1:])
 
 
 def _bitcast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Reinterpret a tensor's bits as another dtype, within the graph."""
     # XLA's collectives add a zero to the values that they move, which loses the sign of -0.0 and
     # denormals; Tensor.view(dtype) would go through the host.
     if tensor.dtype == dtype:

@@ -113,7 +113,6 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         self._kind: str = graph.device_type()
         is_cpu = self._kind == "CPU"
         self.dtypes = _ON_CPU if is_cpu else _EVERYWHERE
-        # On the host the facade can compute what XLA's CPU device doesn't compute exactly.
         self.transport_device = torch.device("cpu") if is_cpu else self._device
         cut = partial(graph.cut, str(self._device))
         self.control: ControlPlane = _ControlPlane(self, self._are_threads, cut)
@@ -128,7 +127,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
             return None
         graph = setup.find_graph()
         topology = None if graph is None else graph.replica()
-        if topology is None or REPLICAS.has_left(topology.rank):  # finalized here
+        if topology is None or REPLICAS.has_left(topology.rank):  # it was finalized, or failed
             return None
         return cls(graph, topology, False)
 
@@ -148,7 +147,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
                 "dist.init_process_group('xla', init_method='xla://') first"
             )
         graph.begin(setup.KINDS[backend])
-        topology = topology or graph.replica()  # unknown before the runtime has started
+        topology = topology or graph.replica()  # known once the runtime has begun
         if topology is None:
             raise ContextError(
                 f"{backend}: this thread isn't a replica of XLA's runtime: make the call in the "
@@ -167,7 +166,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         REPLICAS.leave(self._topology.rank, "has failed")
 
     def is_alive(self) -> bool:
-        # Replicas may start later, in place of the single one.
+        # Replicas that start later take the place of the single one.
         return self._is_live and self._n_replicas == self._graph.n_replicas()
 
     @property
@@ -198,13 +197,13 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
             return [blob]
         if self._are_threads:
             return self._swap("an exchange", blob, group)
-        # All ranks: across processes there are no other groups with several.
+        # Across processes, all ranks are the only group with several members.
         return fallback.exchange(self, blob, None, _bucket)
 
     def wrap_module(self, module: nn.Module, wrapper: str, **options: Any) -> nn.Module | None:
         if wrapper != "ddp":
             return None
-        # Equal parameters suffice: `wrap_optimizer` averages the gradients.
+        # The optimizer averages the gradients, so that the module itself needs no wrapper.
         with torch.no_grad():
             for item in (*module.parameters(), *module.buffers()):
                 mine = item.detach().to(self.transport_device).contiguous()
@@ -229,7 +228,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         if tensor.numel() == 0:  # XLA fails on it
             return tensor.new_empty((n, *tensor.shape))
         if not self._is_everybody(group):
-            own = tensor.to("cpu", copy=True)  # others read it later
+            own = tensor.to("cpu", copy=True)  # other threads read it later
             parts = self._swap(_describe("all_gather", tensor), own, group)
             return torch.stack(parts).to(self.transport_device)
         return self._run("all_gather", tensor, self._graph.all_gather)
@@ -270,7 +269,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
                 f"group {ranks} of {self._topology.world_size} replicas in several processes",
                 "XLA's graphs need every replica; use all ranks, or backend 'nccl' or 'gloo'",
             )
-        # Groups of the same ranks have a name, so rounds, of their own.
+        # The count gives each group of the same ranks its own rounds.
         count = self._made[ranks] = self._made.get(ranks, 0) + 1
         return Group(ranks, name=f"{ranks} {count}")
 
@@ -281,13 +280,12 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         """Return whether XLA itself computes this operation."""
         return (
             op in _REDUCTIONS
-            and tensor.numel() > 0  # XLA fails on an empty one
+            and tensor.numel() > 0
             and self._topology.world_size > 1
             and self._is_everybody(group)
         )
 
     def _run(self, call: str, tensor: Tensor, build: Callable[[Tensor], Tensor]) -> Tensor:
-        """Run one collective as a graph, once all replicas are here. Collective over all ranks."""
         what = _describe(call, tensor)
 
         def wait_for_all() -> None:
@@ -297,7 +295,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         try:
             result: Tensor = self._graph.run(tensor.to(self._device), build, wait_for_all)
             return result.to(self.transport_device)
-        except UnisonoError:  # ours may be RuntimeErrors, too
+        except UnisonoError:  # it may be a RuntimeError, too
             raise
         except (RuntimeError, ValueError) as error:
             where = f"{what} on rank {self._topology.rank}"
@@ -356,11 +354,9 @@ def _average(model: ComputationModel, optimizer: Any) -> None:
     parameters = [each for entry in optimizer.param_groups for each in entry["params"]]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     with torch.no_grad():
-        # In the same order on all ranks.
         for dtype in sorted({parameter.dtype for parameter in trained}, key=str):
             members = [parameter for parameter in trained if parameter.dtype == dtype]
             grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in members]
-            # Their sum counts the ranks that have a gradient.
             has = torch.tensor([p.grad is not None for p in members])
             wide = torch.float64 if dtype is torch.float64 else torch.float32
             parts = [grad.detach().reshape(-1).to(wide) for grad in grads]
@@ -370,6 +366,6 @@ def _average(model: ComputationModel, optimizer: Any) -> None:
             *sums, counts = torch.split(total, sizes)
             holders = counts.tolist()
             for parameter, part, count in zip(members, sums, holders, strict=True):
-                if count:  # else no rank has a gradient, and none gets one
+                if count:  # 0: no rank has a gradient
                     mean = (part / size).to(dtype).view(parameter.shape)
                     parameter.grad = mean.to(parameter.device)

@@ -51,7 +51,6 @@ def _release(version: str) -> list[str]:
 
 
 def _why_no_tpu() -> str | None:
-    """Return what a TPU lacks here, with the remedy; None if nothing."""
     if _version_of("libtpu") is None:
         install = "python -m pip install 'torch_xla[tpu]==2.9.0'"
         return f"libtpu isn't installed: {install}, or use backend 'xla-cpu' without a TPU"
@@ -61,7 +60,6 @@ def _why_no_tpu() -> str | None:
 
 
 def _why_no_cuda(version: str) -> str | None:
-    """Return what CUDA lacks for this torch_xla, with the remedy; None if nothing."""
     release = [int(part) for part in _release(version) if part.isdecimal()]
     if release >= [2, 9]:
         return f"torch_xla {version} has no CUDA, which 2.9 removed: use backend 'nccl'"
