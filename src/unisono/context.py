@@ -352,7 +352,7 @@ def activate(
                 refuse_fork(live)
             live = None
         if live is not None and live is not _serial:
-            # XLA's runtime creates the replicas, so a live context of XLA is no error.
+            # XLA's runtime creates the replicas, so a live context of XLA is not an error.
             joins = live.control.is_thread_bound and type(live.model) is cls
             if is_ours(live) or not joins:
                 topology = live.model.topology

@@ -105,7 +105,7 @@ class Parallel:
         if backend is not None:
             find_model(backend)  # an unknown one is reported before bad options
         self._nnodes = nnodes
-        # In these cases nnodes is no option of `spawn`: it says how to read the environment.
+        # In these cases nnodes is not an option of `spawn`: it says how to read the environment.
         is_word = nnodes == "auto" or (nnodes == 1 and nproc_per_node is None)
         for_spawn = {
             "nnodes": None if is_word else nnodes,

@@ -200,7 +200,7 @@ class PluginRegistry(Generic[T]):
     def _is_taken(self, name: str, thing: T, override: bool) -> bool:
         if self.is_built_in(name) and not (override and self._replaces_built_in):
             return True
-        # Registering the same object again is no error.
+        # Registering the same object again is not an error.
         return self.registered.get(name, thing) is not thing and not override
 
     def unregister(self, thing: T) -> None:

@@ -149,7 +149,7 @@ def register_model(cls: type[ComputationModel], override: bool = False) -> type[
     check_is_model(cls)
     backends = [backend.lower() for backend in cls.backends]
     _models.register(backends, cls, override=override, owner=f" of {cls.__qualname__}")
-    _models.watched = None  # listed anew by the next `probe`
+    _models.watched = None  # listed again by the next `probe`
     return cls
 
 

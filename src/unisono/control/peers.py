@@ -369,7 +369,7 @@ class Peers:
         body = failure.encode()
         if self.failure is None:
             self.failure, self._unsent = error, (body, source)
-        self._flood_failure(body)  # at once, whoever holds the lock
+        self._flood_failure(body)  # at once, no matter which thread holds the lock
         if self.lock.acquire(blocking=False):
             try:
                 self._send_failure()

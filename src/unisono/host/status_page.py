@@ -308,7 +308,7 @@ def shortened(ranks: Sequence[int]) -> list[int] | dict[str, list[int]]:
     """Encode ranks for the facts, which lack room for those of many large groups."""
     # `ranks_of` decodes them.
     if len(ranks) > 2:
-        evenly = range(ranks[0], ranks[-1] + 1, max(ranks[1] - ranks[0], 1))  # 0 is no step
+        evenly = range(ranks[0], ranks[-1] + 1, max(ranks[1] - ranks[0], 1))  # a step is not 0
         if tuple(evenly) == tuple(ranks):
             return {"range": [evenly.start, evenly.stop, evenly.step]}
     return list(ranks)

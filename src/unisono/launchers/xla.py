@@ -171,7 +171,7 @@ def _after_fork() -> None:
     """Tie a fork of the fresh process to it, with a random state of its own."""
     assert _child is not None
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # they end at it, unlike their parent
-    # A fork of a replica's own, as of a DataLoader, is no replica.
+    # A fork of a replica's own, as of a DataLoader, is not a replica.
     if os.getppid() == _child.pid:
         die_with(_child.pid)
         seed_generators()

@@ -44,7 +44,7 @@ class _RankOutput:
             elif token == "\x1b[A":
                 self._row = max(0, self._row - 1)
                 self._goes_up = True
-            elif token and token != "\x1b[K":  # a row is written anew as a whole
+            elif token and token != "\x1b[K":  # a row is written again as a whole
                 kept = "" if self._is_at_start else self._rows[self._row]
                 self._rows[self._row] = kept + token
                 self._is_at_start = False

@@ -302,7 +302,7 @@ def _names(job: _JobFacts, call: ObservedCall) -> dict[str, list[int]]:
     for rank in sorted(job.ranks):
         for each in job.ranks[rank].calls:
             if call.number and each.key == call.key and each.number == call.number and each.name:
-                # The two ends of a message have different names, but that is no mismatch.
+                # The two ends of a message have different names, but that is not a mismatch.
                 name = "a message" if each.name in ("send", "recv") else each.name
                 found.setdefault(name, []).append(rank)
     return found

@@ -233,7 +233,7 @@ def a_malformed_variable_is_refused_by_name(trial: EnvironmentTrial) -> None:
     """A value that is not a number in range is an error, and never a rank."""
     for example, info in trial.examples_with_facts():
         for name in trial.variables(example):
-            # Only a malformed mark may mean that this is no job.
+            # Only a malformed mark may mean that this is not a job.
             is_mark = trial.answer({**example, name: ""}) is None
             for value in _MALFORMED:
                 found, what = trial.answer({**example, name: value}), f"{name}={value!r}"

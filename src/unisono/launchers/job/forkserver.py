@@ -117,7 +117,7 @@ class _Orphans:
             self.are_ending, self._until = True, time.monotonic() + _TERM_S
         doomed = _of_this_group(here - self._left) if self.are_ending else set()
         is_over = time.monotonic() >= self._until
-        # Descendants are found anew at each call: one that ends may leave children of its own.
+        # Descendants are found again at each call: one that ends may leave children of its own.
         if is_over or not doomed:
             _signal(doomed, signal.SIGKILL)
             # Others in `here` may be of a worker that has just ended: the next call decides.

@@ -339,7 +339,7 @@ class RemoteWorkers(Workers):
     def problem_with(self, who: RankInfo | str | None) -> str:
         """Return why a process isn't a rank of this job; empty if it is."""
         if isinstance(who, RankInfo):
-            if self._spec.may_start_again:  # with another size, or the same rank anew
+            if self._spec.may_start_again:  # with another size, or the same rank again
                 return ""
             if who.rank in [worker.rank for worker in self.workers]:
                 return f"the launcher made two processes that are rank {who.rank}"

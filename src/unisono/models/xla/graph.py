@@ -108,7 +108,7 @@ def run(
     """Run one collective as a separate graph, the same on every replica."""
     # Collective over all replicas.
     device_name = str(tensor.device)
-    _compute(tensor)  # its history may differ between replicas, so it is no part of the graph
+    _compute(tensor)  # its history may differ between replicas, so it is not part of the graph
     # A token of an earlier graph would merge that graph into this one.
     _XLAC._set_all_reduce_token(device_name, None)
     wait_for_all()  # before the launch, which has no time limit
