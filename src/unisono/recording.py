@@ -105,7 +105,7 @@ class _Planes(threading.local):
 
 
 _planes = _Planes()
-_MAX_SITES = 4096  # of generated code there may be ever new lines
+_MAX_SITES = 4096  # generated code may have ever new lines
 
 
 def add_hook(*, before: Hook | None = None, after: Hook | None = None) -> Callable[[], None]:
@@ -195,13 +195,13 @@ class Token:
         lane, record = self.lane, self.record
         if lane is not None:
             self.lane = None
-            signatures.line.known = b""  # the next call may be on another line
+            signatures.line.known = b""
             lane.write(self.stamp, END, _now())
         if record is not None:
             self.record = None
             text = "" if error is None else summary(error)[:_LONGEST_ERROR]
             passed_ns, overlap_ns = _now() - record.arrival_ns, self.overlap_ns
-            # None: nothing has waited for it, so it overlapped all the time.
+            # None: nothing has waited for the call, so it overlapped the whole time.
             overlap_ns = passed_ns if overlap_ns is None else min(overlap_ns, passed_ns)
             facts = (*record[:9], self.plane or _planes.plane, *record[10:14])  # up to its arrival
             done = (*facts, passed_ns, text, overlap_ns)
@@ -215,7 +215,7 @@ class Token:
 
     def carry_out(self, run: Callable[[], T]) -> T:
         """Run the call, and record its end."""
-        _planes.plane = "control"  # unless `plane_is` names another one
+        _planes.plane = "control"
         with self:
             return run()
 
@@ -229,7 +229,7 @@ class Token:
         """Defer the end of the call to `wait`; return whether the call is recorded at all."""
         if self is UNRECORDED:
             return False
-        self.plane = plane  # the thread's own may be another call's by the wait
+        self.plane = plane  # the thread's own may be of another call by the wait
         signatures.line.known = b""  # the thread makes other calls before the wait
         return True
 
@@ -239,7 +239,7 @@ class Token:
         if record is not None:
             self.overlap_ns = _now() - record.arrival_ns
         if lane is not None:
-            lane.write(self.stamp, STATE, self.stamp | CALLED)  # from now on the rank waits in it
+            lane.write(self.stamp, STATE, self.stamp | CALLED)  # the rank now waits in it
         return self.carry_out(run)
 
 
@@ -307,7 +307,7 @@ class CallLog:
             here.thread_id = threading.get_native_id()
             here.lane = None if self._page is None else self._page.lane()
         lane = here.lane
-        if lane is None and not _hooks:  # it counts all the same, as on other ranks
+        if lane is None and not _hooks:  # the call is counted, as on other ranks
             return UNRECORDED
         try:
             frame = _frame(2)  # mostly the user's; else `_site_of` looks for it
@@ -315,7 +315,7 @@ class CallLog:
             frame = _frame(1)
         code = frame.f_code
         site = self._sites.get(id(code) + frame.f_lasti)
-        # The key isn't unique: code may reuse an address, and one place may make several calls.
+        # The key isn't unique: an address may be reused, and one place may make several calls.
         if site is None or site.code is not code or site.name != name or site.group != key:
             site = self._site_of(frame, name, key)
         try:
@@ -329,7 +329,7 @@ class CallLog:
             token.stamp = lane.begin(site.text, number, size, now, state)
         if _hooks:
             if state != CALLED:
-                token.overlap_ns = None  # until it is waited for
+                token.overlap_ns = None
             token.record = tuple.__new__(CollectiveRecord, (
                 name, self.rank, self.world_size, self.job, key, self._members[key], number,
                 size, _dtype_of(value), "", site.file, site.line, here.thread_id, now, -1, "", 0,
@@ -359,10 +359,10 @@ class CallLog:
         try:
             _run_hooks(0, record)
         except BaseException as error:  # Ctrl-C in a hook too: the call isn't made, nor counted
-            if self._numbers[record.group] == record.number:  # else another thread has counted on
+            if self._numbers[record.group] == record.number:  # else another thread has made a call
                 self._numbers[record.group] -= 1  # as on the other ranks
             if token.lane is not None:
-                token.lane.write(token.stamp, NUMBER, 0)  # of a call that isn't made
+                token.lane.write(token.stamp, NUMBER, 0)
             token.record = record._replace(number=0)
             with suppress(Exception):  # the first hook's error is raised
                 token.end(error)
@@ -458,7 +458,7 @@ def job_of(info: RankInfo | None, own: str = "") -> str:
     host, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     ids = (own, "") if info is None else (info.job_id or own, info.private_store)
     name = next(filter(None, (*ids, port and f"{host}:{port}")), "")
-    return name[:_LONGEST_JOB] or job_of_process(os.getppid())  # ranks of one launcher share it
+    return name[:_LONGEST_JOB] or job_of_process(os.getppid())  # ranks share a parent
 
 
 def job_of_process(pid: int) -> str:

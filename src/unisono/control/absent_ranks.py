@@ -52,7 +52,7 @@ class Missing:
         """Return a description of the rank, its current line first."""
         head = f"rank {self.rank}"
         if self.behind:
-            # It doesn't answer, and may itself wait for one of them.
+            # The rank doesn't answer, and may itself wait for one of these.
             head += f", or one of {list(self.behind)} behind it,"
         head += f" never reached {call}" if call else " never arrived"
         state = "" if self.pid is None else _STATES.get(_state(self.pid), "")
@@ -84,7 +84,7 @@ def report(call: str, arrived: Mapping[int, str], missing: Sequence[Missing]) ->
 
 
 def _state(pid: int) -> str:
-    # The report is made without it where no descriptor is left, even for the import of psutil.
+    # Without a free descriptor even psutil's import fails: the report then lacks the state.
     with contextlib.suppress(OSError), contextlib.suppress(load("psutil:Error")):
         return str(load("psutil:Process")(pid).status())
     return ""
@@ -109,7 +109,7 @@ def stack_of(thread_id: int) -> str:
         return ""
     source = f" ({innermost.line[:_WIDTH]})" if innermost.line else ""
     lines = [f"{place_of(innermost.filename, innermost.lineno or 0)}{source}"]
-    if len(frames) > 1:  # a single one is in the first line already
+    if len(frames) > 1:
         lines += [
             f"    {place_of(each.filename, each.lineno or 0)}, in {each.name}: "
             f"{(each.line or '')[:_WIDTH]}"

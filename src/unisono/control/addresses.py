@@ -32,7 +32,7 @@ def own_address(master_addr: str | None = None, *, has_others: bool = True) -> s
     # host, if its name is), the address of the host's name, then that of the default route.
     for variable in _VARIABLES:
         for name in os.environ.get(variable, "").split(","):
-            # NCCL's lists that exclude (^) or match exactly (=) aren't read.
+            # NCCL's lists that exclude (^) or match exactly (=) aren't supported.
             if name and not name.startswith(("^", "=")):
                 return _address_of(name)
     first, reasons = master_addr or os.environ.get("MASTER_ADDR"), []
@@ -124,7 +124,7 @@ def peer(sock: socket.socket) -> Peer:
         return Peer(None, True)  # the socket's folder keeps other users out
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     pid, uid, _ = struct.unpack("3i", credentials)
-    return Peer(pid or None, uid == os.getuid(), uid)  # 0: it is in another pid namespace
+    return Peer(pid or None, uid == os.getuid(), uid)  # 0: the peer is in another pid namespace
 
 
 def is_loopback(addr: str) -> bool:
@@ -142,7 +142,7 @@ def listen_for_ranks(addr: str, port: int, *, is_one_host: bool) -> tuple[socket
     try:
         listener = listen(addr, port)
     except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL:  # else it is translated on the way here
+        if error.errno != errno.EADDRNOTAVAIL:  # else NAT translates it to this host
             raise
     else:
         if not is_loopback(listener.getsockname()[0]):
@@ -156,7 +156,7 @@ def keep_alive(sock: socket.socket) -> None:
     # So firewalls don't forget it, and a host that is gone is noticed.
     if sock.family != getattr(socket, "AF_UNIX", None):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if hasattr(socket, "TCP_KEEPIDLE"):  # not on every platform
+        if hasattr(socket, "TCP_KEEPIDLE"):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_ALIVE_S)
 
 

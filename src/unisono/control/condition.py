@@ -43,5 +43,5 @@ class Condition:
                 self._sleepers.append(sleeper)
             if not sleeper.acquire(timeout=min(left_s, _LONGEST_NAP_S)):
                 with self.lock:
-                    if sleeper in self._sleepers:  # else notified meanwhile
+                    if sleeper in self._sleepers:
                         self._sleepers.remove(sleeper)

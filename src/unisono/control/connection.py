@@ -54,9 +54,8 @@ def split_blobs(body: bytes, count: int, inline_bytes: int) -> Blobs:
     view: Any = memoryview(body)
     blobs: list[bytes] = []
     for size in sizes:
-        start = at  # of a long blob only its start is in the body
+        start = at
         at += size if size <= inline_bytes else min(size, START_BYTES)
-        # Slices of bytes are copies, those of a view aren't.
         blobs.append((body if at - start < COPIED_BYTES else view)[start:at])
     if at != len(body):
         raise ValueError(f"it sent {len(body)} bytes for blobs of {sizes} bytes")
@@ -96,7 +95,7 @@ class Connection:
         sock.setblocking(False)
         self.mailbox: Mailbox | None = mailbox
         """Carries messages of rounds that fit into it; None where there is only the socket."""
-        self._last_kind = LEAVE if mailbox is None else WAKE  # only a mailbox's reader is woken
+        self._last_kind = LEAVE if mailbox is None else WAKE  # WAKE is valid only with a mailbox
         self._sock = sock
         self._limit = limit_bytes
         self._held = bytearray()
@@ -106,7 +105,7 @@ class Connection:
     def send(self, kind: int, seq: int, body: bytes, until: float) -> None:
         """Send one frame."""
         mailbox = self.mailbox
-        # Only frames of rounds: a mailbox holds one, which only the next round's may overwrite.
+        # Only frames of rounds: a mailbox holds a single frame, which the next round overwrites.
         if mailbox is not None and kind <= ALL and len(body) <= MAILBOX_BYTES:
             if mailbox.put(kind, seq, body):
                 # A peer that can't be woken has read the frame and exited.
@@ -148,7 +147,6 @@ class Connection:
             frame = None if mailbox is None else mailbox.take()
             if frame is None:
                 frame = self._parse()
-            # A WAKE has done its work: the frame that it announced is in the mailbox.
             if frame is not None and frame[0] != WAKE:
                 return frame
             if frame is None and not self._fill():

@@ -56,7 +56,7 @@ def _prove(
     first: bytes,
     until: float,
 ) -> bool:
-    """Send a proof of the secret; return whether the other side sends one, too."""
+    """Send a proof of the secret; return whether the other side has sent a valid one."""
     mine = secrets.token_bytes(_NONCE_BYTES)
     sock.sendall(first + mine)
     theirs = receive(sock, _NONCE_BYTES, until)
@@ -64,7 +64,7 @@ def _prove(
     def proof(side: bytes, nonces: bytes) -> bytes:
         return hmac.new(secret, side + hello + nonces, "sha256").digest()
 
-    # The side is part of a proof, so that neither can answer with the other's own.
+    # Each proof names its side, so that nobody can send back the proof that it has received.
     sock.sendall(proof(sides[0], mine + theirs))
     return hmac.compare_digest(receive(sock, _PROOF_BYTES, until), proof(sides[1], theirs + mine))
 
@@ -140,7 +140,7 @@ class Pending(Generic[T]):
         """Yield the connections that were let in, and close the others."""
         while self._served:
             sock, found = self._served.popleft()
-            # One that isn't there any more was hung up as the oldest of too many.
+            # A socket that isn't in `_threads` any more was closed as the oldest of too many.
             if self._threads.pop(sock, None) is None or found is None:
                 sock.close()
             else:
@@ -149,8 +149,8 @@ class Pending(Generic[T]):
     def close(self) -> None:
         """Close all connections, and wait for their threads; harmless the second time."""
         for sock, thread in self._threads.items():
-            _shut_down(sock)  # so that its thread ends
-            if thread.ident is not None:  # else it couldn't be started
+            _shut_down(sock)
+            if thread.ident is not None:
                 thread.join()
             sock.close()
         self._threads.clear()

@@ -65,14 +65,14 @@ class Hub:
         """Longest blob that a round carries; set likewise."""
         self.warn_after_s: float = warn_after_s
         self.peers: Peers = peers
-        # For a hub that is dropped unclosed; at exit, the end of the process closes all.
+        # Closes a hub that was dropped unclosed; at exit the end of the process does that.
         weakref.finalize(self, peers.close).atexit = False
         below, position = peers.links.below, peers.position
         self._size = len(peers.ranks)
         self._below = {down: sorted(positions) for down, positions in below.items()}
         self._subtree = sorted((position, *(far for each in below.values() for far in each)))
         self._connections = peers.rounds
-        self._kind = NOTICE  # of the messages in `peers.waits`; NOTICE before the first round
+        self._kind = NOTICE
         self._poll = select.poll()
         self._position_of = {each.fd: other for other, each in self._connections.items()}
         self._position_of |= {fd: other for other, fd in peers.pidfds.items()}
@@ -124,7 +124,7 @@ class Hub:
                 for far, each, each_size in zip(self._below[down], *given, strict=True):
                     blobs[far], sizes[far] = each, each_size
             gathered = blobs, sizes
-            if len(self._subtree) < self._size:  # not the root, which sends all down
+            if len(self._subtree) < self._size:
                 gathered = [blobs[at] for at in self._subtree], [sizes[at] for at in self._subtree]
         if up is not None:
             self._send(GIVE, up, join_blobs(*gathered), until)
@@ -139,7 +139,7 @@ class Hub:
         """Wait for one message of `kind` from each of `positions`; return their blobs."""
         got: dict[int, Blobs] = {}
         self._kind, self.peers.waits = kind, (positions, got)
-        if self._naps:  # spinning was in vain the last time
+        if self._naps:
             self._naps -= 1
         else:
             spin_until = time.monotonic() + _SPIN_S
@@ -193,7 +193,7 @@ class Hub:
                 has_grace, until = False, time.monotonic() + _GRACE_S
             if kind == ALL and self._ended and now >= suspect_at:
                 suspect_at = now + _SUSPECT_S
-                state = peers.ask().get(positions[0])  # the only one: ALL comes from the rank above
+                state = peers.ask().get(positions[0])
                 if state is not None and state.seq < peers.seq:  # so it left without an answer
                     raise peers.fail_gone(self._ended[0])
             if now >= warn_at:
@@ -221,14 +221,14 @@ class Hub:
         if position in self._connections:
             self._take(position, is_gone=fd != self._connections[position].fd)  # else its pidfd
         else:
-            self._poll.unregister(fd)  # it stays readable, and would end each later wait at once
+            self._poll.unregister(fd)  # it stays readable, and would end every later wait
             self._ended.append(position)
 
     def _take(self, position: int, is_gone: bool = False) -> None:
         """Process a neighbour's frames; raise if it is gone or sent an invalid one."""
         how = ""
         try:
-            # All frames of a rank that is gone: a report may follow the awaited one.
+            # If the rank is gone, take all its frames: a report may follow the awaited one.
             while (frame := self._connections[position].take()) is not None:
                 if self._accept(frame, position) and not is_gone:
                     return

@@ -171,7 +171,7 @@ class Peers:
 
     def say_farewell(self, how: str) -> None:
         """Report this rank's orderly departure to all others."""
-        # Not in good order: the others learn of it by the failure, or as the connection closes.
+        # After a failure or within a round, the others learn of the departure without a farewell.
         if self.failure is not None or self.is_in_round or not self._is_open:
             return
         text = f"{how} after {self._call() or 'its last collective'}"
@@ -184,7 +184,7 @@ class Peers:
         """Start a round of this thread with its `blob`."""
         if self.failure is not None:
             self.raise_failure()
-        if self.is_in_round:  # of this same thread, which holds the lock
+        if self.is_in_round:
             raise CollectiveError(
                 f"{self}: {signatures.describe(blob)} was called within "
                 f"{signatures.describe(self._blob)}: signal handlers and finalizers "
@@ -194,14 +194,14 @@ class Peers:
         self._blob, self.is_in_round = blob, True
         self._thread_id = threading.get_ident()
         self._has_warned = False
-        self._steps.last = ""  # this round is the last call now
+        self._steps.last = ""
 
     def leave(self) -> None:
         """End the round, whether it failed or not."""
         self.waits, self.is_in_round = _NOTHING, False
         if self._unsent is not None:  # another thread recorded it while this one held the lock
             self._send_failure()
-        # The call that `wait_for_turn` rejected was this group's too: its ranks are out of step.
+        # `wait_for_turn` rejected another call of this group: the ranks are out of step.
         if self._concurrent_calls and self.failure is None:
             raise self.fail(FailureReport("threads", self._concurrent_calls))
 
@@ -235,9 +235,9 @@ class Peers:
         if self._absent is None:
             try:  # an interrupt may come just after the acquire: the lock knows its owner
                 if self.lock.acquire(blocking=False) and self.failure is None:
-                    with contextlib.suppress(CollectiveError):  # it is kept in `_absent`
+                    with contextlib.suppress(CollectiveError):
                         self._raise_if_gone(ranks, group, step)
-                    self._send_failure()  # that of a thread which found this lock held
+                    self._send_failure()
             finally:
                 try:  # noqa: SIM105
                     self.lock.release()
@@ -255,7 +255,7 @@ class Peers:
         self._condition.wait(lambda: self._flooded is not None, wait_s)
         if self._flooded is not None:
             failure = read_failure(self._flooded)
-            # The failure of a rank that the caller doesn't need counts only if others left for it.
+            # A failure of a rank that isn't needed counts only if needed ranks have ended.
             if ranks is None or ended or failure.rank in ranks:
                 raise self.fail(failure)
         if ended:
@@ -269,7 +269,7 @@ class Peers:
         return [at for at, rank in enumerate(self.ranks) if ranks is None or rank in ranks]
 
     def _has_ended(self, position: int) -> bool:
-        if position not in self.pidfds:  # only its connection shows it
+        if position not in self.pidfds:
             return False
         readable = select.poll()
         readable.register(self.pidfds[position], select.POLLIN)
@@ -279,7 +279,7 @@ class Peers:
         """Return whether a departed rank isn't needed any more, as far as is known."""
         farewell = self._farewell(position)
         if farewell is not None:
-            return 0 < step <= farewell.steps.get(group, 0)  # 0: of no operation
+            return 0 < step <= farewell.steps.get(group, 0)
         # Its fate is unknown here: if it died, the backend reports that to its neighbours.
         return step > 0 and position not in self._departures and self._is_cut_off(position)
 
@@ -304,9 +304,9 @@ class Peers:
             return reported
         absent = [p for p in asked if p in states and states[p].step < step]
         silent = [p for p in asked if p not in states]
-        # Where the neighbour towards it is silent too, the silence may be that one's alone.
+        # If the next rank on the way to a silent one is silent too, the silent one may be well.
         absent += [p for p in silent if self._next_hop(p) in (p, *states)]
-        if not absent:  # another rank may know more
+        if not absent:
             reported = self._reported(group, step, _LATE_S) if is_over else ""
             absent = silent
         text = reported or "\n".join(self._missing(at, states).text() for at in absent)
@@ -369,7 +369,7 @@ class Peers:
         body = failure.encode()
         if self.failure is None:
             self.failure, self._unsent = error, (body, source)
-        self._flood_failure(body)  # at once, no matter which thread holds the lock
+        self._flood_failure(body)
         if self.lock.acquire(blocking=False):
             try:
                 self._send_failure()
@@ -382,7 +382,7 @@ class Peers:
         who = f"rank {rank}" if pid is None else f"rank {rank} (pid {pid} on this host)"
         text = f"{who} has ended" if self._has_ended(position) else f"{who} is gone: {how}"
         farewell = self._farewell(position)
-        if farewell is not None:  # it left in good order
+        if farewell is not None:
             text = f"{who} {farewell.how}"
         return self.fail(FailureReport("peer", text, rank))
 
@@ -404,12 +404,12 @@ class Peers:
         error = CollectiveError(text)
         if failure.kind == "peer":
             error = PeerFailedError(text, failure.rank)
-            self._absent = self._absent or Absent(failure.rank, failure.text)  # the first
+            self._absent = self._absent or Absent(failure.rank, failure.text)
         elif failure.kind == "timeout":
             text = f"{failure.text}\n  the deadline was over on {self}{where}"
             error = CollectiveTimeoutError(text)
         self._record(error, failure, source)
-        return type(error)(*error.args)  # a copy, as `failure` says
+        return type(error)(*error.args)  # a copy: see `failure`
 
     def _send_failure(self) -> None:
         """Send the failure kept by `_record` on the connections of the rounds."""
@@ -450,7 +450,7 @@ class Peers:
         asked = [position for position in asked if not is_stopped(self.pids.get(position))]
         with self._condition.lock:
             for position in asked:
-                self._answers.pop(position, None)  # that of an earlier question
+                self._answers.pop(position, None)
         for position in asked:
             self._forward(ASK, {"to": position, "of": self.position, "group": group}, position)
         self._condition.wait(lambda: all(position in self._answers for position in asked), _ASK_S)
@@ -458,7 +458,7 @@ class Peers:
 
     def _missing(self, position: int, states: Mapping[int, State]) -> Missing:
         state = states.get(position, State())
-        # A rank that doesn't answer may wait for one below it; the first of `below` is itself.
+        # A silent rank may wait for one below it. The first of `below` is the rank itself.
         behind = () if position in states else self.links.below.get(position, ())[1:]
         rank, pid = self.ranks[position], self.pids.get(position)
         return Missing(rank, [self.ranks[far] for far in behind], pid, state.stack, state.last)
@@ -501,7 +501,7 @@ class Peers:
                 self.sideband[position].send(kind, 0, body, time.monotonic() + _SEND_S)
 
     def _serve(self) -> None:
-        """Serve the sideband, in its thread, until `close` writes to the pipe."""
+        """Serve the sideband in its thread until `close` writes to the pipe."""
         positions = {connection.fd: position for position, connection in self.sideband.items()}
         readable = select.poll()
         for fd in (self._wake_reader, *positions):
@@ -523,7 +523,7 @@ class Peers:
             while (frame := connection.take()) is not None:
                 self._handle(frame[0], frame[2], position)
         except ConnectionClosed:
-            readable.unregister(connection.fd)  # it stays readable from now on
+            readable.unregister(connection.fd)
             self._note_departure(position, None, position)
 
     def _handle(self, kind: int, body: bytes, source: int) -> None:

@@ -95,8 +95,8 @@ class ControlPlane:
 
     def inline_bytes(self, group: Group | None, folds: bool = False) -> int:
         """Return the size of the longest CPU tensor that an exchange of `group` carries."""
-        # Local, and the same on every rank. An exchange is made of the model's own collectives: it
-        # carries no tensor, -1, that one of them reduces.
+        # Local, and the same on every rank. Here an exchange is made of the model's own
+        # collectives, so it replaces no reduction of a tensor: -1.
         return -1 if folds else fallback.INLINE_TENSOR_BYTES
 
     def memory(self, group: Group | None) -> MemoryCollectives | None:
@@ -212,7 +212,6 @@ class SocketControlPlane(ControlPlane):
         blobs, sizes = hub.exchange(blob, until)
         if max(sizes) <= hub.inline_bytes:
             return list(blobs)
-        # Of a long blob the round has carried only the start.
         host = self.host(group)
         if host is not None:
             return host.exchange(blob, sizes)
@@ -225,7 +224,7 @@ class SocketControlPlane(ControlPlane):
     def inline_bytes(self, group: Group | None, folds: bool = False) -> int:
         """Return a part of the rounds' longest blob."""
         hub = self.hubs.get(EVERYBODY if group is None else group.name)
-        if hub is None:  # -1: it is made of the model's collectives, one of which reduces
+        if hub is None:  # -1: no tensor, as in the base class
             return -1 if folds else fallback.INLINE_TENSOR_BYTES
         return hub.inline_bytes // _TENSOR_PART
 
@@ -251,7 +250,7 @@ class SocketControlPlane(ControlPlane):
     def memory(self, group: Group | None) -> MemoryCollectives | None:
         """Return the shared-memory collectives of `group`. Collective at creation."""
         key = EVERYBODY if group is None else group.name
-        if key not in self.hubs:  # connected only for tensors that memory may carry
+        if key not in self.hubs:
             model = self.model
             if model.transport_device.type != "cpu" or model.topology.size(group) == 1:
                 return None
@@ -276,7 +275,7 @@ class SocketControlPlane(ControlPlane):
             # A copy without the handle: a reference to the group itself would keep it alive.
             whose = None if group is None else replace(group, handle=None)
             self._memories[key] = HostCollectives(hub.arena, hosts[0], self, whose)
-        # As many hosts as ranks: none has two that could share memory.
+        # With one rank on each host, no ranks can share memory.
         elif len(hosts) < self.model.topology.size(group) and len(hosts) > 1:
             self._memories[key] = TwoLevels(hub.arena, hosts, self.model.topology.rank, self)
 
@@ -291,12 +290,12 @@ class SocketControlPlane(ControlPlane):
         while self._dropped:
             self._over.update([self._dropped.popleft()])
         head = call_head(f"new_group {list(ranks)}", site())
-        # A group that DDP still uses, say, ends later.
+        # A dropped group that is still in use, as by DDP, ends later.
         mine = [name for name in self._over if not self._is_lent(name)]
         blobs = self.exchange(head + json.dumps(mine).encode())
         everybody = range(len(blobs))
         dropped = [json.loads(bytes(each)) for each in unpack(blobs, head, lambda: everybody)]
-        for name in sorted(self._over):  # in one order on all ranks
+        for name in sorted(self._over):  # in the same order on all ranks
             if all(name in dropped[rank] for rank in self._over[name]):
                 del self._over[name]
                 handle = self._handles.get(name, _NO_HANDLE)[0]()
@@ -318,7 +317,7 @@ class SocketControlPlane(ControlPlane):
         over = [name for name, (handle, _) in self._handles.items() if self._is_over(handle())]
         for name in over:
             self.end(name)
-        self._handles[group.name] = weakref.ref(group.handle), 0  # so always lent
+        self._handles[group.name] = weakref.ref(group.handle), 0  # 0: lent as long as it lives
 
     def _is_over(self, handle: object) -> bool:
         try:
@@ -335,7 +334,7 @@ class SocketControlPlane(ControlPlane):
         super().end(name)
 
     def _let_go(self, names: list[str], leave: Callable[[Peers], object]) -> None:
-        # First: a thread that waits in that memory looks for its hub, and raises without one.
+        # Hubs first: a thread that waits in that memory raises once it finds no hub.
         hubs = [self.hubs.pop(name, None) for name in names]
         for memory in [self._memories.pop(name, None) for name in names]:
             if memory is not None:
@@ -397,7 +396,7 @@ class SocketControlPlane(ControlPlane):
         name = name_of(group)
         for key in dict.fromkeys((name, EVERYBODY)):  # a group may have no connections of its own
             hub = self.hubs.get(key)
-            ranks = None if group is None or key == name else group.ranks  # None: all of that hub
+            ranks = None if group is None or key == name else group.ranks
             absent = None if hub is None else hub.peers.gone(ranks, name, step)
             if absent is not None:
                 return absent
@@ -407,7 +406,7 @@ class SocketControlPlane(ControlPlane):
         """Return a report on ranks that haven't begun an operation, if known; waits 1 s at most."""
         group, step = self._whole(group, step)
         name, ranks = name_of(group), None if group is None else group.ranks
-        hub = self.hubs.get(name) or self.hubs.get(EVERYBODY)  # not all groups have one
+        hub = self.hubs.get(name) or self.hubs.get(EVERYBODY)
         return "" if hub is None else hub.peers.late(ranks, name, step, is_over)
 
     def _whole(self, group: Group | None, step: int) -> tuple[Group | None, int]:
@@ -424,4 +423,4 @@ class SocketControlPlane(ControlPlane):
     def warn_after_s(self) -> float:
         """Return the seconds after which a wait on the data plane logs the missing ranks."""
         hub = next(iter(self._connected()), None)
-        return math.inf if hub is None else hub.warn_after_s  # without one, no rank can be named
+        return math.inf if hub is None else hub.warn_after_s

@@ -64,7 +64,7 @@ _UNPROVED = "; membership in the job is not authenticated there"
 _ROUNDS, _SIDEBAND = 0, 1  # the two connections to each neighbour
 Endpoint = tuple[socket.socket, Mailbox | None]
 _SHARED_BYTES = 32 << 20  # of memory for tensors, by default, for each rank of a host
-_PART_OF_REST = 4  # a new group takes a quarter, so that later ones find room, too
+_PART_OF_REST = 4  # a new group takes a quarter of the rest, so that later ones find room
 _ENTRY_BYTES = 64  # upper bound of what an entry of a round takes besides its blob
 T = TypeVar("T")
 
@@ -138,7 +138,7 @@ def _foreign_host_error(
     """Return the error for a rank on another host, or another user's, in a one-host job."""
     own = adverts[position]
     other = next(at for at, advert in enumerate(adverts) if advert.host != own.host)
-    if adverts[other].user != own.user:  # the host's id contains it
+    if adverts[other].user != own.user:
         what = f"a process of user {adverts[other].user}"
     else:
         what = "on another host, or in another network namespace"
@@ -245,13 +245,13 @@ def _connect_all(
         if all(vote.has_arena for vote in votes):
             hub.hosts = [[ranks[at] for at in positions] for positions in connector.hosts]
         else:
-            hub.arena = None  # all ranks use it, or none
+            hub.arena = None
         hub.checks = checks_by([advert.debug for advert in adverts])
         hub.inline_bytes = _inline_bytes(hub, len(ranks), inline_bytes)
         return hub, is_one_host
     if hub is not None:
         hub.peers.close()
-    if connector.position == 0:  # one rank warns for all
+    if connector.position == 0:
         text = "; ".join(f"rank {ranks[at]}: {why}" for at, why in reasons.items())
         remedy = _REMEDY_HERE if is_one_host else _REMEDY_BETWEEN
         _warn_once(text, remedy, _UNPROVED if control.secret is None else "")
@@ -332,7 +332,7 @@ def _exchange_adverts(
     hosts = [each.host for each in adverts]
     if len(set(hosts)) == 1:
         return adverts, listeners
-    if hosts.index(advert.host) == model.topology.position(group):  # the leader of its host
+    if hosts.index(advert.host) == model.topology.position(group):
         try:
             listener, advert.tcp = listen_widely(stack)
             listeners.append(listener)
@@ -411,12 +411,11 @@ class _Connector:
             return None, _Vote(refused=str(error), instead=instead)
         except OSError as error:
             return None, _Vote(reason=_text_of(error))
-        has_arena = hub.arena is not None or len(self._here) == 1  # alone: needs none
+        has_arena = hub.arena is not None or len(self._here) == 1
         return hub, _Vote(shares_memory=hub.shares_memory, has_arena=has_arena)
 
     def _hub(self, inline_bytes: int) -> Hub:
         ranks, made = self._control.model.topology.members(self._group), self._connect()
-        # A message of a round carries the blobs of all ranks.
         limit_bytes = max(MAILBOX_BYTES, len(ranks) * (inline_bytes + _ENTRY_BYTES))
         rounds, sideband = (
             {at: Connection(*ends, limit) for (at, kind), ends in made.items() if kind == channel}
@@ -485,7 +484,7 @@ class _Connector:
         """Accept connections of ranks below, on this host or on others; reject other processes."""
         downs = [down for down in self._links.downs if (down in self._here) is is_local]
         expected = {(down, channel) for down in downs for channel in (_ROUNDS, _SIDEBAND)}
-        if not expected:  # there may be no listener either
+        if not expected:
             return
         strangers: set[str] = set()
         admit = partial(self._admit, expected, strangers)
@@ -493,7 +492,7 @@ class _Connector:
         accepted = accept(listener, admit, strangers, self._until)
         with contextlib.closing(accepted) as children:
             for sock, (child, box) in children:
-                if child not in expected:  # it has connected already
+                if child not in expected:
                     sock.close()
                     continue
                 expected.discard(child)
@@ -506,7 +505,7 @@ class _Connector:
             who = ", ".join(sorted(strangers))
             text += f", and these processes connected but do not belong to this job: {who}"
             raise _RefusedError(late[0], text)
-        raise OSError(text)  # the group falls back to the backend's collectives
+        raise OSError(text)  # not a refusal: the group falls back to the backend's collectives
 
     def _admit(
         self, expected: Collection[tuple[int, int]], strangers: set[str], sock: socket.socket
@@ -515,7 +514,7 @@ class _Connector:
         is_local = sock.family == socket.AF_UNIX
         if not is_local:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        hello = answer(sock, self._secret, _HELLO.size)  # `accept` hangs up at its end
+        hello = answer(sock, self._secret, _HELLO.size)  # `accept` closes it at the deadline
         if hello is None:
             who = str(peer(sock)) if is_local else f"a process at {sock.getpeername()[0]}"
             strangers.add(f"{who} without the job's secret")
@@ -526,14 +525,14 @@ class _Connector:
         if not is_local or channel != _ROUNDS:
             sock.sendall(_ACCEPTED)
             return (position, channel), None
-        box = mailbox.send(sock)  # first, as the other side receives them
+        box = mailbox.send(sock)  # in the order in which the other side receives them
         memory.send(sock, self._arena_fd)
         return (position, channel), box
 
     def _make_arena(self) -> None:
         """Create the memory for tensors if this rank is the first of several on its host."""
         control = self._control
-        # On several hosts it serves `TwoLevels`, which only the group of all ranks has.
+        # On several hosts it serves `TwoLevels`, which only the group of all ranks uses.
         is_used = len(self.hosts) == 1 or (control.has_levels and self._group is None)
         if is_used and self._here[0] == self.position and len(self._here) > 1:
             max_bytes = min(self._adverts[at].shared_bytes for at in self._here)
@@ -557,7 +556,7 @@ def _connect_until(family: int, address: Any, until: float) -> socket.socket:
     """Connect; retry while the queue of a local listener is full."""
     while True:
         sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.settimeout(max(0.1, until - time.monotonic()))  # 0 means non-blocking
+        sock.settimeout(max(0.1, until - time.monotonic()))
         try:
             sock.connect(address)
         except BaseException as error:  # Ctrl-C too: no descriptor is left open

@@ -78,11 +78,11 @@ class CallHistory:
         lines = [*zip(before, sites, strict=True)]
         for position, (old, new) in enumerate(lines):
             others = {pair for at, pair in enumerate(lines) if at != position}
-            if len(others) > 1:  # this rank isn't the only one that differs
+            if len(others) > 1:  # the other ranks don't agree
                 continue
             their_old, their_new = others.pop()
             is_behind, is_ahead = new == their_old, their_new == old
-            if is_behind and is_ahead:  # swapped: it has made as many calls as the others
+            if is_behind and is_ahead:  # a swap: it has made as many calls as the others
                 self._warn(ranks[position], call, old, new)
                 return
             if is_behind or is_ahead:
@@ -124,7 +124,7 @@ sections."""
 _STARTED = "<string>"  # the file of the first frame of a process that we started
 
 
-# The user's line for which a background thread runs a call; it isn't in the thread's own frames.
+# The user's line for which a background thread runs a call; the thread's frames don't have it.
 _carried: ContextVar[bytes] = ContextVar("_carried", default=b"")
 _purpose: ContextVar[str] = ContextVar("_purpose", default="")
 
@@ -141,7 +141,7 @@ line: _Line = _Line()
 
 @contextlib.contextmanager
 def called(purpose: str) -> Iterator[None]:
-    """Set a purpose, which replaces the names of calls within the block and those they start."""
+    """Set a purpose that replaces the names of calls in the block and of those that they start."""
     token = _purpose.set(purpose)
     try:
         yield
@@ -218,7 +218,7 @@ def unpack(
     values, is_aligned = [], True
     for blob in blobs:
         whole: Any = blob if len(blob) < COPIED_BYTES else memoryview(blob)
-        if blob[:start] == head:  # the same call, at the same line
+        if blob[:start] == head:
             values.append(whole[start:])
             continue
         own, other = read_call(head), read_call(blob)
@@ -228,7 +228,7 @@ def unpack(
         is_aligned = False  # the same call, at another line
     if history is not None:
         if is_aligned:
-            history.sites = None  # this round's lines agree
+            history.sites = None
         else:
             sites = [_split(blob)[1] for blob in blobs]
             history.compare(sites, name(head), ranks())
@@ -254,7 +254,7 @@ def _short(line: str) -> str:
             here = os.path.realpath(".")
         except OSError:  # the folder is gone
             here = ""
-        # The shortest end of the path that, in this folder, ends as the site does.
+        # The shortest relative path that the working directory completes to the shortened site.
         ends = (os.sep.join(parts[-count:]) for count in range(1, len(parts)))
         file = next((end for end in ends if f"{here}{os.sep}{end}".endswith(file)), f"...{file}")
     return place_of(file, int(number))

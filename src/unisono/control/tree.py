@@ -28,7 +28,7 @@ def links(hosts: Sequence[Sequence[int]], position: int, fan_out: int = FAN_OUT)
     leader, *others = hosts[node]
     if position != leader:
         return Links(leader, (), {})
-    # Hosts are numbered as in a heap: each host's number gives its parent and its children.
+    # Hosts are numbered as in a heap: a host's number gives its parent and its children.
     up = None if node == 0 else hosts[(node - 1) // fan_out][0]
     below: dict[int, tuple[int, ...]] = {other: (other,) for other in others}
     for child in _children(node, fan_out, len(hosts)):
@@ -37,13 +37,13 @@ def links(hosts: Sequence[Sequence[int]], position: int, fan_out: int = FAN_OUT)
 
 
 def _children(node: int, fan_out: int, count: int) -> range:
-    """Return the hosts right below a host, of `count`."""
+    """Return the numbers of the hosts right below a host."""
     first = node * fan_out + 1
     return range(min(first, count), min(first + fan_out, count))
 
 
 def _beneath(node: int, fan_out: int, hosts: Sequence[Sequence[int]]) -> list[int]:
-    """Return the positions on a host, its own first, and on all hosts below it."""
+    """Return the positions on a host and on all hosts below it, the host's own first."""
     positions: list[int] = []
     layer = [node]
     while layer:

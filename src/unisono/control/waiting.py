@@ -61,9 +61,9 @@ class Wait:
         hub = control.hubs.get(name_of(self._group))
         if hub is not None:
             hub.peers.raise_failure()
-        elif position is not None:  # memory ends with its hub
+        elif position is not None:
             raise ContextError("finalize() was called meanwhile, by another thread")
-        if math.isnan(self._end):  # at the first look only
+        if math.isnan(self._end):
             self._end = self._find_end()
         if now >= self._end:
             text = self._overdue(position)
@@ -95,7 +95,7 @@ class Wait:
         return min([end, *(at for at in (end_of_block(), self._until) if at is not None)])
 
     def _overdue(self, position: int | None) -> str:
-        waited = format_s(max(0.0, self._end - self._begun) / host_s(1))  # as the user set it
+        waited = format_s(max(0.0, self._end - self._begun) / host_s(1))  # in the user's seconds
         return (
             f"{self._late(position)}\n  {self._control.where(self._call)}: not done after {waited}"
         )

@@ -100,14 +100,13 @@ def make(size: int, cores: int, max_bytes: int) -> tuple[int, Arena] | None:
         return None
     fd, shared = made
     words = memoryview(shared)[: plan.head_bytes].cast("Q")
-    for at, value in enumerate(astuple(plan), size * _LINE_WORDS):  # the last line, for `read`
+    for at, value in enumerate(astuple(plan), size * _LINE_WORDS):  # after the ranks', for `read`
         words[at] = int(value)
     return fd, Arena(shared, 0, plan)
 
 
 def read(shared: mmap.mmap, size: int, position: int) -> Arena:
     """Return this rank's end of an arena that another rank has created."""
-    # What was sent may not even have a whole header.
     if len(shared) < _PAGE_BYTES * (1 + size // (_PAGE_BYTES // _LINE_BYTES)):
         raise OSError("memory for tensors was sent that is too small")
     words = memoryview(shared)[: (size + 1) * _LINE_BYTES].cast("Q")[size * _LINE_WORDS :]
@@ -186,7 +185,7 @@ class Arena:
 
     def _wait(self, line: int, interval: int, check: Check) -> None:
         words, give_way = self._words, os.sched_yield
-        for _ in range(_LOOKS):  # without a system call
+        for _ in range(_LOOKS):
             if words[line] >= interval:
                 return
         end = time.monotonic() + _SPIN_S
@@ -200,7 +199,7 @@ class Arena:
         words, nap, duration = self._words, self._mine + _NAP, self._nap_time
         duration.nanoseconds = _FIRST_NAP_NS
         while words[line] < interval:
-            # One more look: the awaited rank may have arrived before it could see the nap.
+            # Look once more: the awaited rank may have arrived before it could see the nap.
             words[nap] = 1
             if words[line] < interval:
                 where = ctypes.c_void_p(self._address + nap * _WORD_BYTES)
@@ -281,6 +280,6 @@ class Arena:
             [
                 (slice(*ends[p]), slots[p][1][: ends[p][1] - ends[p][0]])
                 for p in self.others
-                if ends[p][1] > ends[p][0]  # a short block leaves the last ranks without a slice
+                if ends[p][1] > ends[p][0]  # in a short block the last ranks have no slice
             ],
         )

@@ -41,7 +41,7 @@ def folds(dtype: torch.dtype, op: ReduceOp) -> bool:
     if dtype not in DTYPES:
         return False
     if op is ReduceOp.AVERAGE:
-        # The factor of a mean rounds the smallest numbers, which in float16 are as large as 6e-5.
+        # The factor of a mean rounds subnormal numbers, which in float16 begin at 6e-5.
         return dtype.is_floating_point and dtype is not torch.float16
     if op in (ReduceOp.MIN, ReduceOp.MAX):
         return not dtype.is_complex
@@ -215,9 +215,9 @@ class HostCollectives(Turns):
         self, source: Tensor, target: Tensor | None, op: ReduceOp, check: Check
     ) -> None:
         arena, count = self._arena, source.numel()
-        # Short: each rank adds all, which saves the second barrier.
+        # Each rank reduces the whole of a short tensor, which saves the second barrier.
         if count * source.itemsize <= arena.layout.whole_bytes:
-            given = arena.given(source.dtype, count)[arena.interval & 1]  # the parity to write now
+            given = arena.given(source.dtype, count)[arena.interval & 1]  # the slots to write now
             given[arena.position].copy_(source)
             arena.barrier(check)
             if target is not None:
@@ -240,7 +240,7 @@ class HostCollectives(Turns):
         arena.barrier(check)
         parts = list(now.parts)
         parts[arena.position] = own  # which wasn't copied: no other rank needs it
-        # In the slots of the new interval: the others still read the inputs in those of the last.
+        # Into the slots of the new interval: the others still read inputs in those of the last one.
         views = both[arena.interval & 1]
         fold_into(op, parts, views.reduced)
         if target is not None:
@@ -255,7 +255,6 @@ class HostCollectives(Turns):
         arena, total = self._arena, torch.cat(list(tensors))
 
         def work(check: Check) -> None:
-            # The parity of the interval's number: its slots may be written now.
             given = arena.given(total.dtype, total.numel())[arena.interval & 1]
             given[arena.position].copy_(total)
             arena.barrier(check)
@@ -274,9 +273,9 @@ class HostCollectives(Turns):
         arena, here, call = self._arena, self.shared, f"reduce_scatter {op.name}"
         target = memory.new(rows, rows.shape[1:])
         work = partial(here.reduce_scatter, op=op, target=target.view(-1))
-        if here.count and self._on_shared(call, rows, work):  # count: the same on all ranks
+        if here.count and self._on_shared(call, rows, work):
             return target
-        # A slot has room for two blocks, and is cut into one cell for each rank.
+        # A slot has room for two blocks, and is divided into one cell for each rank.
         room = 2 * arena.layout.block_bytes // arena.size // rows.itemsize
         cells = arena.cells(rows.dtype, room)
         sources = [_blocks(row, room) for row in rows.view(arena.size, -1)]
@@ -313,11 +312,11 @@ class HostCollectives(Turns):
         def take(block: int, parity: int) -> None:
             own = slices[me][block * room : (block + 1) * room]
             parts = [cells[parity][p][me][: own.numel()] for p in range(arena.size)]
-            total, parts[me] = parts[me], own  # a scratch cell, which no other rank reads
+            total, parts[me] = parts[me], own  # no other rank reads this cell
             fold_into(op, parts, total)
             own.copy_(total)
 
-        blocks = -(-slices[0].numel() // room)  # the first slice is the longest
+        blocks = -(-slices[0].numel() // room)
         self._move(f"all_reduce {op.name}", blocks, give, take, flat)
         return slices[me]
 
@@ -341,7 +340,7 @@ class HostCollectives(Turns):
         work = partial(self.shared.all_gather, rows=into)
         if not (self.shared.count and self._on_shared("all_gather", source, work)):
             self._gather("all_gather", source, into)
-        rows[arena.position].copy_(tensor)  # the above fill the other rows only
+        rows[arena.position].copy_(tensor)  # the calls above fill only the other rows
         return rows
 
     def exchange(self, blob: bytes, sizes: Sequence[int]) -> list[Any]:
@@ -355,7 +354,6 @@ class HostCollectives(Turns):
         rows[me] = source = from_bytes(blob, torch.uint8, (len(blob),))
         self._gather("exchange", source, rows)
         blobs[me] = blob
-        # A long one isn't copied.
         return [memoryview(b) if len(b) > _COPIED_BYTES else bytes(b) for b in blobs]
 
     def _gather(self, call: str, source: Tensor, rows: Sequence[Tensor]) -> None:
@@ -379,7 +377,6 @@ class HostCollectives(Turns):
         arena, root = self._arena, self._ranks.index(src)
         call, here = f"broadcast from {src}", self.shared
         work, writes = partial(here.broadcast, root=root), arena.position != root
-        # `here.count` is the same on all ranks.
         if here.count and self._on_shared(call, tensor, work, writes=writes):
             return tensor
         parts = _blocks(_bytes_of(tensor), 2 * arena.layout.block_bytes)
@@ -401,7 +398,7 @@ class HostCollectives(Turns):
         """Send row i of [n, *shape] to the i-th rank; return the rows received."""
         # Collective over the group.
         arena, into = self._arena, memory.new(rows, rows.shape)
-        me, room = arena.position, 2 * arena.layout.block_bytes // arena.size  # a cell for each
+        me, room = arena.position, 2 * arena.layout.block_bytes // arena.size
         cells = arena.cells(torch.uint8, room)
         sources, results = self._cut(rows, room), self._cut(into, room)
 
@@ -425,7 +422,7 @@ class HostCollectives(Turns):
         """Send each rank its row of `rows`, [n, *shape], which only `src` has."""
         # Collective over the group.
         arena, root = self._arena, self._ranks.index(src)
-        me, room = arena.position, 2 * arena.layout.block_bytes // arena.size  # a cell for each
+        me, room = arena.position, 2 * arena.layout.block_bytes // arena.size
         cells = arena.cells(torch.uint8, room)
         sources = [] if rows is None else self._cut(rows, room)
         results = _blocks(_bytes_of(into), room)
@@ -457,7 +454,7 @@ class HostCollectives(Turns):
             for block in range(blocks):
                 give(block, arena.interval & 1)
                 if block:
-                    # A barrier has passed since the others wrote it.
+                    # The others wrote it before the last barrier.
                     take(block - 1, 1 - (arena.interval & 1))
                 arena.barrier(check)
             take(blocks - 1, 1 - (arena.interval & 1))

@@ -89,7 +89,7 @@ class TwoLevels(Turns):
 
     def _twins_at(self, position: int, count: int) -> Group:
         """Return the twins at a position; the first `count` are created at their first use."""
-        # All ranks create the groups of all twins, in one order: each creation is collective.
+        # Creating a group is collective: all ranks create those of all twins, in the same order.
         while len(self._twins) < count:
             at = len(self._twins)
             ranks = tuple(sorted(ranks[at] for ranks in self._hosts))
@@ -104,7 +104,7 @@ class TwoLevels(Turns):
         reduce = self._reduce_slices if is_cut else self._reduce_whole
 
         def work(check: Check) -> None:
-            self._own.check = check  # of all ranks, for the waits inside the host
+            self._own.check = check  # waits within the host check all ranks, too
             reduce(flat, op)
 
         self._run(f"all_reduce {op.name}", work, tensor)
@@ -115,8 +115,8 @@ class TwoLevels(Turns):
         step, after = op, 1.0
         if op is ReduceOp.AVERAGE:
             before, after = mean_factors(self.size)
-            step = ReduceOp.SUM  # hosts may have unequally many ranks
-            flat.mul_(before)  # before the sum, which might overflow
+            step = ReduceOp.SUM  # hosts may have different numbers of ranks
+            flat.mul_(before)  # before the sum, which could overflow
         if self._host is not None:
             self._host.reduce(flat, leader, step)
         if self._position == 0:

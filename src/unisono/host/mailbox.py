@@ -47,7 +47,7 @@ class Mailbox:
         start, words, at = self._out_body, self._words, self._out
         self._bytes[start : start + len(body)] = body
         words[at + _SIZE] = len(body)
-        words[at] = seq << _KIND_BITS | kind  # last: it shows the reader the whole frame
+        words[at] = seq << _KIND_BITS | kind  # last: the reader looks for this word
         return words[at + _SLEEPS] != 0
 
     def has_frame(self) -> bool:
@@ -62,7 +62,7 @@ class Mailbox:
             return None
         self._taken = stamp
         start = self._in_body
-        # The other end may have written any length: this one reads only its half.
+        # The other end may have written any length: read no more than its half.
         body = bytes(self._bytes[start : start + min(words[at + _SIZE], MAILBOX_BYTES)])
         return stamp & ((1 << _KIND_BITS) - 1), stamp >> _KIND_BITS, body
 
@@ -81,7 +81,7 @@ def send(sock: socket.socket) -> Mailbox | None:
     try:
         memory.send(sock, fd)
     finally:
-        os.close(fd)  # the memory lives as long as it is mapped
+        os.close(fd)  # the mapping keeps the memory
     return Mailbox(shared, True)
 
 

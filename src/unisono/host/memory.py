@@ -73,7 +73,7 @@ def receive(sock: socket.socket, size_bytes: int | None = None) -> mmap.mmap | N
         if sent_bytes != (size_bytes or sent_bytes):
             raise OSError("the peer sent shared memory of another size")
         return mmap.mmap(fds[0], sent_bytes)
-    finally:  # the memory lives as long as it is mapped
+    finally:  # the mapping keeps the memory
         for fd in fds:
             os.close(fd)
 
@@ -82,7 +82,7 @@ def new(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return an empty CPU tensor that is written at once, a long one in huge pages."""
     made = like.new_empty(shape)
     if made.nbytes >= _MAPPED_BYTES and _HUGE is not None:
-        begin = -(-made.data_ptr() // _PAGE_BYTES) * _PAGE_BYTES  # madvise takes whole pages
+        begin = -(-made.data_ptr() // _PAGE_BYTES) * _PAGE_BYTES  # madvise requires whole pages
         size_bytes = (made.data_ptr() + made.nbytes - begin) // _PAGE_BYTES * _PAGE_BYTES
         advise = ctypes.CDLL(None).madvise  # it may fail, on a kernel without huge pages
         advise(ctypes.c_void_p(begin), ctypes.c_size_t(size_bytes), _HUGE)
@@ -114,7 +114,7 @@ def open_at(address: bytes, *, writes: bool) -> int:
     if _identity(os.stat(path)) != identity:  # before it is opened: it may be anything
         raise OSError(f"{path} is not the shared memory that was announced")
     fd = os.open(path, (os.O_RDWR if writes else os.O_RDONLY) | os.O_CLOEXEC)
-    if _identity(os.fstat(fd)) != identity:  # it was replaced meanwhile
+    if _identity(os.fstat(fd)) != identity:  # the file was replaced meanwhile
         os.close(fd)
         raise OSError(f"{path} is not the shared memory that was announced")
     return fd

@@ -82,7 +82,7 @@ class SharedTensors:
         # Collective over the group, for a tensor of at least `MIN_BYTES`; the ranks' arguments
         # differ only in the memory.
         entry = self._entries.get(flat.untyped_storage().data_ptr())
-        token, offset = 0, 0  # 0: not a shared one
+        token, offset = 0, 0
         if entry is not None:
             offset = int(flat.storage_offset()) * flat.itemsize
             token = entry.number << _OFFSET_BITS | offset
@@ -99,7 +99,7 @@ class SharedTensors:
         width = -(-count // arena.size)
         begin = min(arena.position * width, count)
         for block in _blocks([part[begin : begin + width] for part in parts]):
-            fold_into(op, block, block[0])  # which only this rank touches now
+            fold_into(op, block, block[0])  # only this rank uses this slice now
             for other in block[1:]:
                 other.copy_(block[0])
 

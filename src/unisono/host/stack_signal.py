@@ -60,7 +60,7 @@ def _install() -> Mapping[str, int]:
     if _CHANGES_COUNTS or not sys.platform.startswith("linux"):
         return {}
     masks = _masks(Path("/proc/self/status"))
-    # -1: unknown masks count as full.
+    # -1: without masks, every signal counts as used.
     used = masks.get("SigCgt", -1) | masks.get("SigIgn", -1) | masks.get("SigBlk", -1)
     numbers = range(signal.SIGRTMAX - _RESERVED, signal.SIGRTMIN, -1)
     number = next((number for number in numbers if not used & _bit(number)), None)
@@ -69,7 +69,7 @@ def _install() -> Mapping[str, int]:
     fd = -1
     try:
         fd = os.memfd_create(_MEMORY)  # closed by exec
-        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)  # forks write there, too
+        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)  # forks append to it, too
         faulthandler.register(number, file=fd, all_threads=False, chain=False)
     except (OSError, RuntimeError):  # no memory, no descriptor, or no signal stack
         if fd >= 0:
@@ -161,13 +161,13 @@ def _answer(pid: int, thread_id: int, number: int, fd: int, until: float) -> str
     if os.fstat(fd).st_size > _MAX_BYTES:
         os.ftruncate(fd, 0)
     begin = os.fstat(fd).st_size
-    # An earlier observer sent a pending signal: the thread is stopped, or is about to write.
+    # A pending signal is an earlier observer's: the thread is stopped, or about to write.
     if not masks["SigPnd"] & bit and not _send(pid, thread_id, number):
         return None
     quiet = 0
     while time.monotonic() < until and quiet < _MAX_QUIET_POLLS:
         end, masks = os.fstat(fd).st_size, _masks(task)
-        # The end was read before the masks: if it is the same after them, the text is whole.
+        # The text is complete if its end, read before the masks, hasn't moved after them.
         is_over = not (masks.get("SigPnd", 0) | masks.get("SigBlk", 0)) & bit
         if is_over and end > begin and os.fstat(fd).st_size == end:
             return os.pread(fd, end - begin, begin).decode("utf-8", "replace")

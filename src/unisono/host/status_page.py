@@ -81,7 +81,7 @@ def _private(path: Path, *, makes: bool) -> bool:
         if makes:
             with contextlib.suppress(FileExistsError):
                 path.mkdir(mode=0o700, parents=True)
-        status = path.lstat()  # a link may lead elsewhere
+        status = path.lstat()  # not `stat`: a link may lead elsewhere
     except OSError:
         return False
     is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
@@ -108,7 +108,7 @@ class StatusPage:
         self._lock = threading.RLock()  # a signal's handler may call something meanwhile
         self._pid = os.getpid()
         self.update()
-        self._words[0] = _MAGIC  # last: a reader takes no page without it
+        self._words[0] = _MAGIC  # last: readers reject a page without it
         _open.add(self)
 
     @classmethod
@@ -144,7 +144,7 @@ class StatusPage:
             start = _HEAD_BYTES + edition % 2 * _FACTS_BYTES
             self._memory[start : start + len(text)] = text
             self._words[_EDITION + 1 + edition % 2] = len(text)
-            self._words[_EDITION] = edition  # last: from now on readers take it
+            self._words[_EDITION] = edition  # last: it shows readers the new facts
 
     def lane(self) -> Lane | None:
         """Return a lane without a live thread; None if there isn't one."""
@@ -175,7 +175,7 @@ class Lane:
         self._memory, self._words = page._memory, page._words
         self._first = head + _HEAD_BYTES // _WORD
         stamps = self._words[self._first : self._first + _RING * _STEP : _STEP]
-        self._last = max(stamps)  # of the thread that had it before: stamps only grow
+        self._last = max(stamps)  # stamps only grow, also beyond those of the thread before
         self._words[head] = threading.get_native_id()
 
     def begin(self, text: bytes, number: int, size: int, begin_ns: int, state: int) -> int:
@@ -228,7 +228,7 @@ class PageReader:
         self.facts: dict[str, Any] = self._read_facts()
 
     def _read_facts(self) -> dict[str, Any]:
-        while True:  # until no new edition came while one was read
+        while True:
             edition = self._words[_EDITION]
             start = _HEAD_BYTES + edition % 2 * _FACTS_BYTES
             text = self._memory[start : start + self._words[_EDITION + 1 + edition % 2]]
@@ -308,7 +308,7 @@ def shortened(ranks: Sequence[int]) -> list[int] | dict[str, list[int]]:
     """Encode ranks for the facts, which lack room for those of many large groups."""
     # `ranks_of` decodes them.
     if len(ranks) > 2:
-        evenly = range(ranks[0], ranks[-1] + 1, max(ranks[1] - ranks[0], 1))  # a step is not 0
+        evenly = range(ranks[0], ranks[-1] + 1, max(ranks[1] - ranks[0], 1))
         if tuple(evenly) == tuple(ranks):
             return {"range": [evenly.start, evenly.stop, evenly.step]}
     return list(ranks)
@@ -323,7 +323,7 @@ def _sweep(place: Path) -> None:
     """Remove the pages of dead processes once their whole job is dead."""
     with contextlib.suppress(OSError):
         pids = {path.name.partition("-")[0] for path in place.iterdir()}
-        if all(_exists(int(pid)) for pid in pids if pid.isdecimal()):  # mostly: no page is read
+        if all(_exists(int(pid)) for pid in pids if pid.isdecimal()):
             return
         found = pages()
         living = {page.facts.get("job") for page in found if _exists(page.facts["pid"])}
@@ -336,7 +336,7 @@ def _exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except (OSError, OverflowError) as error:
-        return isinstance(error, PermissionError)  # another user's process
+        return isinstance(error, PermissionError)  # the process is another user's
     return True
 
 
@@ -350,8 +350,8 @@ def is_running(pid: int, ticks: int) -> bool:
     """Return whether the process that had `pid` at `ticks` still runs; a zombie doesn't."""
     with contextlib.suppress(load("psutil:Error")):
         boot_s, process = load("psutil:boot_time")(), load("psutil:Process")(pid)
-        since = round((process.create_time() - boot_s) * 100)  # in the unit of `start_ticks`
-        # A process that began after `ticks` has taken over the number.
+        since = round((process.create_time() - boot_s) * 100)
+        # A process that began after `ticks` has reused the pid.
         return bool(since <= ticks and process.status() != "zombie")
     return False
 

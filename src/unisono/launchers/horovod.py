@@ -78,7 +78,7 @@ class _HorovodWorkers(RemoteWorkers):
     def print(self, target: int, line: bytes) -> None:
         """Print a rank's line without horovodrun's mark, and horovodrun's own if asked for."""
         mark = _FROM_RANK.match(line)
-        # From the shells in which horovodrun runs ranks, since the ranks are killed now.
+        # The shells around the ranks print these when the ranks are killed.
         if mark is not None and self._is_ending and line[mark.end() :].rstrip() in _SHELL_MESSAGES:
             return
         if mark is not None:
@@ -86,7 +86,7 @@ class _HorovodWorkers(RemoteWorkers):
         elif self._is_verbose:
             super().print(2, line)
         else:
-            self.last.append(line.decode(errors="replace").rstrip())  # for errors alone
+            self.last.append(line.decode(errors="replace").rstrip())
 
     def end(self, job: Job[Any]) -> None:
         self._is_ending = True
@@ -103,7 +103,6 @@ class _HorovodWorkers(RemoteWorkers):
 
 
 def _slots(plan: LaunchPlan, hosts: str | None) -> dict[str, int]:
-    """Return the number of ranks of each host."""
     for name in ("init_method", "start_method"):
         if getattr(plan, name) is not None:
             raise ArgumentError(f"horovod makes its ranks and their rendezvous: no {name}")
@@ -114,7 +113,6 @@ def _slots(plan: LaunchPlan, hosts: str | None) -> dict[str, int]:
         )
     if hosts is None:
         return {"localhost": plan.nproc_per_node}
-    # An empty text gives [None], which is refused below.
     matches = [_HOST.fullmatch(item.strip()) for item in hosts.split(",")] if hosts else [None]
     slots = {match[1]: int(match[2]) for match in matches if match}
     if len(slots) != len(matches):
@@ -126,7 +124,7 @@ def _slots(plan: LaunchPlan, hosts: str | None) -> dict[str, int]:
             f"hosts={hosts!r} has up to {max(slots.values())} ranks on a host: pass that as "
             f"nproc_per_node, not {plan.nproc_per_node}"
         )
-    if plan.nnodes not in (1, len(slots)):  # 1 is the default
+    if plan.nnodes not in (1, len(slots)):
         raise ArgumentError(f"hosts={hosts!r} has {len(slots)} hosts, but nnodes={plan.nnodes}")
     return slots
 
@@ -134,11 +132,10 @@ def _slots(plan: LaunchPlan, hosts: str | None) -> dict[str, int]:
 def _prepare(
     slots: Mapping[str, int], is_verbose: bool, script: Script, _: ExitStack
 ) -> tuple[list[str], dict[str, str]]:
-    """Write horovodrun's command line and variables."""
     hosts = ",".join(f"{name}:{count}" for name, count in slots.items())
     driver = boot("from horovod.runner.launch import run_commandline; run_commandline()")
     arguments = [*driver, "--gloo", "--disable-cache"]
     arguments += ["-np", str(sum(slots.values())), "-H", hosts, *(["--verbose"] * is_verbose)]
     variables = without(os.environ, OF_HOROVOD, OF_MPI, OF_TORCH)  # horovodrun prefers them
-    variables.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")  # else groups can't be made later
+    variables.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")  # else no group can be created later
     return [*arguments, *script.rank_argv()], variables

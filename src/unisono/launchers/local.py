@@ -75,7 +75,7 @@ def _attempt(script: Script, base: Mapping[str, str], attempt: int) -> ScriptOut
                 terminal = lent if script.stdin_rank == info.rank else ()
                 arguments = script.rank_argv(os.getpid(), terminal)
                 supervisor.start(arguments, {**base, **own}, terminal)
-        except LaunchError:  # a rank that can't be started ends those before it
+        except LaunchError:
             supervisor.kill()
             raise
         return supervisor.run()
@@ -87,7 +87,7 @@ def _terminal(rank: int | None) -> Iterator[tuple[int, ...]]:
     if rank is None:
         yield ()
         return
-    # Copies, for the rank gets them under these numbers: 1 and 2 of its wrapper are pipes.
+    # Copies, which the rank gets under these numbers: 1 and 2 of its wrapper are pipes.
     lent = os.dup(1), os.dup(2)
     # A rank that is killed while it reads may leave the terminal in another mode.
     before = termios.tcgetattr(0) if os.isatty(0) else None
@@ -140,7 +140,7 @@ def launch(
     held = ExitStack()
     workers = Workers(plan.world_size, held, stop_limit_s)
     own = [plan.info(local_rank).rank for local_rank in range(plan.nproc_per_node)]
-    # Before anything is held or started: `terminate` closes all of it.
+    # Created first: `terminate` closes all that is held or started below.
     job: Job[Any] = Job(workers, plan.world_size, own, grace_s=plan.grace_s or None)
     try:
         plan = hold(plan, held)
@@ -148,10 +148,10 @@ def launch(
         begin(workers, infos, task_of, held, method)
         if join:
             return job.join()
-        job.send_tasks()  # before `join`, ranks would wait for their tasks
+        job.send_tasks()  # else the ranks would wait for a later `join`
     except BaseException as error:  # Ctrl-C above all: no process is left running
         job.terminate()
-        # CollectiveTimeoutError is an OSError, too.
+        # CollectiveTimeoutError is an OSError.
         if isinstance(error, OSError) and not isinstance(error, UnisonoError):
             raise LaunchError(f"a worker process can't be started: {error}") from error
         raise
@@ -184,17 +184,17 @@ def variables_of(info: RankInfo, environ: Mapping[str, str]) -> dict[str, str]:
     own = {key: environ[key] for key in environ.keys() - {PRIVATE_STORE, PREFIXED}}
     if info.private_store is not None:
         own[PRIVATE_STORE] = info.private_store
-    return {**share_of_cores(info), **own}  # a number of threads that is set has priority
+    return {**share_of_cores(info), **own}  # a number of threads that the user has set has priority
 
 
 def _fork_server_for(method: str) -> _ForkServer:
     """Return a fork server whose workers inherit this process's present state."""
-    _retired[:] = [old for old in _retired if old.process.poll() is None]  # `poll` reaps them, too
+    _retired[:] = [old for old in _retired if old.process.poll() is None]
     at_load = sorted(item for item in os.environ.items() if item[0].startswith(_AT_LOAD))
     key = (*forkserver.interpreter(), *inherited(), *at_load)
     known = _fork_servers.get(method)
-    if known is not None and known.owner == os.getpid():  # else of the process that forked this one
-        # Another key: its workers would inherit an earlier state. An empty peek: it has ended.
+    if known is not None and known.owner == os.getpid():  # else it is a parent's
+        # Another key means an outdated state, and an empty peek that the server has ended.
         if known.key == key and peek(known.control) != b"":
             return known
         _retire(known)
@@ -204,7 +204,7 @@ def _fork_server_for(method: str) -> _ForkServer:
 
 def _start_fork_server(method: str, key: tuple[object, ...]) -> _ForkServer:
     ours, theirs = socket.socketpair()
-    # The file alone, without its package: it starts before torch is imported.
+    # Loads that file without its package, so that it starts before torch is imported.
     code = (
         f"import sys; sys.path[:] = {search_path()!r}\n"
         "import importlib.util as u\n"
@@ -214,7 +214,6 @@ def _start_fork_server(method: str, key: tuple[object, ...]) -> _ForkServer:
     )
     command, fds = [*forkserver.interpreter(), "-c", code], [theirs.fileno()]
     with theirs:
-        # Workers get their streams with each request.
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)
     return _ForkServer(ours, process, os.getpid(), key)
 
@@ -231,15 +230,13 @@ def _retire(server: _ForkServer) -> None:
 def _end_all() -> None:
     """End all fork servers, and with them the workers that they still have."""
     for server in (*_fork_servers.values(), *_retired):
-        if server.owner == os.getpid():  # a fork of this process has its parent's, too
+        if server.owner == os.getpid():  # a fork of this process knows its parent's servers, too
             _end(server)
 
 
 def _end(server: _ForkServer) -> None:
-    """End a fork server and its workers, and wait for it."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         server.process.send_signal(number)
-        # A stopped process gets SIGTERM only once it continues.
         server.process.send_signal(signal.SIGCONT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.process.wait(_END_S)
@@ -257,7 +254,7 @@ class _Fork(subprocess.Popen[bytes]):
     def _execute_child(self, *_: Any) -> None:  # called by Popen to start its process
         parent = os.getpid()
         self.pid = os.fork()
-        self._child_created = True  # as Popen's own does: its destructor reads it
+        self._child_created = True  # Popen's destructor reads it
         if self.pid == 0:
             try:
                 # A group of torch that is garbage here would join threads that it lacks.

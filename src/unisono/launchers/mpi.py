@@ -71,7 +71,7 @@ def argv(script: Script, launcher: str, version: str) -> list[str]:
         # Within a Slurm job it would use all its nodes.
         arguments += ["-launcher", "fork", "-hosts", "localhost"]
     if is_open_mpi:
-        # By default it refuses more ranks than cores, and binds a rank's threads to one core.
+        # By default it refuses more ranks than cores, and may bind a rank's threads to one core.
         is_packed = script.hosts or script.nnodes == 1
         where = ":OVERSUBSCRIBE" if is_packed else f"ppr:{script.nproc_per_node}:node"
         arguments += ["--map-by", where, "--bind-to", "none"]
@@ -89,7 +89,7 @@ def command(script: Script) -> list[str]:
 def environment(environ: Mapping[str, str], is_root: bool) -> dict[str, str]:
     """Write mpiexec's variables, which ranks of this host inherit."""
     kept = without(environ, OF_MPI, OF_TORCH)
-    # Open MPI refuses to run as root without them.
+    # Open MPI refuses to run as root without these.
     return {**kept, **dict.fromkeys(_AS_ROOT, "1")} if is_root else kept
 
 
@@ -123,8 +123,8 @@ def _prepare(script: Script, held: ExitStack) -> tuple[list[str], dict[str, str]
         variables |= {
             "MASTER_ADDR": str(plan.master_addr),
             "MASTER_PORT": str(plan.master_port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank hosts it: this process does
-            "TORCHELASTIC_RESTART_COUNT": "0",  # earlier torch reads it with the one above
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # this process hosts the store, not a rank
+            "TORCHELASTIC_RESTART_COUNT": "0",  # older torch requires it with the one above
             PRIVATE_STORE: str(plan.private_store),
         }
     return arguments, variables

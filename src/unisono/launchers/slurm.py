@@ -49,10 +49,10 @@ def why_unavailable() -> str | None:
 
 def argv(script: Script) -> list[str]:
     """Write srun's command line."""
-    # The first failure ends the other ranks; none reads this process's stdin.
+    # The first failure ends the other ranks, and none reads this process's stdin.
     arguments = ["srun", "--kill-on-bad-exit=1", "--input=none"]
     arguments += [*_shape(script), *_options(script)]
-    if script.timeout_s is not None:  # srun waits so long for nodes
+    if script.timeout_s is not None:  # srun gives up if it has no nodes by then
         arguments.append(f"--immediate={max(1, round(script.timeout_s))}")
     return [*arguments, *script.rank_argv()]
 
@@ -62,12 +62,12 @@ def _shape(script: Script) -> list[str]:
     script.refuse("slurm", "Slurm's nodes find it out", "node_rank")
     script.refuse("slurm", "use sbatch --requeue, or launcher 'torchrun'", "max_restarts")
     if script.hosts:
-        # An arbitrary distribution takes a host once for each of its tasks.
+        # The arbitrary distribution expects a host's name once for each of its tasks.
         names = ",".join(name for name, count in script.hosts for _ in range(count))
         counts = [f"--nodes={len(script.hosts)}", f"--ntasks={script.world_size}"]
         return [*counts, f"--nodelist={names}", "--distribution=arbitrary"]
     each = f"--ntasks-per-node={script.nproc_per_node}"
-    if script.max_nnodes > script.nnodes:  # no --ntasks, which follows from the nodes
+    if script.max_nnodes > script.nnodes:
         return [f"--nodes={script.nnodes}-{script.max_nnodes}", each]
     return [f"--nodes={script.nnodes}", f"--ntasks={script.world_size}", each]
 
@@ -77,7 +77,7 @@ def _options(script: Script) -> list[str]:
     arguments = []
     for name, value in script.options:
         option = name.strip("-").replace("_", "-")
-        # A new line would end the option in a batch script.
+        # A newline would end the option in a batch script.
         if not _OPTION.fullmatch(option) or "\n" in value:
             raise ArgumentError(f"option {name}={value!r} should be NAME or NAME=VALUE of sbatch")
         if option in _OURS:
@@ -101,7 +101,7 @@ def batch_script(script: Script, name: str) -> str:
     """Write a script for ``sbatch`` that runs the same."""
     alone = replace(script, token="", is_coloured=False)  # no supervisor reads reports or lines
     shape = [item for item in _shape(alone) if not item.startswith("--distribution")]
-    # An allocation lists each host once; srun's own line places the tasks.
+    # An allocation names each host once; srun's own line places the tasks.
     if alone.hosts:
         shape[-1] = "--nodelist=" + ",".join(host for host, _ in alone.hosts)
     own = _options(alone)
@@ -110,7 +110,7 @@ def batch_script(script: Script, name: str) -> str:
     address = environment(alone, {})
     exports = [f"export {key}={shlex.quote(value)}" for key, value in address.items()]
     lines = ["#!/bin/bash", *(f"#SBATCH {shlex.quote(option)}" for option in options), *exports]
-    # Without the options: srun takes them from the allocation.
+    # Without options: srun takes them from the allocation.
     return "\n".join([*lines, "exec " + shlex.join(argv(replace(alone, options=()))), ""])
 
 
@@ -126,9 +126,9 @@ def _reach(srun: int, number: int) -> bool:
     steps = ["scontrol", "--oneliner", "show", "step"]
     shown = subprocess.run(steps, stdin=subprocess.DEVNULL, capture_output=True, text=True).stdout
     here = re.escape(socket.gethostname().partition(".")[0])
-    # A step is known by the host and the process of its srun.
+    # A step is identified by the host and the process id of its srun.
     own = re.search(rf"^StepId=(\S+) .*SrunHost:Pid={here}\S*:{srun}$", shown, re.MULTILINE)
-    if own is None:  # the caller signals srun then
+    if own is None:
         return False
     arguments = ["scancel", f"--signal={signal.Signals(number).name}", own[1]]
     return subprocess.run(arguments, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
@@ -136,7 +136,7 @@ def _reach(srun: int, number: int) -> bool:
 
 def _texts(options: Mapping[str, str | int | bool]) -> Iterator[tuple[str, str]]:
     for name, value in options.items():
-        if value is not False and value is not None:  # False leaves a flag out, True has no value
+        if value is not False and value is not None:
             yield name, "" if value is True else str(value)
 
 
@@ -179,6 +179,6 @@ def _prepare(script: Script, _: ExitStack) -> tuple[list[str], dict[str, str]]:
 
 def _with_link(exported: str) -> str:
     """Add the link's variable to those that srun exports."""
-    # NONE and NIL stand for an empty list, and can't be in a longer one.
+    # NONE and NIL mean an empty list, and can't be part of a longer one.
     names = [name for name in exported.split(",") if name not in ("", "NONE", "NIL")]
     return exported if "ALL" in names else ",".join([*names, LINK])

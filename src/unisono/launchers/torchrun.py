@@ -34,14 +34,13 @@ def argv(script: Script) -> list[str]:
         nodes = f"{script.nnodes}:{script.max_nnodes}"
     arguments = [sys.executable, "-m", "torch.distributed.run"]
     arguments += ["--nnodes", nodes, "--nproc-per-node", str(script.nproc_per_node)]
-    # The interval: seconds until the agent notices a failure.
+    # --monitor-interval: seconds between the agent's checks for failures.
     arguments += ["--max-restarts", str(script.max_restarts), "--monitor-interval", "0.1"]
     arguments += _rendezvous(script)
     return [*arguments, "--no-python", *script.rank_argv()]
 
 
 def _rendezvous(script: Script) -> list[str]:
-    """Write the options of how the nodes' agents meet."""
     script.refuse("torchrun", "run it on each node", "hosts")
     if script.max_nnodes == 1 and script.master_addr is None:
         return ["--standalone"]
@@ -52,7 +51,7 @@ def _rendezvous(script: Script) -> list[str]:
             "--master-port, a host and a free port of node 0"
         )
     timeout_s = int(script.timeout_s or _TIMEOUT_S)
-    # Nodes that know their numbers meet at node 0; others get theirs from torch's rendezvous.
+    # An elastic job, and one without --node-rank, lets torch's rendezvous number the nodes.
     if script.node_rank is not None and script.max_nnodes == script.nnodes:
         where = ["--master-addr", script.master_addr, "--master-port", str(script.master_port)]
         conf = ["--rdzv-conf", f"timeout={timeout_s}"]
@@ -85,7 +84,7 @@ def _prepare(script: Script, held: contextlib.ExitStack) -> tuple[list[str], dic
     if script.master_addr is not None and script.master_port is not None:
         _reach(script, script.master_addr, script.master_port)
     variables = environment(script, os.environ)
-    # A file is for ranks of one host alone.
+    # Only ranks of one host can open the file.
     return arguments, variables | (private_store(held) if script.max_nnodes == 1 else {})
 
 
@@ -118,7 +117,6 @@ def _why_not(script: Script, addr: str, port: int, limit_s: float) -> OSError | 
         address = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as error:
         return error
-    # Node 0 is this one: its own agent will listen there.
     if script.node_rank == 0 or (script.node_rank is None and _is_here(address)):
         return None
     return why_unreachable(addr, port, limit_s)
@@ -149,7 +147,7 @@ def launch(
     script = replace(
         Script.of(plan),
         max_nnodes=max_nnodes or plan.nnodes,
-        # The agents of an elastic job number its nodes themselves.
+        # The agents of an elastic job number the nodes themselves.
         node_rank=None if is_elastic or plan.nnodes == 1 else plan.node_rank,
         max_restarts=max_restarts,
         timeout_s=timeout_s,

@@ -91,7 +91,7 @@ class _Replicas(RemoteWorkers):
                 "the block's deadline is over: XLA's replicas have returned, but their process "
                 "still had threads or exit handlers"
             )
-        if self.process.returncode != 0:  # by a thread, or an exit handler
+        if self.process.returncode != 0:
             job.stop(self.early_end(job))
 
     def end(self, job: Job[Any]) -> None:
@@ -109,7 +109,7 @@ class _Replicas(RemoteWorkers):
     def early_end(self, job: Job[Any]) -> WorkerFailedError:
         """Return the error of the process, with its threads' stacks if it printed them."""
         assert self.process is not None
-        # Code _FORK_DIED is ours: it says nothing about the replica's own exit.
+        # _FORK_DIED is our own code, and says nothing about the replica's.
         code = self.process.returncode
         name = signal_name(-code) if code < 0 else None
         how = f" by {name}" if name else f" with exit code {code}" if code != _FORK_DIED else ""
@@ -150,7 +150,7 @@ def serve(is_alone: bool) -> NoReturn:
     """Run one job in this new process, and exit."""
     global _child
     _child = _Child(Link.taken(), is_alone, os.getpid())
-    if not is_alone:  # wait for the exit of its children, and reap them
+    if not is_alone:  # stay until its children have exited, and reap them
         signal.signal(signal.SIGTERM, lambda *_: None)
     os.register_at_fork(after_in_child=_after_fork)
     faulthandler.enable()  # XLA aborts the process if a replica doesn't run a graph
@@ -168,10 +168,10 @@ def serve(is_alone: bool) -> NoReturn:
 
 
 def _after_fork() -> None:
-    """Tie a fork of the fresh process to it, with a random state of its own."""
+    """Set up a fork; a replica's process ends with its parent, and has its own random state."""
     assert _child is not None
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # they end at it, unlike their parent
-    # A fork of a replica's own, as of a DataLoader, is not a replica.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # forks end at SIGTERM, unlike their parent
+    # Forks of a replica, such as DataLoader workers, are not a replicas.
     if os.getppid() == _child.pid:
         die_with(_child.pid)
         seed_generators()
@@ -185,9 +185,9 @@ def _replica(_rank: int) -> None:
         multiprocessing.util.Finalize(None, Lifetime.run_exit_handlers, exitpriority=_LAST)
     who = _own_rank_info(child)
     channel, status = child.link.connect(b"c", who), child.link.connect(b"s", who)
-    status.sendall(f"{os.getpid()}p".encode())  # as the fork server reports it
+    status.sendall(f"{os.getpid()}p".encode())
     task = receive_task(channel)
-    if task is None:  # the job has ended before
+    if task is None:
         os._exit(1)
     messages.OWN.set(messages.OwnChannel(channel))
     try:
@@ -206,7 +206,6 @@ def _replica(_rank: int) -> None:
 
 
 def _own_rank_info(child: _Child) -> RankInfo:
-    """Return the replica's rank, as the runtime reports it."""
     if child.is_alone:
         return RankInfo(0, 1, 0, 1, 0, 1, source="spawn")
     runtime = importlib.import_module("torch_xla.runtime")

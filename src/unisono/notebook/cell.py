@@ -84,7 +84,7 @@ def run_cell(_local_rank: int, cell: Cell) -> CellOutcome | None:
 
 
 def _namespace(key: tuple[str, int], model: ComputationModel, is_process: bool) -> dict[str, Any]:
-    """Return the names of a rank's cells, a new module's at first."""
+    """Return the namespace of a rank's cells, which its first cell creates."""
     if key not in _names:
         main = ModuleType("__main__")
         if is_process:
@@ -102,7 +102,7 @@ def _execute(cell: Cell, names: dict[str, Any]) -> str | None:
     cell.cache_lines()
     tree = ast.parse(cell.source, cell.filename)
     last = tree.body[-1] if tree.body else None
-    # As in IPython, ";" hides the value, and "_" has the last one.
+    # As in IPython, ";" hides the value and "_" keeps the last one.
     if isinstance(last, ast.Expr) and not cell.source.rstrip().endswith(";"):
         tree.body.pop()
     else:
@@ -160,7 +160,7 @@ def _descriptors(target: int) -> Iterator[None]:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(line_buffering=True)
     flush()  # earlier output belongs to the former descriptors
-    # At the end in reverse: flush, restore, close.
+    # At the end, in reverse order: flush, restore, close.
     with ExitStack() as stack:
         for fd in (1, 2):
             saved = os.dup(fd)
@@ -173,7 +173,6 @@ def _descriptors(target: int) -> Iterator[None]:
 
 @contextmanager
 def _streams(file: TextIO) -> Iterator[None]:
-    """Send the output of this thread to a file."""
     streams = [each for each in (sys.stdout, sys.stderr) if isinstance(each, ByThread)]
     own = threading.get_ident()
     for stream in streams:

@@ -112,16 +112,14 @@ class Magics:
             print(f"{each}: {each.close()}")
 
     def _choose(self, size: int | None, backend: str | None) -> RankSet:
-        """Return the set of ranks that a cell means, a new one if there is none."""
         if size is None:
             same = [key for key in self._sets if backend in (None, key[0])]
             if not same:
                 raise ArgumentError("%%ranks needs the number of ranks the first time: %%ranks 4")
-            # The set of the last cell, else the newest one.
             key = self._last if self._last in same else same[-1]
             assert key is not None
         else:
-            # Without --on, the size of the last cell means its set, whatever backend is best.
+            # Without --on, the last cell's size means its set, whatever backend is best.
             is_default = backend is None and self._last is not None and self._last[1] == size
             known = self._last if is_default else None
             key = known or (backend or best_backend(), size)

@@ -32,7 +32,6 @@ class _RankOutput:
         return self._rows[self._row]
 
     def read(self, is_over: bool) -> None:
-        """Read what the rank has written since; at the end also its last row."""
         for token in _CONTROL.split(self._decode(self._file.read())):
             if token == "\n":
                 self._row += 1
@@ -44,7 +43,7 @@ class _RankOutput:
             elif token == "\x1b[A":
                 self._row = max(0, self._row - 1)
                 self._goes_up = True
-            elif token and token != "\x1b[K":  # a row is written again as a whole
+            elif token and token != "\x1b[K":  # no erasing: a row is rewritten as a whole
                 kept = "" if self._is_at_start else self._rows[self._row]
                 self._rows[self._row] = kept + token
                 self._is_at_start = False
@@ -89,7 +88,7 @@ class Transcript:
             output.close()
 
     def _lines(self, is_over: bool) -> Iterator[str]:
-        """Yield the lines that can be shown, shared ones once."""
+        """Yield the lines that can be shown, those of all ranks once."""
         pending = {rank: output.lines for rank, output in self._outputs.items()}
         if self._is_whole and len(pending) > 1:
             yield from self._shared(pending)
@@ -97,7 +96,6 @@ class Transcript:
             self._held_since = None
             return
         if self._held_since is None:
-            # The other ranks may still write the same lines.
             self._held_since = time.monotonic()
         is_alone = len(pending) == 1
         if is_over or is_alone or time.monotonic() - self._held_since > _HOLD_S:

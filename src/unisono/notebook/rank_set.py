@@ -100,7 +100,7 @@ class RankSet:
                 print("The ranks had ended since the last cell: these are fresh, without names")
             self._pool.map(abs, range(self.size))  # starts them before the cell's time counts
         are_threads = {*self._pool.pids} == {os.getpid()}
-        for old in os.scandir(self._folder):  # outputs of the cell before
+        for old in os.scandir(self._folder):
             os.unlink(old)
         cell = Cell(source, filename, tuple(ranks), self._key, self._folder, os.getpid())
         cell.cache_lines()
@@ -108,7 +108,7 @@ class RankSet:
         with by_thread() if are_threads else nullcontext():
             run.wait(self._pool)
         run.remains = self._settle(run, are_threads)
-        self._has_names = not are_threads and bool(self._pool.pids)  # names of threads outlive them
+        self._has_names = not are_threads and bool(self._pool.pids)
         return run
 
     def _settle(self, run: CellRun, are_threads: bool) -> str:
@@ -180,7 +180,6 @@ class CellRun:
         self.outcomes = dict(sorted(self.outcomes.items()))
 
     def _work(self, pool: WorkerPool) -> None:
-        """Run the cell in the pool, in a thread of its own."""
         if not self._turn.acquire(blocking=False):  # after a Ctrl-C, another thread was started
             return
         try:
@@ -197,7 +196,7 @@ class CellRun:
         """Wait briefly for the cell, show output, and check the limits or Ctrl-C."""
         try:
             if not self._is_started:
-                # In another thread, as this one receives Ctrl-C.
+                # Not in this thread, which receives Ctrl-C.
                 threading.Thread(target=self._work, args=(pool,), daemon=True).start()
                 self._is_started = True
             self._is_over.wait(_TICK_S)
@@ -212,7 +211,7 @@ class CellRun:
                 self._cut(INTERRUPT)
 
     def _take_outcomes(self) -> None:
-        # A copy: the call's thread adds to it.
+        # A copy: the call's thread may add to it.
         for rank, bodies in list(self._call.answers.items() if self._call else ()):
             if rank in self._cell.ranks and rank not in self.outcomes:
                 self.outcomes[rank] = pickle.loads(bodies[0])
@@ -266,7 +265,6 @@ class CellRun:
         computing = []
         for rank, frames in self._call.replicas.stacks(ranks).items():
             names = [frame.filename for frame in frames]
-            # From the cell's own frame on, if it has begun.
             own = frames[names.index(self._cell.filename) if self._cell.filename in names else 0 :]
             text = fold_text("".join(StackSummary.from_list(own).format()))
             self.stacks[rank] = text and f"Traceback (most recent call last):\n{text}"

@@ -100,7 +100,6 @@ class _Pickler(pickle.Pickler):
         super().__init__(self, 5, buffer_callback=self.buffers.append)
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return how to rebuild an object of any but Python's own types."""
         kind = type(obj)
         if obj is put_together or obj is complex or obj is make_path:  # pickled by name
             return NotImplemented
@@ -147,7 +146,7 @@ def _encode_int(value: int) -> bytes:
     try:
         return _INT.pack(b"i", value)
     except struct.error:
-        # A long one would fill the error, and Python refuses to write one of over 4300 digits.
+        # Python prints no int of more than 4300 digits, and a shorter one would fill the error.
         what = value if value.bit_length() < 200 else f"an int of {value.bit_length()} bits"
         raise PayloadError(f"{what} doesn't fit into 64 bits: send it in a list") from None
 
@@ -180,7 +179,7 @@ def encode(value: object) -> bytes:
         raise PayloadError(f"a {type(value).__qualname__} can't be pickled: {error}") from error
     else:
         frame = pickler.take()
-        if len(frame) <= _LARGEST_REUSED_BYTES:  # its memo table is small
+        if len(frame) <= _LARGEST_REUSED_BYTES:
             pickler.clear_memo()
             _idle.append(pickler)
         return frame
@@ -239,7 +238,7 @@ def decode(blob: bytes, device: torch.device) -> Any:
     """Decode one frame."""
     try:
         return _READERS[blob[0]](blob, device)
-    except PayloadError:  # which is a TypeError, too
+    except PayloadError:  # it is a TypeError, too
         raise
     except _DAMAGE as error:
         raise PayloadError(f"received a damaged frame: {type(error).__name__}: {error}") from error

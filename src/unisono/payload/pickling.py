@@ -45,7 +45,6 @@ class _ObjectPickler(Pickler):  # type: ignore[misc]
 
 def _restore_view(data: bytes, kind: str, shape: tuple[int, ...], is_readonly: bool) -> memoryview:
     memory = memoryview(data if is_readonly else bytearray(data))
-    # Bytes of one dimension need no cast.
     return memory if kind == "B" and len(shape) == 1 else memory.cast(kind, shape)  # type: ignore[call-overload]
 
 
@@ -103,12 +102,12 @@ class _FilePickler(_ObjectPickler):
 
     def reducer_override(self, obj: Any) -> Any:
         numpy: Any = sys.modules.get("numpy")  # numpy is optional
-        # Items that are objects, and arrays without items, have no memory that a tensor could view.
+        # Arrays of objects, and empty ones, have no memory that a tensor could view.
         if numpy is None or type(obj) is not numpy.ndarray or obj.dtype.hasobject or not obj.nbytes:
             return super().reducer_override(obj)
-        whole = obj if obj.flags.forc else obj.copy()  # without gaps
+        whole = obj if obj.flags.forc else obj.copy()
         memory: Any = (ctypes.c_char * whole.nbytes).from_address(whole.ctypes.data)
-        memory.owner = whole  # keeps it alive as long as the tensor
+        memory.owner = whole  # keeps the memory as long as the tensor
         try:  # its own dtype, or torch wouldn't save a tensor over the same memory
             dtype = torch.from_numpy(numpy.empty(0, obj.dtype)).dtype
         except (TypeError, ValueError):  # torch has no such dtype, or not in this byte order
@@ -125,7 +124,7 @@ def _restore_array(memory: Tensor, dtype: Any, shape: tuple[int, ...], order: An
 
 def save_file(value: object, path: str) -> None:
     """Write an object to a file."""
-    # Torch takes the pickler from a module.
+    # `torch.save` takes the pickler from a module.
     module: Any = types.SimpleNamespace(Pickler=_FilePickler, __name__=__name__)
     try:
         torch.save(value, path, pickle_module=module, pickle_protocol=5)
@@ -142,7 +141,7 @@ def load_file(path: str) -> Any:
     """Load a file of `save_file`, memory-mapped copy-on-write: changes stay in this process."""
 
     def place(storage: Any, location: str) -> Any:
-        if location == "cpu":  # stays mapped
+        if location == "cpu":
             return storage
         return default_restore_location(storage, str(home.get()))  # type: ignore[no-untyped-call]
 

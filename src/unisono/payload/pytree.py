@@ -25,7 +25,7 @@ def _children(node: Tree) -> list[tuple[str, Tree]] | None:
         names = getattr(node, "_fields", range(len(node)))
         return [(f"({name})", child) for name, child in zip(names, node, strict=True)]
     if is_dataclass(node) and not isinstance(node, type):
-        # `replace` sets no other fields.
+        # `replace` accepts no other fields.
         return [(f".{item.name}", getattr(node, item.name)) for item in fields(node) if item.init]
     return None
 
@@ -84,7 +84,7 @@ def _build(node: Tree, source: Iterator[Any]) -> Tree:
     ]
     try:
         return _rebuild(node, children, iter(built))
-    except Exception as error:  # a container's own class may raise anything
+    except Exception as error:
         kind = type(node).__qualname__
         raise PayloadError(f"a {kind} can't be put together again: {reason(error)}") from error
 
@@ -94,7 +94,7 @@ def _rebuild(node: Tree, children: list[tuple[str, Tree]], built: Iterator[Tree]
         return like(node, dict(zip(node, built, strict=True)))
     if isinstance(node, (list, tuple)):
         return like(node, built)
-    return replace(node, **{name[1:]: next(built) for name, _ in children})  # without its dot
+    return replace(node, **{name[1:]: next(built) for name, _ in children})
 
 
 def like(node: Tree, made: Any) -> Tree:

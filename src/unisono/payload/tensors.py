@@ -196,7 +196,7 @@ def plain(tensor: Tensor) -> Tensor:
 def reach_bytes(tensor: Tensor) -> int:
     """Return the bytes between a tensor's ends, 0 if it is empty or has a stride of 0."""
     steps = list(zip(tensor.shape, tensor.stride(), strict=True))
-    # 0 marks an expanded tensor, whose elements share memory.
+    # A stride of 0 marks an expanded tensor, whose elements share memory.
     if not tensor.numel() or any(stride == 0 and size > 1 for size, stride in steps):
         return 0
     return (sum((size - 1) * stride for size, stride in steps) + 1) * tensor.itemsize
@@ -205,7 +205,7 @@ def reach_bytes(tensor: Tensor) -> int:
 def view_bytes(tensor: Tensor) -> memoryview:
     """Return a view of a tensor's bytes."""
     size = tensor.numel() * tensor.element_size()
-    if size == 0:  # it may have no address
+    if size == 0:  # an empty tensor may have no address
         return memoryview(b"")
     buffer: Any = (ctypes.c_char * size).from_address(_address(tensor))
     buffer.owner = tensor  # keeps the memory alive as long as the view

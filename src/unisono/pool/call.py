@@ -58,7 +58,7 @@ class PoolCall(JobRanks):
 
     def run(self, size: int, grace_s: float | None = None) -> None:
         """Send each replica its first task, and wait until all are done."""
-        # Threads get this process's own signals.
+        # Thread replicas get this process's own signals.
         job: Job[Any] = Job(self, size, grace_s=grace_s if self.replicas.are_processes else None)
         try:
             for rank in range(size):
@@ -89,14 +89,13 @@ class PoolCall(JobRanks):
         self.replicas_stay = not self.busy and not self._is_broken
 
     def _wait_for_others(self, job: Job[Any]) -> None:
-        """Wait for busy replicas as long as they compute."""
         # Those that compute end by themselves; those that wait for the failed one never do.
         patience_s = _PATIENCE_S if self._is_together else math.inf
         end, n_looks = min(time.monotonic() + patience_s, self._limit), 0
         while self.busy and time.monotonic() < end and n_looks < _LOOKS:
             if self._record_answers(job, time.monotonic() + _LOOK_S):
                 n_looks = 0
-            elif self._is_broken:  # new replicas are made in any case
+            elif self._is_broken:  # the replicas will be replaced in any case
                 return
             elif self._is_together:
                 n_looks = n_looks + 1 if self.replicas.may_wait(self.busy) else 0
@@ -116,7 +115,6 @@ class PoolCall(JobRanks):
         return bool(answers)
 
     def _send_next(self, job: Job[Any], rank: int) -> None:
-        """Send a replica its next task; without one it is done."""
         body = None if job.failures else self._give(rank)
         if body is not None:
             self.busy.add(rank)
@@ -124,7 +122,7 @@ class PoolCall(JobRanks):
             return
         self.busy.discard(rank)
         if rank not in job.failures.by_rank:
-            job.succeed(rank, b"")  # its results are in `answers`
+            job.succeed(rank, b"")
 
 
 def once(body: bytes, ranks: Collection[int]) -> _Give:

@@ -204,7 +204,7 @@ class WorkerPool:
         with self._lock:
             self._is_closed = True
             replicas, self._replicas = self._replicas, None
-        if replicas is not None and replicas.has_ended():  # the others can't end in good order
+        if replicas is not None and replicas.has_ended():
             replicas.end()
         elif replicas is not None:
             try:
@@ -228,11 +228,9 @@ class WorkerPool:
             )
 
     def _ready(self, limit: float | None) -> Replicas:
-        """Return the replicas, new ones if there are none or one has ended."""
         if self._is_closed:
             raise NotInitializedError("this pool is closed: make another one")
         if self._replicas is not None and not self._replicas.has_ended():
-            # One may have ended since the last call.
             self._replicas.watch()
         if self._replicas is not None and self._replicas.has_ended():
             self._drop()

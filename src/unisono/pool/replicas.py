@@ -49,7 +49,7 @@ class Replicas:
         # By rank: process, Python's and the kernel's id of the thread, facts of `stack_signal`.
         self._ids: dict[int, tuple[int, int, int, Mapping[str, int]]] = {}
         job = start_to_stay(backend, inside.serve, (os.getpid(),), size, **options)
-        # None: its model makes them in this process.
+        # None: the model starts its ranks in this process.
         self._job: Job[Any] = job or Job(_Threads(backend, size, options), size)
         assert isinstance(self._job.ranks, Workers)
         self._workers: Workers = self._job.ranks
@@ -101,7 +101,7 @@ class Replicas:
         workers = self._workers
         if not workers.answers:
             self._job.poll(until)
-        # A death counts once the answers before it have been taken.
+        # Answers that arrived before a death come first.
         if not workers.answers:
             self._job.require_ranks()
         answers, workers.answers = workers.answers, []
@@ -124,7 +124,6 @@ class Replicas:
         return {rank: self._stack(rank, until) or [] for rank in ranks}
 
     def _stack(self, rank: int, until: float) -> list[FrameSummary] | None:
-        """Return a replica's stack, outermost first; None without an answer."""
         pid, thread_id, native_id, facts = self._ids[rank]
         if pid == os.getpid():
             frame = frame_of(thread_id)
@@ -149,7 +148,7 @@ class Replicas:
     def close(self) -> None:
         """End idle replicas in good order: after their threads and exit handlers."""
         for worker in self._workers.workers:
-            worker.task = channel.task(b"")  # the end
+            worker.task = channel.task(b"")  # an empty task ends the replica
         late, until = {*self._ids}, time.monotonic() + _LEAVE_S
         block_end = end_of_block() or math.inf
         while late and time.monotonic() < min(until, block_end):

@@ -38,7 +38,7 @@ def serve(
     """Run calls until the pool sends the end; `ends` are the channels of thread replicas."""
     own = channel.OwnChannel(ends[local_rank]) if ends else channel.OWN.get()
     is_process = os.getpid() != owner
-    if models is not None:  # for the pool to abort them
+    if models is not None:
         models[local_rank] = context.current_model()
     ids = os.getpid(), threading.get_ident(), threading.get_native_id()
     channel.send(own.socket, READY, pickle.dumps((*ids, stack_signal.install())))
@@ -71,7 +71,7 @@ def _outcome(local_rank: int, body: bytes, is_process: bool) -> tuple[bytes, byt
 def leaves_out_of_step(error: BaseException | None) -> bool:
     """Return whether an error, or one that led to it, left the ranks out of step."""
     seen: set[int] = set()
-    while error is not None and id(error) not in seen:  # causes may form a cycle
+    while error is not None and id(error) not in seen:
         if isinstance(error, CollectiveError) and not error.is_in_step:
             return True
         seen.add(id(error))

@@ -66,18 +66,18 @@ class Inbox:
         return message
 
     def _read(self) -> tuple[bytes, bytes] | None:
-        """Read on in the header or the body; return a message once it is whole."""
+        """Continue to read the header or body; return the message once it is complete."""
         while self._room:
             try:
                 count = self._channel.recv_into(self._room, 0, self._flags)
             except BlockingIOError:
                 return None
-            except OSError:  # a reset is an end, too
+            except OSError:
                 count = 0
             if count == 0:
                 raise EOFError
             self._room = self._room[count:]
-            if not self._room and self._kind is None:  # the body follows; it may be empty
+            if not self._room and self._kind is None:
                 size, kind = _HEADER.unpack(self._data)
                 self._expect(kind, size)
         assert self._kind is not None

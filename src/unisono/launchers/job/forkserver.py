@@ -45,7 +45,7 @@ def die_with(parent: int, number: int = signal.SIGKILL) -> None:
     """Set this process to end when the one that started it ends."""
     # Linux does it at any time; elsewhere the parent is only checked now.
     _prctl(_PR_SET_PDEATHSIG, number)
-    if parent and os.getppid() != parent:  # it had ended before; 0: it isn't known
+    if parent and os.getppid() != parent:  # the parent ended before `_prctl`; 0: unknown
         os.kill(os.getpid(), number)
 
 
@@ -60,7 +60,7 @@ def guard(group: int) -> tuple[int, int]:
                 signal.signal(number, signal.SIG_IGN)
             os.setsid()
             os.close(writer)
-            if not os.read(reader, 1):  # empty: the last writer has ended
+            if not os.read(reader, 1):
                 os.killpg(group, signal.SIGKILL)
         finally:
             os._exit(0)
@@ -84,7 +84,7 @@ def end_with(parent: int, number: int) -> None:
             os.setsid()
             if os.fork() == 0:  # twice, so that init reaps the watcher
                 os.closerange(0, 3)  # readers of this process's output wait for its end alone
-                _ready(both, None)  # until one has ended; a signal to an ended one is lost
+                _ready(both, None)  # until either ends; a signal to an ended process has no effect
                 signal.pidfd_send_signal(both[1], number)
         finally:
             os._exit(0)
@@ -120,7 +120,7 @@ class _Orphans:
         # Descendants are found again at each call: one that ends may leave children of its own.
         if is_over or not doomed:
             _signal(doomed, signal.SIGKILL)
-            # Others in `here` may be of a worker that has just ended: the next call decides.
+            # Those not in `before` may be of a worker that has just ended: the next call decides.
             self._left, self._signalled, self.are_ending = here & before, set(), False
         else:
             # A stopped process gets SIGTERM only once it continues.
@@ -197,7 +197,7 @@ def supervise(status: socket.socket, pid: int, parent: int) -> int:
     signal.signal(signal.SIGTERM, lambda number, _: _signal(workers.values(), number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     # mpiexec may kill this process at any moment: children of the worker end all the same.
-    # Only in a group of its own: others' processes are in any other.
+    # Only if this process leads its group: any other group has foreign processes, too.
     guarding = guard(os.getpid()) if os.getpgrp() == os.getpid() else None
     wake_read, _ = wake_by_signals()
     _send(status, f"{pid}p")
@@ -220,7 +220,7 @@ def wake_by_signals() -> tuple[int, int]:
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_read, False)
     os.set_blocking(wake_write, False)
-    # Without a handler in Python, a signal wouldn't write to the pipe.
+    # Without a Python handler, the signal wouldn't be written to the pipe.
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     return wake_read, wake_write
@@ -243,7 +243,7 @@ def _start_worker(
     if not request:
         return False
     status = socket.socket(fileno=fds.pop())
-    # For a fork to close: its copies would hide the ends of these connections.
+    # A fork closes these: its copies would hide the ends of the connections.
     inherited = [*inherited, control.fileno(), status.fileno()]
     inherited += [other.fileno() for other in workers]
     try:
@@ -271,13 +271,12 @@ def _ready(fds: list[int], limit_s: float | None = _POLL_S) -> set[int]:
 def _fork(
     work: Callable[[int, int], None], fds: list[int], inherited: list[int], on_term: Any
 ) -> int:
-    """Fork a worker with the descriptors of its request; return its process id."""
     parent = os.getpid()
     pid = os.fork()
     if pid:
         return pid
     try:
-        signal.set_wakeup_fd(-1)  # the pipe is the parent's
+        signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, on_term or signal.SIG_DFL)
         for fd in inherited:
@@ -288,11 +287,10 @@ def _fork(
             os.close(fd)
         work(channel, parent)
     finally:
-        os._exit(1)  # `work` itself ends the process
+        os._exit(1)  # reached only by an exception: `work` ends the process
 
 
 def _exec(fds: list[int]) -> int:
-    """Start a worker as a fresh Python; return its process id."""
     stdin, stdout, stderr, channel = fds
     parent = os.getpid()
     code = f"import sys; sys.path[:] = {sys.path!r}; "
@@ -310,12 +308,12 @@ def _exec(fds: list[int]) -> int:
 
 
 def _forward_signals(status: socket.socket, pid: int) -> None:
-    """Send a worker the signals that its parent has written."""
+    """Forward the signals that arrive on a status socket to its worker."""
     try:
         orders = status.recv(64)
     except OSError:
         orders = b""
-    for order in orders or bytes([signal.SIGKILL]):  # closed: the worker ends
+    for order in orders or bytes([signal.SIGKILL]):  # closed: end the worker
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, order)
 

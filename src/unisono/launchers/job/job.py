@@ -192,7 +192,7 @@ class Job(Generic[T]):
         if self._is_ended:
             return
         late = self.late
-        if late and self._error is None:  # for a later `join`
+        if late and self._error is None:
             self._error = self._first_failure() if self.failures else self._ended_error(late)
         self.ranks.end(self)
         self._is_ended = True  # not before: after Ctrl-C it is called again
@@ -224,7 +224,7 @@ class Job(Generic[T]):
             if have_all_failed or now >= self.orders.until:
                 self._error = self._ended_error(late)
         elif self._counts_failures():
-            # Else a failure waits for another that may have caused it.
+            # A failure waits for others' reports, since one of them may have caused it.
             have_all_reported = all(self.failures.by_rank.get(rank) for rank in late)
             if have_all_reported or now >= self.failures.decide_at:
                 self._error = self._first_failure()

@@ -80,7 +80,6 @@ def _warned_when_slow() -> Iterator[None]:
 
 
 def _warn() -> None:
-    """Warn of the threads, or the exit handler, that keep this process."""
     main = threading.main_thread()
     names = [t.name for t in threading.enumerate() if not t.daemon and t is not main]
     why = f"threads that aren't daemons: {', '.join(names)}"
@@ -107,12 +106,11 @@ def forks_end_here() -> Iterator[None]:
 
 
 def _end_fork(error: BaseException | None) -> NoReturn:
-    """Exit as the program would, with this exception if any."""
+    """Exit as Python would: with the code of this exception, if any."""
     code = 0 if error is None else WorkerFailedError.exit_code_of(error)
     with contextlib.suppress(Exception):  # stderr may be closed, or anything a user put there
-        if code is None and error is not None:  # uncaught, and no SystemExit
+        if code is None and error is not None:
             sys.stderr.write(traceback_of(error))
-        # Interpreters print the text of `sys.exit`, too.
         elif isinstance(error, SystemExit) and not isinstance(error.code, int | None):
             sys.stderr.write(f"{error.code}\n")
     flush()
@@ -140,4 +138,4 @@ def traceback_of(error: BaseException) -> str:
     frames = None if is_full() else error.__traceback__
     while frames is not None and is_ours(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next
-    return fold(error, frames or error.__traceback__)  # no frame of the user: all frames
+    return fold(error, frames or error.__traceback__)

@@ -69,7 +69,6 @@ class RankStream:
         whole, newline, self._rest = (self._rest + text).rpartition("\n")
         if newline:
             self._put(whole + newline)
-        # Its end may never come, so that it is cut here.
         if len(self._rest) > _LONGEST_LINE:
             self.write("\n")
         return len(text)
@@ -123,7 +122,7 @@ class Pipes:
                 stderr=subprocess.PIPE,
                 pass_fds=terminal,
                 start_new_session=True,
-                bufsize=0,  # they are read by their descriptors
+                bufsize=0,
             )
         except OSError as error:
             raise LaunchError(f"can't start {arguments[0]!r}: {error}") from error
@@ -150,7 +149,7 @@ class Pipes:
         for key, _ in self.selector.select(max(0.0, timeout_s)):
             chunk = os.read(key.fd, 65536)
             if not chunk:
-                self._end(key.fileobj)  # `_lines` returns its unfinished line below
+                self._end(key.fileobj)
             if key.data in self.logs:
                 self.logs[key.data].write(chunk)
             found += [(key.data, line) for line in self._lines(key.fd, chunk)]
@@ -172,10 +171,9 @@ class Pipes:
         pipe.close()
 
     def _lines(self, fd: int, chunk: bytes) -> list[bytes]:
-        """Return the whole lines of a pipe, and keep the rest."""
         text = self._rests.pop(fd, b"") + chunk
         *lines, rest = _END.split(text)
-        # No chunk: the pipe has ended, so that nothing completes the rest.
+        # An empty chunk is the end of the pipe: nothing completes the rest.
         if chunk and len(rest) <= _LONGEST_LINE:
             self._rests[fd] = rest
         elif rest:

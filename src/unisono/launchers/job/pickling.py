@@ -48,7 +48,7 @@ def pickle_for_worker(value: object) -> bytes:
     out = io.BytesIO()
     definitions = _Definitions()
     pickler = _Pickler(out, definitions)
-    with _lock:  # cloudpickle's registry is that of the process
+    with _lock:  # cloudpickle's registry is global
         try:
             pickler.dump(value)
             pickler.dump(definitions)  # with the memo of the value: the same objects
@@ -65,7 +65,7 @@ def load_from_parent(data: bytes, *, defines: bool = True) -> Any:
     """Load a pickle from `pickle_for_worker`."""
     unpickler = pickle.Unpickler(io.BytesIO(data))
     value = unpickler.load()
-    if defines:  # not in a thread of the parent, whose modules have them
+    if defines:  # not in a thread of the parent, where they are defined already
         _define(unpickler.load())
     return value
 
@@ -89,18 +89,18 @@ class _Pickler(Pickler):  # type: ignore[misc]
             self._register_module(obj.__module__)
             is_by_value = obj.__module__ in self._by_value
             if is_by_value and _is_at_top(obj):
-                # For `_define`: plain pickle finds it in the worker, too.
+                # `_define` sets it in the worker, where plain pickle then finds it.
                 self._used.setdefault(obj.__module__, {})[obj.__name__] = obj
             if is_by_value and isinstance(obj, FunctionType):
                 self._keep_source(obj.__code__.co_filename)
             if isinstance(obj, functools._lru_cache_wrapper) and (is_by_value or _is_nowhere(obj)):
-                # cloudpickle would send it as a global, which isn't there.
+                # cloudpickle would refer to a global that doesn't exist there.
                 return _cached, (obj.__wrapped__, obj.cache_parameters())
         return super().reducer_override(obj)
 
     def _keep_source(self, file: str) -> None:
         cached = linecache.cache.get(file, ())
-        # A lazy entry is shorter: its lines are in a file.
+        # A file's entry is lazy, with one item, or has a modification time.
         if file not in self._sources and len(cached) > 2 and cached[1] is None:  # no file's
             self._sources[file] = "".join(cached[2])
 
@@ -159,7 +159,7 @@ def _define(definitions: _Definitions) -> None:
     for file, text in definitions.sources.items():
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     for name, objects in definitions.used.items():
-        if name not in sys.modules and not _can_be_found(name):  # else its import defines them
+        if name not in sys.modules and not _can_be_found(name):
             sys.modules[name] = ModuleType(name)
         if name in sys.modules:
             _define_in(sys.modules[name], objects)

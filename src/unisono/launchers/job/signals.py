@@ -48,13 +48,12 @@ class Orders:
         if number not in TO_END:  # only forwarded
             return number
         self.received.append(number)
-        is_to_save = number in TO_SAVE and not is_orphan  # the job of an orphan is over
+        is_to_save = number in TO_SAVE and not is_orphan  # an orphan's job is over
         if self.began_at is None:
             self.began_at, self.until = now, now + (self.grace_s if is_to_save else END_S)
             return number
         if is_to_save and now < self.began_at + _TWICE_S:
             return 0
-        # A further signal ends them at once.
         self.until = now
         return signal.SIGKILL
 
@@ -100,7 +99,7 @@ def signals(is_once: bool = False) -> Iterator[list[int]]:
 
     def stop(number: int, _: Any) -> None:
         seen.append(number)
-        if is_once and len(seen) > 1:  # the first one is being handled
+        if is_once and len(seen) > 1:
             return
         raise SignalledError(number)
 

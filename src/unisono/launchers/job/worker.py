@@ -72,9 +72,9 @@ def work(channel_fd: int, parent: int) -> NoReturn:
     die_with(parent)
     channel = socket.socket(fileno=channel_fd)
     task = receive_task(channel)
-    if task is None:  # the job has ended before
+    if task is None:
         os._exit(1)
-    # From here on `_watch` ends this process once the parent has, whatever the function does.
+    # From here on `_watch` ends this process with its parent, whatever the function does.
     ended, all_done = threading.Event(), threading.Event()
     tasks: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     watched = (channel, tasks, ended, all_done)
@@ -97,9 +97,8 @@ def work(channel_fd: int, parent: int) -> NoReturn:
         ended.wait()
         os._exit(1)
     messages.send(channel, messages.RESULT, body)
-    # After the result, since some of these calls end the peers.
+    # After the result: some of these calls end the other ranks.
     LastCalls.make(partial(_wait_for_peers, channel, all_done, ended))
-    # Exit handlers and threads have ended: see `Lifetime`.
     os._exit(0)
 
 
@@ -110,7 +109,7 @@ def _wait_for_peers(
     if not all_done.wait(PEERS_S):
         error = CollectiveError(f"{why}, and other ranks may wait for it: the job ends")
         messages.send(channel, messages.ERROR, pickle.dumps(describe(error)))
-        ended.wait(PEERS_S)  # until the parent has the error
+        ended.wait(PEERS_S)
 
 
 def _pickle(result: object) -> bytes:
@@ -125,7 +124,7 @@ def _pickle(result: object) -> bytes:
 
 def _set_up(task: Task) -> None:
     """Take over the parent's state, as far as it isn't inherited."""
-    os.environ.clear()  # the fork server's may be older
+    os.environ.clear()  # the fork server's may be outdated
     os.environ.update(task.environ)
     sys.path[:] = task.path
     seed_generators()
@@ -138,7 +137,7 @@ def _set_up(task: Task) -> None:
             raise
     if task.umask is not None:
         os.umask(task.umask)
-    # A fork server has loaded torch already, which reads the variable only then.
+    # torch reads the variable only when it is loaded, which a fork server has done already.
     threads = task.environ.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads) > 0 and "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(int(threads))
@@ -177,7 +176,7 @@ def describe(error: BaseException) -> Failure:
 def _is_about_a_peer(error: BaseException | None) -> bool:
     """Return whether an exception, or its cause, is about another rank's failure."""
     seen: set[int] = set()
-    while error is not None and id(error) not in seen:  # causes may form a cycle
+    while error is not None and id(error) not in seen:
         if isinstance(error, PeerFailedError):
             return True
         seen.add(id(error))

@@ -35,8 +35,8 @@ _STATUS = re.compile(rb"([0-9]+)([psecx])")  # the fork server's reports on a st
 _EXIT_S = 5.0  # for `LastCalls` of ranks, after all results have arrived
 _TICK_S = 1.0  # between checks of time limits, which make no socket readable
 _STATUS_S = 2.0  # from the end of a channel to the report of its process's end
-_MAKE_S = 300.0  # until the ranks have started, with an import of torch before the first one
-_STOP_GRACE_S = 1.0  # for ranks that wait for a stopped rank, whose errors are more precise
+_MAKE_S = 300.0  # until all ranks have started; the first one may have to import torch
+_STOP_GRACE_S = 1.0  # for ranks that wait for a stopped one: their errors are more precise
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class Worker:
     unread: bytes = b""
     asked_at: float = field(default_factory=time.monotonic)
     pid: int | None = None
-    refusal: int | None = None  # errno of its failed fork
+    refusal: int | None = None
     wait_status: int | None = None
     has_ended: bool = False
     is_silent: bool = False
@@ -122,7 +122,7 @@ class Workers(JobRanks):
         self._woken_at = 0.0  # wake the fork server at once: a stopped one forwards no signals
         for worker in self._running:
             with contextlib.suppress(OSError):
-                worker.channel.setblocking(False)  # it may read nothing
+                worker.channel.setblocking(False)  # the worker may not read
                 messages.send(worker.channel, messages.END)
         if job.orders.received:  # a signal was forwarded, and the time to react is over
             self._signal(signal.SIGKILL)
@@ -136,7 +136,7 @@ class Workers(JobRanks):
         self._abandon(job)
         for worker in self.workers:
             worker.close()
-        self._held.close()  # last: the store outlives every worker
+        self._held.close()  # last, as the store must outlive every worker
 
     def lost(self, job: Job[Any], rank: int) -> LaunchError:
         """Return the error of a worker that ended without a report."""
@@ -177,7 +177,7 @@ class Workers(JobRanks):
         self._wait_for_ends(job, _STATUS_S)
         left = self._running
         for worker in left:
-            worker.has_ended = True  # not waited for any more
+            worker.has_ended = True
         if left:
             _log.warning(
                 "ranks %s of %d (processes %s) don't end, though they were killed",
@@ -241,7 +241,7 @@ class Workers(JobRanks):
         elif message[0] == messages.ERROR:
             job.fail(worker.rank, pickle.loads(message[1]))
         else:
-            self.answers.append((worker.rank, *message))  # of a pool's replica
+            self.answers.append((worker.rank, *message))
         return True
 
     def _record_silence(self, job: Job[Any], worker: Worker) -> None:
@@ -260,7 +260,7 @@ class Workers(JobRanks):
         worker.unread = _STATUS.sub(b"", worker.unread)
         for number, kind in reports:
             self._record_status(job, worker, int(number), kind)
-        if not received and not worker.has_ended:  # its parent process is gone
+        if not received and not worker.has_ended:
             self._record_end(job, worker, None)
 
     def _record_status(self, job: Job[Any], worker: Worker, number: int, kind: bytes) -> None:
@@ -281,7 +281,6 @@ class Workers(JobRanks):
             self._record_end(job, worker, number)
 
     def _record_end(self, job: Job[Any], worker: Worker, wait_status: int | None) -> None:
-        """Record the end of a worker's process, after its last messages."""
         # All its messages have arrived, but an end of file may never: a child process of the
         # worker may hold the channel open.
         while not worker.is_silent and self._receive(job, worker):

@@ -49,7 +49,7 @@ class Link:
     where: str | int  # the address of a Unix-domain socket of this host, or a port
     token: str = ""
     host: str = ""  # the launcher's own variable with the host of the port
-    names: Sequence[str] = ()  # its variables of who a rank is, if unisono knows none of them
+    names: Sequence[str] = ()  # its variables of ranks and sizes, if unisono doesn't know them
 
     def variables(self) -> dict[str, str]:
         """Return it as a rank's variables."""
@@ -70,7 +70,7 @@ class Link:
             sock.connect(local_address(self.where))
             is_ours = peer(sock).is_own_user
         else:
-            # Over TCP the token proves it, in `call`.
+            # Over TCP, `call` checks the token instead.
             sock, is_ours = socket.create_connection((os.environ[self.host], self.where)), True
             keep_alive(sock)
         if not is_ours or not call(sock, self.token.encode(), kind, math.inf):
@@ -91,7 +91,7 @@ def join() -> tuple[int, int]:
     link = Link.taken()
     who = _who_am_i(link.names)
     if isinstance(who, RankInfo):
-        os.environ.update({**share_of_cores(who), **os.environ})  # what is set stays
+        os.environ.update({**share_of_cores(who), **os.environ})  # what is set has priority
     try:
         channel, status = link.connect(b"c", who), link.connect(b"s", who)
     except OSError as error:
@@ -100,27 +100,27 @@ def join() -> tuple[int, int]:
     own = os.getpid()
     pid = os.fork()
     if pid == 0:
-        status.close()  # its copy would hide the supervisor's end
+        status.close()  # this copy would hide the supervisor's end
         return channel.detach(), own
-    channel.close()  # and this copy the worker's
+    channel.close()  # this copy would hide the worker's end
     end_like(os.waitstatus_to_exitcode(supervise(status, pid, parent)))
 
 
 def _who_am_i(names: Sequence[str]) -> RankInfo | str | None:
-    """Read this process's rank, None if it has none; a text says why it can't be read."""
+    """Return this process's rank, None if it has none, or why it can't be read."""
     if names:
         rank, world_size, local_rank, local_size = (int(os.environ[name]) for name in names)
         return RankInfo(rank, world_size, local_rank, local_size, source="spawn")
     try:
         return read_environment(os.environ)
     except UnisonoError as error:
-        return str(error)  # the parent raises it
+        return str(error)
 
 
 def end_like(code: int) -> NoReturn:
     """Exit as another process has: with its exit code, or by its signal."""
     if code < 0:  # so that the launcher sees the signal
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the worker may have left one
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no second core dump
         with contextlib.suppress(OSError, ValueError):
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)

@@ -93,7 +93,7 @@ def rank_infos(nodes: Sequence[str], addr: str, port: int) -> list[RankInfo]:
             addr,
             port,
             source="torchrun",
-            store_is_hosted=True,  # by the actor of rank 0
+            store_is_hosted=True,
         )
         for rank, node in enumerate(nodes)
     ]

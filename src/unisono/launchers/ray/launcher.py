@@ -41,7 +41,7 @@ _OF_RAY = {"PYTHONBREAKPOINT", "RAY_AUTH_MODE", "RAY_CLIENT_MODE"}
 @contextlib.contextmanager
 def _cluster(n_ranks: int) -> Iterator[None]:
     """Connect to the cluster that is named, else to a temporary one on this host."""
-    if ray.is_initialized():  # by the user, who ends it
+    if ray.is_initialized():
         yield
         return
     before = {name: os.environ[name] for name in _OF_RAY & os.environ.keys()}
@@ -71,7 +71,7 @@ def _connect(n_ranks: int) -> None:
             ray.init()
             return
         try:
-            # Ray's CPUs are only counted: there may be more ranks than cores.
+            # Ray's CPUs are only a count: there may be more ranks than cores.
             ray.init(num_cpus=max(n_ranks, os.cpu_count() or 1), include_dashboard=False)
         except ValueError:  # a cluster is named, which has its own CPUs
             ray.init()
@@ -105,7 +105,7 @@ def _group(
     try:
         timeout_s = limit_of(timeout_s) or 0.0
         if not group.wait(timeout_s):
-            require_time(range(n_ranks), n_ranks)  # the deadline's own error, if that was it
+            require_time(range(n_ranks), n_ranks)  # raises if the block's deadline is over
             raise LaunchError(
                 f"Ray had no room in {timeout_s:g} s for ranks that need {bundles}, each of these "
                 f"on a node of its own; the cluster has {_resources()}: add nodes, or ask for less"
@@ -133,12 +133,11 @@ class _Actors:
 def _ranks(counts: Sequence[int], hosts: Sequence[str], timeout_s: float) -> Iterator[_Actors]:
     """Start actors, so many on each node; end them afterwards."""
     with _cluster(sum(counts)):
-        # Each rank has a GPU, or none has.
         has_devices = ray.cluster_resources().get("GPU", 0) >= sum(counts)
         each: dict[str, float] = {"CPU": 1.0, "GPU": 1.0} if has_devices else {"CPU": 1.0}
         bundles = [{name: n * amount for name, amount in each.items()} for n in counts]
         for bundle, name in zip(bundles, hosts, strict=False):
-            bundle[f"node:{name}"] = 0.001  # of the 1 that Ray gives to that node alone
+            bundle[f"node:{name}"] = 0.001  # each node has 1 of the resource with its name
         with _group(bundles, sum(counts), timeout_s) as group:
             cls: Any = ray.remote(RankActor)
             ranks = _Actors([], [])
@@ -161,7 +160,6 @@ def _infos_of(first: Any, group: PlacementGroup, counts: Sequence[int]) -> list[
     table = ray.util.placement_group_table(group)["bundles_to_node_id"]
     nodes = [table[index] for index, n in enumerate(counts) for _ in range(n)]
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    # On one host ranks meet on the loopback.
     addr = addresses[nodes[0]] if len({addresses[node] for node in nodes}) > 1 else "127.0.0.1"
     try:
         port = ray.get(first.hold_store.remote(addr), timeout=limit_of(_START_S))
@@ -299,7 +297,7 @@ class _Programs(Programs):
             return
         self.pass_on(job, lines)
         if code is None:
-            self._polls[self._actors[rank].poll.remote()] = rank  # for its next lines
+            self._polls[self._actors[rank].poll.remote()] = rank
         elif code == 0:
             job.succeed(rank, b"")
         else:

@@ -105,7 +105,7 @@ class _RankListener:
 
     def register(self, selector: BaseSelector) -> None:
         """Register the sockets that become readable as ranks connect."""
-        if self.sock.fileno() >= 0:  # else all ranks have connected
+        if self.sock.fileno() >= 0:
             selector.register(self.sock, EVENT_READ, self._accept)
         wake = self._pending.wake
         if wake.fileno() >= 0:
@@ -119,7 +119,7 @@ class _RankListener:
             raise LaunchError(f"ranks can't connect to this process: {error}") from error
 
     def _admit(self, sock: socket.socket) -> tuple[bytes, Any] | None:
-        """Return a connection's kind and hello, unpickled after its proof; None without one."""
+        """Return the kind and hello of a rank that proves itself; unpickle nothing before."""
         keep_alive(sock)
         kind = answer(sock, self.link.token.encode(), 1)
         message = None if kind is None else messages.receive(sock)
@@ -128,8 +128,7 @@ class _RankListener:
     def arrivals(self) -> Iterator[ConnectedRank]:
         """Yield the ranks that have connected since the last call."""
         for sock, (kind, (who, environ, pid, thread)) in self._pending.served():
-            # Ranks of several hosts may have equal process ids, and those of one process are
-            # threads.
+            # Process ids may be equal on several hosts, and ranks may be threads of one process.
             half = self._halves.setdefault((pid, thread, str(who)), {})
             half[kind] = sock
             if len(half) == 2:
@@ -245,7 +244,7 @@ class RemoteWorkers(Workers):
     def poll(self, job: Job[Any], until: float) -> None:
         """Wait briefly for any worker or the launcher, and record changes."""
         super().poll(job, min(until, time.monotonic() + _POLL_S))
-        # A failure, or all results, decide the job without the launcher.
+        # A failure, or the results of all ranks, decide the job without the launcher.
         if not self.has_ended() or job.failures or not job.late:
             return
         now = time.monotonic()
@@ -273,7 +272,7 @@ class RemoteWorkers(Workers):
         """End all ranks and the launcher, within seconds."""
         self._listener.close()
         super().end(job)
-        # A launcher ends with its ranks if there were any, unless it starts them again.
+        # A launcher ends by itself after its ranks, unless it starts them again.
         self.end_launcher(bool(self.workers) and not self._spec.may_start_again)
 
     def end_launcher(self, is_by_itself: bool = False) -> None:
@@ -281,7 +280,7 @@ class RemoteWorkers(Workers):
         if self.process is None:
             return
         first_s = _TERM_S if is_by_itself else 0.0
-        # Each is sent after its wait; 0 only lets SIGKILL take effect.
+        # Each signal follows a wait; 0 only waits until SIGKILL has taken effect.
         for number, wait_s in ((signal.SIGTERM, first_s), (signal.SIGKILL, _TERM_S), (0, _TERM_S)):
             if self.has_ended(wait_s):
                 break
@@ -294,14 +293,14 @@ class RemoteWorkers(Workers):
         """Return the error of a rank that ended without a report, or never connected."""
         error = super().lost(job, rank)
         status = next(worker.wait_status for worker in self.workers if worker.rank == rank)
-        # If ranks are missing, the launcher's own output explains it.
+        # If ranks are missing, the launcher's output explains more.
         is_whole = len(self.workers) >= self._spec.n_ranks
         return error if is_whole and status is not None else self.early_end(job)
 
     def _register(self, job: Job[Any], selector: BaseSelector) -> None:
         super()._register(job, selector)
         self._listener.register(selector)
-        for pipe in self.pipes.open if self._reader is None else ():  # only one thread reads them
+        for pipe in self.pipes.open if self._reader is None else ():  # else a thread reads them
             selector.register(pipe, EVENT_READ, self.pass_on)
 
     def _check_limits(self, job: Job[Any]) -> None:
@@ -311,7 +310,7 @@ class RemoteWorkers(Workers):
         now, spec = time.monotonic(), self._spec
         if spec.limit_s is not None and job.late and now > self._begin + spec.limit_s:
             job.stop(LaunchError(f"ranks {job.late} were not done after {spec.limit_s:g} s"))
-        if job.orders.received and not self.workers:  # no rank gets the signal
+        if job.orders.received and not self.workers:
             job.stop(LaunchError("the job was ended before its ranks were there"))
         limit_s = _ARRIVE_S if self.workers else spec.start_s
         if len(self.workers) < spec.n_ranks and now > self._arrived_at + limit_s:
@@ -339,7 +338,7 @@ class RemoteWorkers(Workers):
     def problem_with(self, who: RankInfo | str | None) -> str:
         """Return why a process isn't a rank of this job; empty if it is."""
         if isinstance(who, RankInfo):
-            if self._spec.may_start_again:  # with another size, or the same rank again
+            if self._spec.may_start_again:  # with another size, or a rank for the second time
                 return ""
             if who.rank in [worker.rank for worker in self.workers]:
                 return f"the launcher made two processes that are rank {who.rank}"
@@ -372,7 +371,6 @@ class RemoteWorkers(Workers):
             job.reset(range(first, first + self._spec.n_ranks), who.world_size)
 
     def _why_again(self, job: Job[Any]) -> str:
-        """Return why all ranks start again, in words."""
         if not job.failures:
             return f"{self._spec.name} has ended them"
         rank = job.failures.first

@@ -72,7 +72,7 @@ class Script:
             self.node_rank or 0,
             self.master_addr,
             self.master_port,
-            # Of several nodes each would choose another one.
+            # Each of several nodes would choose a different id.
             job_id=secrets.token_hex(8) if self.max_nnodes == 1 else None,
             grace_s=self.grace_s,
         )
@@ -90,7 +90,7 @@ class Script:
             "is_coloured": self.is_coloured,
         }
         given: dict[str, Any] = {name: value for name, value in options.items() if value}
-        if self.grace_s != GRACE_S:  # apart: 0 is a value, too
+        if self.grace_s != GRACE_S:  # separate, as 0 is a valid value
             given["grace_s"] = self.grace_s
         return [sys.executable, RANK, json.dumps(given), *self.program]
 

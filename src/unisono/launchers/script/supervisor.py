@@ -148,7 +148,7 @@ class Supervisor(Programs):
         finally:
             self.kill()
         found = self._outcome(job)
-        # Else the report or the signal explains the end better.
+        # Otherwise the report or the signal explains the end better.
         if found.failed is None and found.interrupted is None:
             for line in self._of_launcher:
                 show(2, line)
@@ -172,7 +172,7 @@ class Supervisor(Programs):
             super().note(job, report)
         elif report.attempt >= self._attempt:
             self.reports.append(report)
-            # After the last attempt it restarts no more: `_outcome` reports that one.
+            # After the last attempt the launcher doesn't restart: `_outcome` reports that one.
             soon = min(self._restart_at, time.monotonic() + _OTHERS_S)
             self._restart_at = soon if report.attempt < self._max_restarts else math.inf
 
@@ -312,7 +312,7 @@ def outcome(
         number = job.orders.received[0]
         have_saved = number in TO_SAVE and not job.late and not job.failures
         code = 0 if have_saved else exit_code_of(-number)
-        known = [each for each in reports if not each.is_secondary]  # their peers have ended
+        known = [each for each in reports if not each.is_secondary]
         return replace(verdict(known), code=code, interrupted=number)
     found = verdict(reports)
     if found.failed is not None:
@@ -368,10 +368,9 @@ class _Rank:
     environ: Mapping[str, str]
 
     def __call__(self, info: RankInfo) -> None:
-        """Run the program, print its lines, and raise its failure."""
         pipes, reader, report = Pipes(), Reader(self.script.token), None
         environ = {**without(os.environ, OF_TORCH), **self.environ, **env_for(info)}
-        # Reports are among the lines of stderr alone.
+        # Reports are on stderr alone.
         process = pipes.start(self.script.rank_argv(os.getpid()), environ, stdout=None)
         while pipes.open:
             for target, line in pipes.read(1.0):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 def _load_package() -> None:
     """Load the package that this file is part of, by its path."""
-    # This file is run by its path, so that the package may not be on sys.path.
+    # This file is run by its path: the package may not be on sys.path.
     folder = Path(__file__).resolve().parents[3]
     spec = importlib.util.spec_from_file_location(
         "unisono", folder / "__init__.py", submodule_search_locations=[str(folder)]

@@ -70,7 +70,7 @@ def variables(
     if info is None:
         return merged
     own = {**rank_variables(info), **node_variables(info), **share_of_cores(info)}
-    # What the launcher or the user has set has priority.
+    # Variables that the launcher or the user has set have priority.
     return {**own, **merged, PREFIXED: str(info.rank) if is_prefixed else ""}
 
 
@@ -83,7 +83,7 @@ def run(program: Sequence[str], options: RankOptions) -> int:
     if info is not None:
         name_process(info.rank, info.world_size, _script_of(program))
     running = _Running(info, options)
-    # Before the start, so that no signal ends this process without its program.
+    # Before the start: no signal may end this process without its program.
     with handled((*TO_END, *OTHERS), lambda number, _: running.signals.append(number)):
         try:
             running.open_logs(options.log_dir)
@@ -168,9 +168,9 @@ class _Running:
     def wait(self) -> int:
         """Print the program's lines until it ends, and report a failure."""
         self._pipes.add(self._process)
-        self._pipes.selector.register(self._wake, selectors.EVENT_READ, 0)  # 0: no output
+        self._pipes.selector.register(self._wake, selectors.EVENT_READ, 0)
         ended_at: float | None = None
-        # The wake-up pipe is always open. Children of the program may hold the others.
+        # One open pipe is for waking up; children of the program may keep the others open.
         while len(self._pipes.open) > 1 or self._process.poll() is None:
             if self._process.poll() is not None:
                 ended_at = ended_at or time.monotonic()
@@ -186,7 +186,7 @@ class _Running:
         """Warn if a signal has stopped the program; `poll` detects its end."""
         if self._process.returncode is not None or not hasattr(os, "waitid"):
             return
-        # Without WEXITED, so that Popen can reap it.
+        # Without WEXITED: Popen reaps it.
         kinds = os.WSTOPPED | os.WCONTINUED | os.WNOHANG
         with contextlib.suppress(ChildProcessError):
             status = os.waitid(os.P_PID, self._process.pid, kinds)
@@ -199,7 +199,6 @@ class _Running:
         _write(2, self._prefix + f"warning: {who} {text}\n".encode())
 
     def _wait_s(self, has_ended: bool) -> float:
-        """Return how long to wait for output before the next check."""
         if has_ended:
             return _DRAIN_S / 10
         if self._orders.until is None:
@@ -207,7 +206,6 @@ class _Running:
         return min(_POLL_S, max(0.01, self._orders.until - time.monotonic()))
 
     def _print(self, lines: Iterable[tuple[int, bytes]]) -> None:
-        """Print lines with the prefix, and keep the last ones of stderr for a report."""
         for fd, text in lines:
             if text == b"\r":  # a progress bar begins with one
                 continue
@@ -235,7 +233,7 @@ class _Running:
         while self.signals:
             number = self._orders.take(self.signals.pop(0), os.getppid() != self._parent)
             if number in TO_SAVE:
-                guard(self._process.pid)  # a launcher may kill this process meanwhile
+                guard(self._process.pid)  # a launcher may kill this process before the program ends
             self._signal(number)
             if number in TO_SAVE:
                 self._signal(signal.SIGCONT)  # a stopped program receives it once it continues
@@ -256,7 +254,6 @@ class _Running:
             send(self._process.pid, number)
 
     def _finish(self) -> int:
-        """End what the program left behind, report a failure; return its exit code."""
         code = self._process.wait()
         was_sent = -code in self._sent or code - _SIGNALLED in self._sent
         self._signal(signal.SIGKILL)  # children that it left behind

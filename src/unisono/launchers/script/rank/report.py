@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from unisono.errors import WorkerFailedError
 from unisono.launchers.job.failure import SECONDARY, exit_code_of, signal_name
 
-_PIECE = 600  # characters, which any launcher passes on in one line
+_PIECE = 600  # characters: a launcher may split longer lines
 _MARK = "\x1e"
 _OF_LOST, _OF_TERMINAL = 1, 2  # doubts
 _WANTS_INPUT = re.compile(r"bdb\.BdbQuit|EOFError: EOF when reading a line")
@@ -146,7 +146,6 @@ class Reader:
         if piece_of is None:
             return False
         name, index, count, piece = piece_of.groups()
-        # Pieces of several ranks may come mixed.
         pieces = self._pieces.setdefault(name, {})
         pieces[int(index)] = piece
         if len(pieces) < int(count):
