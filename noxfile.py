@@ -236,7 +236,7 @@ def real_environment(session: nox.Session, library: str) -> Environment:
         unavailable(session, library)
 
 
-@nox.session(allow_parallel=True)
+@nox.session
 @nox.parametrize("library", [nox.param(name, id=name, tags=TAGS.get(name, [])) for name in REAL])
 def real(session: nox.Session, library: str) -> None:
     """A model, its laws and its faults on the real library: ``nox -s "real(mpi)" -- ARGS``."""

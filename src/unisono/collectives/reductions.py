@@ -276,8 +276,7 @@ def all_reduce_(
     if not is_ready:  # else it is contiguous
         carriers.check_writable(tensor, "all_reduce_")
     if async_op:
-        # Other carriers run in the background, on a copy.
-        is_ready = is_ready and tensors is context.model
+        is_ready = is_ready and tensors is context.model  # others run later, on a copy
         mine = plain(tensor) if is_ready else carriers.own(context, tensor)
         started = carriers.start_all_reduce(context, mine, operation, members)
         return started.then(
