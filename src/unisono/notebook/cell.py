@@ -134,7 +134,7 @@ def _interruptible(is_process: bool) -> Iterator[None]:
 
 @contextmanager
 def by_thread() -> Iterator[None]:
-    """Let ranks that are threads of this process capture their own output in a block."""
+    """Capture the output of ranks that are threads of this process, each by itself."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = ByThread(before[0]), ByThread(before[1])
     try:

@@ -79,7 +79,8 @@ def check_info(info: Any) -> None:
         if value is None and name not in ("rank", "world_size"):
             continue
         assert type(value) is int, f"{name}={value!r} isn't an int"
-        assert low <= value < end, f"{name}={value} should be at least {low}, and below {end}"
+        assert value >= low, f"{name}={value} is below {low}"
+        assert value < end, f"{name}={value} should be below {end}"
     for name in ("master_addr", "private_store", "job_id"):
         value = getattr(info, name)
         assert value is None or (isinstance(value, str) and value), f"{name}={value!r}"

@@ -94,7 +94,7 @@ def auto_dataloader(
     if batch_size is not None and not is_count:
         raise ArgumentError(f"batch_size={batch_size!r} should be an int of at least 1, or None")
     if world_size > 1:
-        introduce(context, "auto_dataloader")  # tells how many ranks this node has
+        introduce(context, "auto_dataloader")  # for the number of ranks of this node
         if not per_replica:
             # Only a given size is divided, not the default of 1.
             if kwargs.get("batch_size") is not None:

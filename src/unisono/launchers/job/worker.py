@@ -123,7 +123,7 @@ def _pickle(result: object) -> bytes:
 
 
 def _set_up(task: Task) -> None:
-    """Take over the parent's state, as far as it isn't inherited."""
+    """Set up the parent's state in this process, as far as it is not inherited."""
     os.environ.clear()  # the fork server's may be outdated
     os.environ.update(task.environ)
     sys.path[:] = task.path

@@ -412,7 +412,7 @@ def run_function(
             if join:
                 return job.join()
             workers.read_on()
-        except BaseException:
+        except BaseException:  # also Ctrl-C: no rank may outlive this call
             job.terminate()
             raise
         failing.pop_all()  # without join, `RemoteWorkers.end` closes `held`
