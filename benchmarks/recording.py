@@ -18,7 +18,7 @@ from harness import Figure, Goal, Timing, interleave, parser, report
 
 import unisono
 from unisono import context
-from unisono.recording import CallLog
+from unisono.recording.records import CallLog
 
 CALLS = 3000  # in one turn, beside which it counts little to begin and end a trace
 WITHOUT, PAGE, TRACE = "neither", "status page", "status page and trace"

@@ -85,17 +85,17 @@ if TYPE_CHECKING:
         load_ipython_extension as load_ipython_extension,
         unload_ipython_extension as unload_ipython_extension,
     )
-    from unisono.observe.trace import trace as trace
     from unisono.observe.watching import (
         Watch as Watch,
         watching as watching,
     )
     from unisono.parallel import Parallel as Parallel
     from unisono.pool.pool import WorkerPool as WorkerPool
-    from unisono.recording import (
+    from unisono.recording.records import (
         CollectiveRecord as CollectiveRecord,
         add_hook as add_hook,
     )
+    from unisono.recording.trace import trace as trace
     from unisono.registry import (
         available_backends as available_backends,
         register_model as register_model,

@@ -28,12 +28,12 @@ from unisono.errors import (
     EnvironmentDetectionError,
     NoReplicaError,
 )
-from unisono.host.status_page import close_all as close_pages
 from unisono.model.contract import ComputationModel
 from unisono.model.handle import BACKGROUND, Background, Handle, SafeFuture
 from unisono.model.reduction import ReduceOp
 from unisono.models.serial import ChildOfRank, SerialModel
-from unisono.recording import CallLog, job_of, job_of_process
+from unisono.recording.records import CallLog, job_of, job_of_process
+from unisono.recording.status_page import close_all as close_pages
 from unisono.topology import EVERYBODY, ContextHint, Group, RankInfo, Topology, name_of
 
 T = TypeVar("T")

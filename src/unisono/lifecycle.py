@@ -31,7 +31,6 @@ from unisono.errors import (
     UnisonoError,
     WorkerFailedError,
 )
-from unisono.host.status_page import close_all as close_pages, pages
 from unisono.launchers.job.lifetime import Lifetime
 from unisono.launchers.job.output import begin_lines_with_rank
 from unisono.launchers.job.process_state import name_thread
@@ -40,7 +39,8 @@ from unisono.model.launching import launch_hooks_of
 from unisono.node import read_node
 from unisono.options import InitializeOptions, SpawnOptions
 from unisono.plugins import OF_MODELS, by_name, load, read_environment, seats_nodes
-from unisono.recording import CallLog, job_of
+from unisono.recording.records import CallLog, job_of
+from unisono.recording.status_page import close_all as close_pages, pages
 from unisono.registry import find_launcher, find_model
 from unisono.topology import PREFIXED, LaunchPlan, RankInfo
 from unisono.tracebacks import hides, raised_here, say_instead

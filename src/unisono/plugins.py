@@ -143,7 +143,7 @@ def read_environment(environ: Mapping[str, str]) -> RankInfo | None:
 def begin_trace() -> None:
     """Start tracing this process, once, if ``UNISONO_TRACE`` is set to a folder."""
     if os.environ.get("UNISONO_TRACE"):
-        load("unisono.observe.trace:begin_if_asked")()
+        load("unisono.recording.trace:begin_if_asked")()
 
 
 class PluginRegistry(Generic[T]):

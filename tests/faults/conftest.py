@@ -20,7 +20,7 @@ import pytest
 import unisono
 from tests.support.listeners import listening_unix_sockets
 from tests.support.measures import TABLE
-from unisono.host import stack_signal
+from unisono.recording import stack_signal
 
 START, END = "<!-- table: written by the suite -->", "<!-- end of the table -->"
 _GONE_S = 5.0

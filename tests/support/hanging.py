@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from tests.support.processes import until
-from unisono.host import stack_signal
-from unisono.host.status_page import start_ticks
+from unisono.recording import stack_signal
+from unisono.recording.status_page import start_ticks
 
 _LIMIT_S = 60.0
 _N_BESIDE = 2

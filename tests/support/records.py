@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from unisono.recording import CollectiveRecord
+from unisono.recording.records import CollectiveRecord
 from unisono.topology import EVERYBODY
 
 MS = 1_000_000

@@ -13,7 +13,7 @@ from unisono.cli._tables import Column, show
 from unisono.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from unisono.observe.trace_files import JobTrace
+    from unisono.observe.perfetto import JobTrace
     from unisono.observe.waits import Waits
 
 _RANKS = (
@@ -64,7 +64,8 @@ def trace(
     Returns:
         The exit code.
     """
-    from unisono.observe.trace_files import jobs, read
+    from unisono.observe.perfetto import jobs
+    from unisono.recording.trace_file import read
 
     found = jobs(read(folder))
     if out is not None:
@@ -80,7 +81,7 @@ def trace(
 
 
 def _write(found: Sequence[JobTrace], out: Path) -> None:
-    from unisono.observe.trace_files import chrome_trace
+    from unisono.observe.perfetto import chrome_trace
 
     merged = chrome_trace(found)
     try:

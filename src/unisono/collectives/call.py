@@ -24,7 +24,7 @@ from unisono.model.handle import Handle
 from unisono.model.reduction import ReduceOp, fold_tensors
 from unisono.payload.codec import encode, header, reason
 from unisono.payload.tensors import is_exact, stack_bytes, to_bytes
-from unisono.recording import Token, is_in_step, mark_in_step
+from unisono.recording.records import Token, is_in_step, mark_in_step
 from unisono.topology import EVERYBODY, Group
 from unisono.tracebacks import hides, is_interrupt, raised_here
 

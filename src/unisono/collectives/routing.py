@@ -12,7 +12,7 @@ from unisono.host.collectives import HostCollectives, folds
 from unisono.host.hierarchical import MemoryCollectives
 from unisono.model.contract import ComputationModel
 from unisono.model.reduction import ReduceOp, is_order_of_floats
-from unisono.recording import plane_is
+from unisono.recording.records import plane_is
 from unisono.topology import Group
 from unisono.tracebacks import hides
 

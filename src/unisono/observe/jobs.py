@@ -13,9 +13,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from unisono.host.status_page import IN_FLIGHT, PageReader, PageRecord, is_running, pages, ranks_of
 from unisono.observe.stacks import Stack, own_thread, read_stacks
 from unisono.observe.verdict import ObservedCall, Rank
+from unisono.recording.status_page import (
+    IN_FLIGHT,
+    PageReader,
+    PageRecord,
+    is_running,
+    pages,
+    ranks_of,
+)
 from unisono.topology import EVERYBODY, members_of_pair
 
 _S = 1e9

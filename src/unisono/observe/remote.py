@@ -22,10 +22,10 @@ from typing import Any, BinaryIO
 import psutil
 
 from unisono.errors import ArgumentError
-from unisono.host.status_page import ranks_of, shortened
 from unisono.observe.jobs import ObservedJob, job_of, stacks_of
 from unisono.observe.stacks import Frame, Stack
 from unisono.observe.verdict import ObservedCall, Rank
+from unisono.recording.status_page import ranks_of, shortened
 
 _LIMIT_S = 30.0  # srun waits for a step, kubectl for a login, Python for a file server
 _END_S = 2.0

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unisono.host import stack_signal
+from unisono.recording import stack_signal
 from unisono.topology import ranks_by_value
 from unisono.tracebacks import is_of_a_library
 

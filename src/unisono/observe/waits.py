@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from unisono import plugins
 from unisono.errors import ArgumentError
-from unisono.recording import CollectiveRecord
+from unisono.recording.records import CollectiveRecord
 
 FLOOR_NS = 1_000_000
 """Lateness below this doesn't count: ranks are never quite equal."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from unisono.collectives.gathers import all_gather
 from unisono.context import communicator
 from unisono.observe.waits import Clock, Waits, common_clock, draw, waits
-from unisono.recording import CollectiveRecord, add_hook
+from unisono.recording.records import CollectiveRecord, add_hook
 from unisono.topology import boot_id
 from unisono.tracebacks import hides
 

@@ -17,13 +17,13 @@ from typing import Any
 
 from unisono.deadlines import DEFAULT_TIMEOUT_S, end_of_block
 from unisono.errors import CollectiveTimeoutError, LaunchError
-from unisono.host import stack_signal
 from unisono.launchers.job import channel
 from unisono.launchers.job.job import Job
 from unisono.launchers.job.worker_handles import Worker, Workers
 from unisono.lifecycle import start, start_to_stay
 from unisono.model.contract import ComputationModel
 from unisono.pool import worker as inside
+from unisono.recording import stack_signal
 from unisono.tracebacks import frame_of, hides, is_ours
 
 __tracebackhide__ = hides

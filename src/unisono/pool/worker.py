@@ -11,13 +11,13 @@ from contextlib import suppress
 
 from unisono import context
 from unisono.errors import CollectiveError, PayloadError
-from unisono.host import stack_signal
 from unisono.launchers.job import channel
 from unisono.launchers.job.lifetime import flush, forks_end_here
 from unisono.launchers.job.pickling import load_from_parent
 from unisono.launchers.job.worker import describe
 from unisono.model.contract import ComputationModel
 from unisono.pickling import dumps
+from unisono.recording import stack_signal
 from unisono.tracebacks import hides
 
 __tracebackhide__ = hides

@@ -19,9 +19,9 @@ from typing import Any, Literal
 from unisono.collectives.gathers import all_gather
 from unisono.context import current_model
 from unisono.errors import LaunchError, WorkerFailedError
-from unisono.host import stack_signal
 from unisono.lifecycle import spawn
 from unisono.model.contract import ComputationModel
+from unisono.recording import stack_signal
 from unisono.registry import find_model
 from unisono.testing.cases import LAWS, Law, same
 

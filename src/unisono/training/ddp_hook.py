@@ -16,7 +16,7 @@ from unisono.control.signatures import called
 from unisono.host.collectives import HostCollectives, folds
 from unisono.model.handle import Handle
 from unisono.model.reduction import ReduceOp
-from unisono.recording import plane_is
+from unisono.recording.records import plane_is
 from unisono.topology import Group
 from unisono.training.data_parallel import name_of_gradients
 

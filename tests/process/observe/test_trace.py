@@ -21,8 +21,9 @@ from tests.support.trace_processor import TraceProcessor, require_trace_processo
 from tests.support.ways import Way
 from tests.support.worlds import REAL, run
 from unisono.errors import WorkerFailedError
-from unisono.observe.trace_files import JobTrace, jobs, read
+from unisono.observe.perfetto import JobTrace, jobs
 from unisono.observe.waits import Waits, meetings
+from unisono.recording.trace_file import read
 
 MOST_LOST_S = 1.0
 LATE_S = 0.2

@@ -14,7 +14,7 @@ import unisono as idist
 from tests.support.processes import run_python
 from tests.support.worlds import alone_and_several, run
 from unisono.observe.waits import waits
-from unisono.recording import CollectiveRecord
+from unisono.recording.records import CollectiveRecord
 
 LATE_S = 0.2
 STEPS = 3

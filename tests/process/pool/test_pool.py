@@ -275,7 +275,7 @@ def test_where_replicas_are_is_asked_of_all_within_one_time(
     own = f'  File "{worker.__file__}", line 1 in _outcome\n'
     above = '  File "/tmp/caf\\xe9/\\u2603\\users.py", line 2 in work\n'
     for text, files in ((own, []), (above + own, ["/tmp/caf\xe9/\u2603\\users.py"]), (None, [])):
-        monkeypatch.setattr("unisono.host.stack_signal.ask", lambda *_, text=text: text)
+        monkeypatch.setattr("unisono.recording.stack_signal.ask", lambda *_, text=text: text)
         stack = processes._replicas.stacks([0])[0]
         assert [frame.filename for frame in stack] == files
         assert processes._replicas.may_wait([0]) == (text is None)

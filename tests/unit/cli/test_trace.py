@@ -9,7 +9,7 @@ import pytest
 from tests.support.records import steps
 from unisono.cli.trace import trace
 from unisono.errors import ArgumentError
-from unisono.observe.trace_files import TraceFile
+from unisono.recording.trace_file import TraceFile
 
 
 def written(folder: Path, size: int, job: str) -> None:

@@ -22,12 +22,12 @@ from unisono.cli import _live
 from unisono.cli._jobs import NO_JOB, chosen
 from unisono.cli._live import LiveView
 from unisono.errors import ArgumentError
-from unisono.host.status_page import CALLED, IN_FLIGHT, StatusPage, pages, text_of
 from unisono.observe import jobs
 from unisono.observe.jobs import Meter, ObservedJob, look
 from unisono.observe.report import reports
 from unisono.observe.verdict import ObservedCall, innermost
-from unisono.recording import CallLog
+from unisono.recording.records import CallLog
+from unisono.recording.status_page import CALLED, IN_FLIGHT, StatusPage, pages, text_of
 from unisono.topology import Group, pair
 
 pytestmark = [

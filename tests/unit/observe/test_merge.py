@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from tests.support.records import MS, call, recorded
-from unisono.observe.trace_files import RankTrace, chrome_trace, jobs
-from unisono.recording import CollectiveRecord
+from unisono.observe.perfetto import chrome_trace, jobs
+from unisono.recording.records import CollectiveRecord
+from unisono.recording.trace_file import RankTrace
 
 Event = dict[str, Any]
 # https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU

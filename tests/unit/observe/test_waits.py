@@ -12,7 +12,7 @@ import pytest
 from tests.support.records import MS, call, recorded, steps
 from unisono.observe import waits as waiting
 from unisono.observe.waits import Clock, Meeting, common_clock, meetings, waits
-from unisono.recording import CollectiveRecord
+from unisono.recording.records import CollectiveRecord
 
 NOTHING = (0.0, 0.0)
 HOUR = 3_600_000 * MS

@@ -32,11 +32,11 @@ from unisono.control.plane import SocketControlPlane
 from unisono.control.signatures import OUR_FRAMES, call_head, line, site, unpack
 from unisono.errors import ContextError
 from unisono.host.collectives import HostCollectives as Host, Turn, folds
-from unisono.host.status_page import CALLED, IN_FLIGHT
 from unisono.model.reduction import ReduceOp, parse_op
 from unisono.models.native.process_group import settle_at_exit
 from unisono.payload.tensors import from_bytes, to_bytes
-from unisono.recording import UNRECORDED, CallLog, Token, job_of, plane_is
+from unisono.recording.records import UNRECORDED, CallLog, Token, job_of, plane_is
+from unisono.recording.status_page import CALLED, IN_FLIGHT
 from unisono.topology import Group, Topology, pair
 from unisono.tracebacks import hides
 

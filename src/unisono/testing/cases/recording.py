@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 import unisono as idist
-from unisono.recording import CollectiveRecord
+from unisono.recording.records import CollectiveRecord
 from unisono.testing.cases._law import law, same
 from unisono.topology import EVERYBODY
 

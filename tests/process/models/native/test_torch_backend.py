@@ -44,7 +44,7 @@ from unisono.errors import (
     PeerFailedError,
 )
 from unisono.models.native.torch_backend import _UnisonoGroup
-from unisono.recording import CollectiveRecord
+from unisono.recording.records import CollectiveRecord
 
 NAME = "unisono"
 functional: Any = torch.distributed._functional_collectives

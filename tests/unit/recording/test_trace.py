@@ -17,9 +17,9 @@ import unisono as idist
 from tests.support.processes import in_fork
 from tests.support.records import recorded
 from unisono.errors import ArgumentError
-from unisono.observe.trace_files import TraceFile, read
 from unisono.observe.waits import waits
-from unisono.recording import CollectiveRecord
+from unisono.recording.records import CollectiveRecord
+from unisono.recording.trace_file import TraceFile, read
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
@@ -107,7 +107,7 @@ def test_a_folder_that_has_two_names_is_traced_once(
     real.mkdir()
     link.symlink_to(real)
     monkeypatch.setenv("UNISONO_TRACE", str(link))
-    monkeypatch.setattr("unisono.observe.trace._is_asked", False)  # as in a program that begins
+    monkeypatch.setattr("unisono.recording.trace._is_asked", False)  # as in a program that begins
 
     def work() -> None:
         idist.initialize("serial")

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.hanging import THREADS_OF_C, hanging, takes_stacks
 from tests.support.processes import run_python, until
-from unisono.host import stack_signal
+from unisono.recording import stack_signal
 
 ASKED = 100  # the stacks of all threads, told by one of them, ended it after some 20
 
@@ -128,7 +128,7 @@ def test_a_fork_is_asked_by_the_signal_and_the_memory_of_its_parent() -> None:
 
 TAKEN = """
 import signal
-from unisono.host import stack_signal
+from unisono.recording import stack_signal
 for number in (signal.SIGRTMAX - 4, signal.SIGRTMAX - 5):
     signal.signal(number, lambda *_: None)
 print(int(signal.SIGRTMAX) - stack_signal.install()["signal"])

@@ -15,8 +15,8 @@ from typing import Any
 from torch.autograd import profiler
 
 from unisono.errors import ArgumentError
-from unisono.observe.trace_files import TraceFile
-from unisono.recording import CollectiveRecord, add_hook
+from unisono.recording.records import CollectiveRecord, add_hook
+from unisono.recording.trace_file import TraceFile
 
 _log = logging.getLogger(__name__)
 _EVERY_S = 0.25  # until a call is written

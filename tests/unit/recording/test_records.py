@@ -19,9 +19,9 @@ import torch
 import unisono as idist
 from tests.support.worlds import several
 from unisono import context, registry
-from unisono.host.status_page import IN_FLIGHT, PageReader, pages
 from unisono.models.serial import SerialModel
-from unisono.recording import CallLog, CollectiveRecord, add_hook, is_in_step
+from unisono.recording.records import CallLog, CollectiveRecord, add_hook, is_in_step
+from unisono.recording.status_page import IN_FLIGHT, PageReader, pages
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.processes import in_fork
 from unisono.host import status_page
-from unisono.host.status_page import (
+from unisono.recording.status_page import (
     CALLED,
     END,
     Lane,

@@ -21,8 +21,9 @@ from torch import Tensor
 from unisono import plugins
 from unisono.control import signatures
 from unisono.errors import EnvironmentDetectionError
-from unisono.host import stack_signal
-from unisono.host.status_page import (
+from unisono.model.handle import Handle
+from unisono.recording import stack_signal
+from unisono.recording.status_page import (
     CALLED,
     END,
     NUMBER,
@@ -33,7 +34,6 @@ from unisono.host.status_page import (
     shortened,
     text_of,
 )
-from unisono.model.handle import Handle
 from unisono.topology import EVERYBODY, Group, RankInfo, members_of_pair, pair
 from unisono.tracebacks import hides, summary
 
