@@ -55,9 +55,11 @@ def agreed(
     if refusal is not None and isinstance(error, PayloadError):
         how = (f"{refusal}{error}", "")
     is_in_turn = isinstance(error, CollectiveMismatchError)
+    # Mostly no rank has an error or a fact: None is encoded without a pickle.
+    mine = None if how is None and fact is None else (how, is_in_turn, fact)
     with context.calls.call(name, group):
         try:
-            replies = exchange(context, call or name, (how, is_in_turn, fact), group, misses)
+            replies = exchange(context, call or name, mine, group, misses)
         except CollectiveMismatchError as mismatch:
             raise mismatch from error
     # The other ranks know of a Ctrl-C or an exit now, which this rank raises unchanged.
@@ -66,14 +68,14 @@ def agreed(
     # A failed rank leaves others in collectives, which fail in turn: it is the one to report.
     ranks = context.model.topology.members(group)
     failed = [
-        (in_turn, rank, how)
-        for rank, (how, in_turn, _) in zip(ranks, replies, strict=True)
-        if how is not None
+        (reply[1], rank, reply[0])
+        for rank, reply in zip(ranks, replies, strict=True)
+        if reply is not None and reply[0] is not None
     ]
     if failed:
         _, rank, how = min(failed)
         raise (failure(rank, name, how) if how[1] else PayloadError(how[0])) from error
-    return [each for *_, each in replies]
+    return [None if reply is None else reply[2] for reply in replies]
 
 
 def together(
