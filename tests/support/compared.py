@@ -16,7 +16,7 @@ Case = Callable[[Any, int, int], Any]
 """Makes calls of a library, as a rank of so many."""
 
 _BASES = (
-    *(ValueError, TypeError, RuntimeError, AssertionError, NotImplementedError, ImportError),
+    ValueError, TypeError, RuntimeError, AssertionError, NotImplementedError, ImportError,
 )  # fmt: skip
 
 

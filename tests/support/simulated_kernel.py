@@ -40,10 +40,7 @@ __all__ = ("Kernel", "Process", "Waitable")
 _TICK_S = 50e-6
 _STACK_BYTES = 1 << 18
 _FIRST_PID = 10_000_000  # no process of this machine has it
-_MODULES = (
-    *(addresses, condition, connection, handshake),
-    *(hub, peers, rendezvous),
-)
+_MODULES = (addresses, condition, connection, handshake, hub, peers, rendezvous)
 _LIBRARIES = ("os", "select", "selectors", "socket", "threading", "time")
 
 

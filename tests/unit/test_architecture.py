@@ -91,7 +91,6 @@ LOADED_LATE = {
     "models.native.registration > models.native.torch_backend": "once a group is made",
     "models.xla.setup > models.xla.graph": "the one door to torch_xla",
     "testing.pytest_plugin.plugin > testing.pytest_plugin.pools": "at the first test with ranks",
-    "testing.pytest_plugin.plugin > testing.pytest_plugin.world": "in the ranks",
     "payload.codec > payload.pickling": "cloudpickle, where a value needs it",
     "training.checkpoints > training.shards": "torch's distributed checkpoints",
 }

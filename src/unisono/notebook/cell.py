@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, TextIO
 import unisono
 from unisono import context
 from unisono.launchers.job.failure import Failure
-from unisono.launchers.job.lifetime import flush
+from unisono.launchers.job.lifetime import output_redirected
 from unisono.launchers.job.output import ByThread
 from unisono.launchers.job.worker import describe
 from unisono.model.contract import ComputationModel
@@ -159,15 +159,7 @@ def _descriptors(target: int) -> Iterator[None]:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(line_buffering=True)
-    flush()  # earlier output belongs to the former descriptors
-    # At the end, in reverse order: flush, restore, close.
-    with ExitStack() as stack:
-        for fd in (1, 2):
-            saved = os.dup(fd)
-            stack.callback(os.close, saved)
-            stack.callback(os.dup2, saved, fd)
-            os.dup2(target, fd)
-        stack.callback(flush)
+    with output_redirected(target):
         yield
 
 

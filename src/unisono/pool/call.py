@@ -11,7 +11,7 @@ from traceback import FrameSummary
 from typing import Any
 
 from unisono.errors import LaunchError
-from unisono.launchers.job.failure import Fault
+from unisono.launchers.job.failure import Failure
 from unisono.launchers.job.job import Job, JobRanks
 from unisono.launchers.job.signals import TO_SAVE
 from unisono.pool.replicas import Replicas
@@ -39,7 +39,7 @@ class PoolCall(JobRanks):
         self, replicas: Replicas, give: _Give, limit: float | None, *, is_together: bool
     ) -> None:
         self.answers: dict[int, list[bytes]] = {}
-        self.failures: dict[int, Fault | LaunchError | None] = {}
+        self.failures: dict[int, Failure] = {}
         # Busy replicas: after the call, those that were late or waited for a failed one.
         self.busy: set[int] = set()
         self.stacks: dict[int, list[FrameSummary]] = {}  # of these, once they have been read
@@ -65,7 +65,8 @@ class PoolCall(JobRanks):
                 self._send_next(job, rank)
             job.finish()
         finally:
-            self.failures = job.failures.by_rank
+            faults = job.failures.by_rank.items()
+            self.failures = {rank: fault for rank, fault in faults if isinstance(fault, Failure)}
 
     def poll(self, job: Job[Any], until: float) -> None:
         """Wait for the next answer, and record it."""

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -26,7 +26,7 @@ __all__ = ("ENVIRONMENT_LAWS", "EnvironmentTrial", "check_environment")
 _LOAD_S = 120.0  # limit for an interpreter that imports one module
 _IMPORTS_TORCH = 3  # its exit code if it has imported torch
 _MALFORMED = ("x", "-1", "1.5", "1 2", "99999999999999999999", "\x00", "é")
-_FOREIGN = {
+_OTHERS = {
     "HOME": "/home/ada",
     "PATH": "/usr/bin",
     "LANG": "de_DE.UTF-8",
@@ -86,8 +86,9 @@ def check_info(info: Any) -> None:
         assert value is None or (isinstance(value, str) and value), f"{name}={value!r}"
     assert isinstance(info.source, str) and info.source.strip(), f"source={info.source!r}"
     assert isinstance(info.store_is_hosted, bool), f"store_is_hosted={info.store_is_hosted!r}"
-    for name in ("master_addr", "master_port") if info.store_is_hosted else ():
-        assert getattr(info, name) is not None, f"a store is hosted, but there is no {name}"
+    if info.store_is_hosted:
+        for name in ("master_addr", "master_port"):
+            assert getattr(info, name) is not None, f"a store is hosted, but there is no {name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class EnvironmentTrial:
 
     name: str
     environment: Environment
-    examples: Sequence[Mapping[str, str]] = field(default=())
+    examples: Sequence[Mapping[str, str]]
 
     def detect(self, env: Mapping[str, str]) -> RankInfo | None:
         """Call `detect`; check its result, or that its error names a variable that it read."""
@@ -108,10 +109,8 @@ class EnvironmentTrial:
             assert error.source == name, f"source={error.source!r}, not {name!r}: {error}"
             assert error.variable in reads.read, f"{error.variable!r} is none that it read"
             assert error.variable in str(error), f"{error.variable} isn't in the text: {error}"
-            # `value` is None only for a missing variable; blank ones count as missing.
-            value = env.get(error.variable)
-            is_unset = error.value is None and (value is None or not value.strip())
-            assert is_unset or error.value is not None, f"value=None, though it is set: {error}"
+            is_missing = not env.get(error.variable, "").strip()  # blank ones count as missing
+            assert error.value is not None or is_missing, f"value=None, though it is set: {error}"
             raise
         except Exception as error:
             raise AssertionError(
@@ -193,9 +192,11 @@ def no_variables_are_no_job(trial: EnvironmentTrial) -> None:
 @_law
 def variables_of_others_are_no_job(trial: EnvironmentTrial) -> None:
     """Variables of other launchers are ignored and never raise."""
-    assert trial.detect(_FOREIGN) is None, f"it takes {sorted(_FOREIGN)} for a job"
+    assert trial.detect(_OTHERS) is None, f"it takes {sorted(_OTHERS)} for a job"
     for other in ENVIRONMENTS:
-        for env in () if other is trial.environment else getattr(other, "EXAMPLES", ()):
+        if other is trial.environment:
+            continue
+        for env in getattr(other, "EXAMPLES", ()):
             found = trial.answer(env)
             # Another launcher may also set this one's variables; both must then find the same rank.
             is_right = found in (None, _identity(other.detect(env)))
@@ -208,7 +209,7 @@ def a_whole_example_gives_every_fact_in_its_range(trial: EnvironmentTrial) -> No
     name = trial.environment.NAME
     for example, info in trial.examples_with_facts():
         assert info.source == name, f"source={info.source!r}, not {name!r}"
-        assert trial.facts({**_FOREIGN, **example}) == info, "variables of others change the facts"
+        assert trial.facts({**_OTHERS, **example}) == info, "variables of others change the facts"
 
 
 @_law
@@ -274,12 +275,17 @@ def it_is_loaded_without_torch(trial: EnvironmentTrial) -> None:
     code = f"import sys, {module}; sys.exit({_IMPORTS_TORCH} * ('torch' in sys.modules))"
     # A plug-in under test may be found only by this process's search path.
     path = os.pathsep.join(filter(None, sys.path))
-    how: dict[str, Any] = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
-    env = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-c", code], env=env, timeout=_LOAD_S, **how)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_LOAD_S,
+    )
     assert done.returncode != _IMPORTS_TORCH, f"module {module} imports torch"
-    failed = done.returncode != 0
-    assert not failed, f"module {module} can't be imported alone: {done.stderr.strip()}"
+    reason = done.stderr.strip()
+    assert done.returncode == 0, f"module {module} can't be imported alone: {reason}"
 
 
 def check_environment(
@@ -309,8 +315,9 @@ def check_environment(
         {'passed'}
     """
     module = find_environment(environment)
-    own_examples: Any = getattr(module, "EXAMPLES", ()) if examples is None else examples
-    trial = EnvironmentTrial(environment, module, tuple(own_examples))
+    if examples is None:
+        examples = getattr(module, "EXAMPLES", ())
+    trial = EnvironmentTrial(environment, module, tuple(examples))
     return [
         outcome_of(name, 0, partial(ENVIRONMENT_LAWS[name], trial))
         for name in (ENVIRONMENT_LAWS if laws is None else laws)

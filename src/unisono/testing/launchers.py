@@ -27,7 +27,7 @@ from unisono.collectives.gathers import all_gather
 from unisono.collectives.groups import barrier
 from unisono.deadlines import deadline
 from unisono.errors import ArgumentError, CollectiveTimeoutError, PayloadError, WorkerFailedError
-from unisono.launchers.job.lifetime import flush
+from unisono.launchers.job.lifetime import output_redirected
 from unisono.launchers.script.script import Script
 from unisono.launchers.script.supervisor import ScriptOutcome
 from unisono.lifecycle import spawn
@@ -46,7 +46,7 @@ _START_S = 60.0  # for all ranks to start before the interrupt
 _GRACE_S = 20.0  # that a job may take beyond its deadline
 _END_S = 5.0  # for all ranks to end once their job has
 _POLL_S = 0.05
-_TOO_LONG = signal.SIGVTALRM  # ends a law; the caller may use SIGALRM
+_TOO_LONG = signal.SIGVTALRM  # ends a law
 _EXIT_CODE = 7
 _OUTPUT = "output"
 _SHOWN_LINES = 15
@@ -92,36 +92,47 @@ class LauncherTrial:
         return launch(_describe, LaunchPlan(self.nproc), environ=environ, **self.options)
 
     def fails(
-        self, end: Callable[..., object], *args: Any, others: Callable[[], object] = barrier
+        self, end: Callable[..., object], *args: Any, on_others: Callable[[], object] = barrier
     ) -> WorkerFailedError:
-        """Return the error of a job whose last rank ends while others wait; it must name it."""
-        job = (_end, self.last, self.folder, end, args, others)
-        error = _error_of(WorkerFailedError, partial(self.spawn, *job))
+        """Return the error of a job whose last rank calls `end`; it must name that rank."""
+        job = partial(self.spawn, _end, self.last, self.folder, end, args, on_others)
+        error = _error_of(WorkerFailedError, job)
         assert error.rank == self.last, f"rank {error.rank} is named, not {self.last}: {error}"
         assert f"rank {self.last}" in str(error), f"its text names no rank: {error}"
         return error
 
-    def signed_in(self) -> list[Any]:
-        """List the processes of this host's ranks that have signed in, None for ended ones."""
+    def signed_in(self) -> list[tuple[int, float]]:
+        """List this host's ranks that have signed in: the pid and the time of each."""
         found = []
         for file in Path(self.folder).glob("rank-*"):
             host, pid = file.read_text().split()
             if host == socket.gethostname():
-                found.append(_living(int(pid), file.stat().st_mtime))
+                found.append((int(pid), file.stat().st_mtime))
+        return found
+
+    def running(self) -> list[Any]:
+        """List the processes of these ranks that haven't ended."""
+        found = []
+        for pid, signed_at in self.signed_in():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(pid)
+                is_reused = process.create_time() > signed_at + 1.0  # resolution of the clocks
+                if not is_reused and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
         return found
 
     def wait_for_ends(self) -> int:
         """Wait for all ranks that have signed in to end; return their number."""
         # psutil.wait_procs would take the exit codes of our children, which launchers wait for.
         limit = time.monotonic() + _END_S
-        while (left := [*filter(None, self.signed_in())]) and time.monotonic() < limit:
+        while (left := self.running()) and time.monotonic() < limit:
             time.sleep(_POLL_S)
         assert not left, f"processes {[p.pid for p in left]} of ranks are left {_END_S:g} s later"
         return len(self.signed_in())
 
     def clean_up(self) -> None:
         """Stop the ranks left on this host, and remove their files."""
-        for process in filter(None, self.signed_in()):
+        for process in self.running():
             with contextlib.suppress(psutil.Error):
                 process.kill()
         for file in Path(self.folder).glob("rank-*"):
@@ -137,28 +148,15 @@ def _law(check: Law) -> Law:
     return check
 
 
-def _living(pid: int, signed_at: float) -> Any:
-    """Return a process, or None if it has ended or its pid has been reused."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        # A process younger than the file has a reused pid.
-        is_it = process.create_time() <= signed_at + 1.0  # resolution of the clocks
-        return process if is_it and process.status() != psutil.STATUS_ZOMBIE else None
-    return None
-
-
-def _error_of(kind: type[_E], call: Callable[[], object], about: str = "") -> _E:
+def _error_of(kind: type[_E], call: Callable[[], object], what: str = "the job") -> _E:
     """Return the error of a call that must raise `kind`."""
     try:
         result = call()
     except kind as error:
         return error
     except Exception as error:
-        raise AssertionError(f"expected {kind.__name__}{about}, got {text_of(error)}") from error
-    raise AssertionError(f"expected {kind.__name__}{about}, but it returned {result!r}")
-
-
-# Functions that run in ranks.
+        raise AssertionError(f"{what}: expected {kind.__name__}, got {text_of(error)}") from error
+    raise AssertionError(f"{what}: expected {kind.__name__}, but it returned {result!r}")
 
 
 def _sign_in(folder: str) -> None:
@@ -170,20 +168,38 @@ def _sign_in(folder: str) -> None:
         unfinished.replace(Path(folder, f"rank-{facts.get_rank()}"))
 
 
-def _facts(local_rank: int) -> tuple[Any, ...]:
-    ranks = all_gather(facts.get_rank())
-    where = (facts.get_rank(), local_rank, facts.get_local_rank(), facts.get_world_size())
-    return (*where, facts.get_nproc_per_node(), ranks, (socket.gethostname(), os.getpid()))
+class _Facts(NamedTuple):
+    rank: int
+    given_local_rank: int
+    local_rank: int
+    world_size: int
+    nproc_per_node: int
+    ranks: list[int]
+    process: tuple[str, int]
+
+
+def _facts(local_rank: int) -> _Facts:
+    """Collect the facts of this rank."""
+    return _Facts(
+        rank=facts.get_rank(),
+        given_local_rank=local_rank,
+        local_rank=facts.get_local_rank(),
+        world_size=facts.get_world_size(),
+        nproc_per_node=facts.get_nproc_per_node(),
+        ranks=all_gather(facts.get_rank()),
+        process=(socket.gethostname(), os.getpid()),
+    )
 
 
 def _given(local_rank: int, data: bytes, make: Callable[[int], Any], *, word: str) -> Any:
+    """Return what shows that the arguments have arrived whole."""
     return len(data), data[-3:], make(facts.get_rank()), word
 
 
 def _kinds() -> Sequence[Any]:
     """Return an instance of each kind of class that programs derive from the standard library."""
 
-    class Own(ABC):  # noqa: B024 - its metaclass is what counts
+    class Abstract(ABC):  # noqa: B024 - its metaclass is what counts
         def value(self) -> int:
             return 42
 
@@ -217,13 +233,14 @@ def _kinds() -> Sequence[Any]:
     class Record:
         x: int
 
-    return [Own(), Items[int](), Speaker(), Held(), Color.RED, Point(2), Record(3)]
+    return [Abstract(), Items[int](), Speaker(), Held(), Color.RED, Point(2), Record(3)]
 
 
 def _use(local_rank: int, kinds: Sequence[Any]) -> tuple[list[object], Sequence[Any]]:
-    own, items, speaker, holder, color, point, record = kinds
+    """Use an instance of each kind; return what it gave, and the instances."""
+    abstract, items, speaker, holder, color, point, record = kinds
     with holder as held:
-        found = [type(type(own)) is ABCMeta, held is holder, own.value(), dict(items)]
+        found = [type(type(abstract)) is ABCMeta, held is holder, abstract.value(), dict(items)]
     return [*found, speaker.value(), color.name, point.x, record.x], kinds
 
 
@@ -231,10 +248,11 @@ def _describe(info: RankInfo) -> tuple[RankInfo, str | None, str | None]:
     return info, os.environ.get(_MARK), os.environ.get("HOME")
 
 
-def _end(local_rank: int, who: int, folder: str, end: Any, args: Any, others: Any) -> object:
+def _end(local_rank: int, who: int, folder: str, end: Any, args: Any, on_others: Any) -> object:
+    """Sign in, and call `end` on rank `who`, `on_others` on the other ranks."""
     _sign_in(folder)
     barrier()  # all ranks of the host have signed in before one of them ends
-    return end(*args) if facts.get_rank() == who else others()
+    return end(*args) if facts.get_rank() == who else on_others()
 
 
 def _raise() -> NoReturn:
@@ -256,25 +274,23 @@ def _touch(local_rank: int, folder: str, *args: Any) -> None:
     Path(folder, "begun").touch()
 
 
-# The laws.
-
-
 @_law
 def results_come_in_the_order_of_ranks(trial: LauncherTrial) -> None:
     """Each rank is a separate process with the right facts; results are in the order of ranks."""
-    results = trial.spawn(_facts)
+    results: list[_Facts] = trial.spawn(_facts)
     ranks = list(range(trial.nproc))
-    assert [each[0] for each in results] == ranks, f"ranks {[each[0] for each in results]}"
-    for rank, local_rank, known_rank, size, nproc, others, _ in results:
-        assert others == ranks, f"all_gather of the ranks gives rank {rank} {others}"
-        assert size == trial.nproc, f"rank {rank} knows a world of {size}"
-        told = f"rank {rank} is given {local_rank}, and knows {known_rank}"
-        assert local_rank == known_rank, told
-        assert 0 <= local_rank < nproc, f"rank {rank} has local rank {local_rank} of {nproc}"
-    processes = {each[6] for each in results}
+    assert [each.rank for each in results] == ranks, f"ranks {[each.rank for each in results]}"
+    for each in results:
+        who, local_rank, nproc = f"rank {each.rank}", each.local_rank, each.nproc_per_node
+        assert each.ranks == ranks, f"all_gather of the ranks gives {who} {each.ranks}"
+        assert each.world_size == trial.nproc, f"{who} knows a world of {each.world_size}"
+        given = f"{who} is given {each.given_local_rank}, and knows {local_rank}"
+        assert each.given_local_rank == local_rank, given
+        assert 0 <= local_rank < nproc, f"{who} has local rank {local_rank} of {nproc}"
+    processes = {each.process for each in results}
     assert len(processes) == trial.nproc, "two ranks share a process"
-    own = (socket.gethostname(), os.getpid())
-    assert own not in processes, "a rank is the process that launched the job"
+    parent = (socket.gethostname(), os.getpid())
+    assert parent not in processes, "a rank is the process that launched the job"
 
 
 @_law
@@ -362,14 +378,14 @@ def a_signal_is_named(trial: LauncherTrial) -> None:
 def a_result_that_cant_travel_is_a_failure(trial: LauncherTrial) -> None:
     """A result that cannot be pickled is a failure of its rank."""
     # The rank fails after its function has returned, so ranks in a barrier would wait for it.
-    error = trial.fails(threading.Lock, others=facts.get_rank)
+    error = trial.fails(threading.Lock, on_others=facts.get_rank)
     assert "lock" in str(error), f"it doesn't say what can't be pickled: {error}"
 
 
 @_law
 def no_rank_is_left_behind(trial: LauncherTrial) -> None:
     """After a failure all ranks have ended, including sleeping ones that ignore SIGTERM."""
-    trial.fails(_raise, others=_sleep_ignoring_sigterm)
+    trial.fails(_raise, on_others=_sleep_ignoring_sigterm)
     if not trial.wait_for_ends():  # ranks on other hosts can't sign in
         raise UntestableError("no rank could write into a folder of this host")
 
@@ -397,7 +413,7 @@ def _parent() -> dict[str, Any]:
 
 @_law
 def a_deadline_is_kept(trial: LauncherTrial) -> None:
-    """The deadline of a block ends the job, and its error lists the unfinished ranks."""
+    """The deadline of a block ends the job in CollectiveTimeoutError, and no rank is left."""
     for block_s in _BLOCKS_S:
         begin = time.monotonic()
         with deadline(block_s):
@@ -447,7 +463,7 @@ def wrong_options_are_refused_before_anything_starts(trial: LauncherTrial) -> No
     _refused(trial, ArgumentError, launcher_options={**trial.options, "no_such_option": 1})
     _refused(trial, ArgumentError, no_such_option=1)
     _refused(trial, ArgumentError, nnodes=0)
-    _refused(trial, ArgumentError, backend="threads", launcher_options={})  # has no processes
+    _refused(trial, ArgumentError, backend="threads", launcher_options={})  # has no launcher
 
 
 @_law
@@ -460,7 +476,7 @@ def _refused(trial: LauncherTrial, kind: type[Exception], *more: Any, **options:
     given = {"backend": trial.backend, **trial.given, **options}
     args = (trial.folder, *more)
     call = partial(spawn, fn=_touch, args=args, nproc_per_node=trial.nproc, **given)
-    _error_of(kind, call, f" for {given}")
+    _error_of(kind, call, str(given))
     assert not Path(trial.folder, "begun").exists(), f"{given}: refused after a rank had begun"
 
 
@@ -475,9 +491,6 @@ def a_script_ends_with_the_exit_code_of_its_rank(trial: LauncherTrial) -> None:
     assert ended.code == _EXIT_CODE, f"the exit code is {ended.code}, not {_EXIT_CODE}"
     assert ended.failed is not None, "no rank is named"
     assert ended.failed.rank == trial.last, f"rank {ended.failed.rank} is named, not {trial.last}"
-
-
-# Checking of the laws.
 
 
 def check_launcher(
@@ -527,11 +540,14 @@ def check_launcher(
 def _witness(subject: str, law: str, folder: str) -> Iterator[None]:
     """Print the last output from a separate process if this one ends within the block."""
     # A library may exit in its own code, as Ray does if its cluster has ended. The witness gets
-    # neither Ctrl-C nor the law's output; its stderr is ours before the redirection.
+    # no Ctrl-C, and has this process's stderr from before its redirection.
     text = f"{subject}: the process that checks it has ended in law {law}"
-    streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
-    words = ("sh", "-c", _WITNESS, "sh", text, folder)
-    with subprocess.Popen(words, start_new_session=True, **streams) as process:
+    with subprocess.Popen(
+        ("sh", "-c", _WITNESS, "sh", text, folder),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as process:
         try:
             yield
         finally:
@@ -539,11 +555,13 @@ def _witness(subject: str, law: str, folder: str) -> Iterator[None]:
 
 
 def _check(law: Law, trial: LauncherTrial, timeout_s: float) -> None:
+    """Check a law; an AssertionError has the last output of its ranks and launcher."""
     output = Path(trial.folder, _OUTPUT)
     try:
-        with _output_in(output), _limited(timeout_s):
+        # Laws provoke failures, whose output would hide what `check_launcher` reports.
+        with output.open("wb") as file, output_redirected(file.fileno()), _limited(timeout_s):
             law(trial)
-    except UntestableError:
+    except UntestableError:  # neither kept nor broken
         raise
     except _TookTooLongError as error:
         stack = "".join(traceback.format_tb(error.__traceback__)[-6:])
@@ -559,24 +577,10 @@ def _check(law: Law, trial: LauncherTrial, timeout_s: float) -> None:
 
 
 @contextlib.contextmanager
-def _output_in(file: Path) -> Iterator[None]:
-    """Redirect the output of ranks and launchers to a file: laws provoke failures."""
-    flush()
-    with contextlib.ExitStack() as stack:
-        stream = stack.enter_context(file.open("wb"))
-        for fd in (1, 2):
-            own = os.dup(fd)
-            # Callbacks run in reverse: flush, restore the descriptors, close the copies.
-            stack.callback(os.close, own)
-            stack.callback(os.dup2, own, fd)
-            os.dup2(stream.fileno(), fd)
-        stack.callback(flush)
-        yield
-
-
-@contextlib.contextmanager
 def _limited(seconds: float) -> Iterator[None]:
     """Limit the time of one law; only in the main thread, where a signal handler can end it."""
+    # A thread keeps the time, as a process has one timer for setitimer's SIGALRM, which the caller
+    # may use, as pytest-timeout does.
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -10,8 +10,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -29,13 +29,14 @@ __all__ = ("Kept", "LawBrokenError", "Outcome", "Status", "check", "keep_laws", 
 
 Status = Literal["passed", "derived", "unsupported", "failed"]
 
+# Members that the contract derives from others.
 _DERIVED = (
-    *("exchange", "all_reduce", "broadcast", "reduce", "scatter", "reduce_scatter", "all_to_all"),
-)
-_GRACE = 1.5  # model's deadline in multiples of the law's, which fires first and shows all stacks
+    "exchange", "all_reduce", "broadcast", "reduce", "scatter", "reduce_scatter", "all_to_all",
+)  # fmt: skip
+_GRACE = 1.5  # model's timeout in multiples of the law's, which comes first and shows all stacks
 _POLL_S = 0.1
 _ANSWER_S = 3.0  # time for a replica to write its stack
-_OURS = " in keep_laws\n"  # this frame and those around it are the kit's
+_KEEPS_LAWS = " in keep_laws\n"  # ends the line of that frame on a stack
 
 
 class LawBrokenError(AssertionError):
@@ -114,12 +115,12 @@ def keep_laws(local_rank: int, names: Sequence[str], folder: str = "") -> list[K
         LawBrokenError: the first law that doesn't hold here.
     """
     model = current_model()
-    used, board = _note_derived(model), _Board(folder, model.topology.rank)
+    used, enter = _note_derived(model), _law_recorder(folder, model.topology.rank)
     kept = []
     for name in names:
         start = time.perf_counter()
         used.clear()
-        board.enter(name)
+        enter(name)
         try:
             LAWS[name].check()
             derived = tuple(sorted(used))
@@ -129,15 +130,15 @@ def keep_laws(local_rank: int, names: Sequence[str], folder: str = "") -> list[K
         except Exception as error:
             raise LawBrokenError(name, _text_of(error)) from error
         kept.append(Kept(time.perf_counter() - start, derived))
-    board.enter("")
+    enter("")
     return kept
 
 
 def _note_derived(model: ComputationModel) -> set[str]:
-    """Record each derived member that is called on a model."""
-    # The model gets a subclass of its class, so that other replicas are unaffected.
+    """Return a set to which each derived member is added as it is called on a model."""
     used: set[str] = set()
     cls: Any = type(model)
+    members: dict[str, Any] = {"__module__": cls.__module__}
 
     def noting(name: str, derived: Callable[..., Any]) -> Callable[..., Any]:
         def member(*args: Any, **kwargs: Any) -> Any:
@@ -146,13 +147,17 @@ def _note_derived(model: ComputationModel) -> set[str]:
 
         return member
 
-    base = {name: getattr(ComputationModel, name) for name in _DERIVED}
-    own = {name: noting(name, of) for name, of in base.items() if getattr(cls, name) is of}
-    model.__class__ = type(cls)(cls.__name__, (cls,), {**own, "__module__": cls.__module__})
+    for name in _DERIVED:
+        derived = getattr(ComputationModel, name)
+        if getattr(cls, name) is derived:  # the model doesn't implement it
+            members[name] = noting(name, derived)
+    # The model gets a subclass of its class, so that other replicas are unaffected.
+    model.__class__ = type(cls)(cls.__name__, (cls,), members)
     return used
 
 
 def _text_of(error: Exception) -> str:
+    """Return an error's text, and the line of the law that raised it."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "cases" in f.filename]
     where = f" ({frames[-1].name}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{where}"
@@ -240,7 +245,7 @@ def _joined(row: Sequence[Kept]) -> Kept:
 
 def _broken_law(error: LaunchError, names: Sequence[str], watch: _Watchdog) -> tuple[str, str]:
     cause = error.__cause__
-    rank = error.rank if isinstance(error, WorkerFailedError) else -1
+    rank = error.rank if isinstance(error, WorkerFailedError) else -1  # -1: none in particular
     if isinstance(cause, LawBrokenError):
         return cause.law, f"rank {rank}: {cause.text}"
     for name in names:  # the text has it even if the exception couldn't be pickled
@@ -283,34 +288,33 @@ class _Entry:
     since_s: float
     pid: int
     thread_id: int
-    facts: dict[str, int]
+    facts: Mapping[str, int]
 
     def text(self) -> str:
+        """Ask for the replica's stack, and write it without the frames of this module."""
         stack = stack_signal.ask(self.pid, self.facts, self.thread_id, _ANSWER_S) or ""
-        frames = [line for line in stack.partition(_OURS)[0].splitlines() if line[:2] == "  "]
-        # The last line is the beginning of the kit's own frame, at which the stack is cut off.
-        shown = "\n".join(frames[:-1] if _OURS in stack else frames) or "  (it showed no stack)"
+        inner, cut, _ = stack.partition(_KEEPS_LAWS)  # the innermost frame is the first
+        frames = [line for line in inner.splitlines() if line.startswith("  ")]
+        if cut:
+            del frames[-1:]  # what stands before the cut in its line
+        shown = "\n".join(frames) or "  (it showed no stack)"
         return f"rank {self.rank}, in {self.law or 'no law any more'}:\n{shown}"
 
 
-class _Board:
-    """The file in which a replica records its current law."""
+def _law_recorder(folder: str, rank: int) -> Callable[[str], None]:
+    """Return a function that records the law which this replica enters, "" after the last."""
+    if not folder or not Path(folder).is_dir():  # not watched, or from another host
+        return lambda law: None
+    path, facts = Path(folder, f"{rank}.rank"), stack_signal.install()
+    unfinished = path.with_suffix(".partial")
 
-    def __init__(self, folder: str, rank: int) -> None:
-        # No folder where nobody watches, or where it is on the host of the parent alone.
-        self._path = Path(folder, f"{rank}.rank") if folder and Path(folder).is_dir() else None
-        self._rank = rank
-        self._facts = {} if self._path is None else stack_signal.install()
-
-    def enter(self, law: str) -> None:
-        """Record that this replica enters a law; an empty name after the last."""
-        if self._path is None:
-            return
-        who = os.getpid(), threading.get_native_id(), self._facts
-        unfinished = self._path.with_suffix(".partial")
+    def enter(law: str) -> None:
+        entry = _Entry(rank, law, time.monotonic(), os.getpid(), threading.get_native_id(), facts)
         with contextlib.suppress(OSError):  # the folder is removed with the job
-            unfinished.write_text(json.dumps([self._rank, law, time.monotonic(), *who]))
-            unfinished.replace(self._path)  # atomic, so that the parent never reads a part
+            unfinished.write_text(json.dumps(astuple(entry)))
+            unfinished.replace(path)  # atomic, so that the parent never reads a part
+
+    return enter
 
 
 class _Watchdog:
@@ -321,7 +325,7 @@ class _Watchdog:
         self._folder = tempfile.TemporaryDirectory(prefix="unisono-laws-")
         self.folder: str = self._folder.name
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="unisono-watch", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="unisono-watch", daemon=True)
         self.hung = ""  # the law that took too long
         self.stacks = ""  # of all replicas at that time
 
@@ -345,7 +349,7 @@ class _Watchdog:
                 entries.append(_Entry(*json.loads(path.read_text())))
         return sorted(entries, key=lambda entry: entry.rank)
 
-    def _look(self) -> None:
+    def _watch(self) -> None:
         while not self._is_over.wait(_POLL_S):
             entries, now = self._entries(), time.monotonic()
             late = [each for each in entries if each.law and now - each.since_s > self._limit_s]

@@ -11,7 +11,7 @@ import torch
 
 import unisono
 from unisono.errors import CollectiveMismatchError
-from unisono.testing.pytest_plugin.world import World
+from unisono.testing.pytest_plugin.body import World
 
 # The function and its value, for the line that counts is the innermost one of the user.
 CALLS: dict[str, tuple[Callable[..., Any], Callable[[float], Any]]] = {

@@ -18,7 +18,7 @@ from unisono.errors import (
     GroupMembershipError,
     PayloadError,
 )
-from unisono.testing.pytest_plugin.world import World
+from unisono.testing.pytest_plugin.body import World
 
 everywhere = with_marks(pytest.mark.ranks(1, on="serial"), pytest.mark.ranks(2))
 Refusal = tuple[Callable[[], Any], Sequence[str]]

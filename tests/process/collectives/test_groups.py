@@ -26,7 +26,7 @@ from unisono.errors import (
     CollectiveTimeoutError,
     WorkerFailedError,
 )
-from unisono.testing.pytest_plugin.world import World
+from unisono.testing.pytest_plugin.body import World
 
 BIG = 2_000_000  # elements: more than what travels in a round
 LIMIT_S = 60.0

@@ -26,7 +26,7 @@ from unisono.errors import (
 )
 from unisono.host import memory
 from unisono.host.shared import MIN_BYTES
-from unisono.testing.pytest_plugin.world import World
+from unisono.testing.pytest_plugin.body import World
 
 pytestmark = pytest.mark.skipif(not memory.is_supported(), reason="there is no such memory here")
 

@@ -37,7 +37,7 @@ from unisono.errors import (
 from unisono.host import memory
 from unisono.host.arena import Arena, Layout
 from unisono.host.mailbox import MAILBOX_BYTES
-from unisono.testing.pytest_plugin.world import World
+from unisono.testing.pytest_plugin.body import World
 from unisono.topology import EVERYBODY
 
 pytestmark = pytest.mark.skipif(not memory.is_supported(), reason="there is no such memory here")

@@ -248,11 +248,11 @@ def test_failures_are_told_once_and_by_rank(sessions: Sessions, tmp_path: Path) 
     for on in ("threads", "gloo"):
         result.stdout.fnmatch_lines(
             [
-                f"ranks 1,3 of 4 ({on}):",
+                f"ranks 1, 3 of 4 ({on}):",
                 ">           assert values == [[]world.size, 3[]]",
                 "E           assert [[]4, 2[]] == [[]4, 3[]]",
                 "E             At index 1 diff: 2 != 3",
-                "*ranks 0,2 of 4 still ran, and were ended*",
+                "*ranks 0, 2 of 4 still ran, and were ended*",
                 '  File "*test_fails.py", line *, in test_several',
                 "    idist.barrier()",
             ]
@@ -260,7 +260,7 @@ def test_failures_are_told_once_and_by_rank(sessions: Sessions, tmp_path: Path) 
         result.stdout.fnmatch_lines(
             [
                 f"*_ test_output[[]2-{on}[]] _*",
-                f"ranks 0,1 of 2 ({on}):",
+                f"ranks 0, 1 of 2 ({on}):",
                 ">       assert idist.all_reduce(1) == 3",
                 "*Captured stdout call (rank 0 of 2)*",
                 "only rank 0",
@@ -269,11 +269,11 @@ def test_failures_are_told_once_and_by_rank(sessions: Sessions, tmp_path: Path) 
             ]
         )
     result.stdout.fnmatch_lines(["ERROR *test_setup* - rank 1 of 2 (threads): Zero*"])
-    result.stdout.fnmatch_lines(["FAILED *test_several* - ranks 1,3 of 4 (threads): as*"])
+    result.stdout.fnmatch_lines(["FAILED *test_several* - ranks 1, 3 of 4 (threads): as*"])
     result.stdout.fnmatch_lines(["*the fixture monkeypatch changes the whole process*gloo*"])
     result.stdout.fnmatch_lines(["ERROR test_ends.py::test_module*"])
     result.stdout.fnmatch_lines(
-        ["*ranks 0,1 of 2*", "*this rank collects no test *must be the same*"]
+        ["*ranks 0, 1 of 2*", "*this rank collects no test *must be the same*"]
     )
     result.stdout.fnmatch_lines(["*mark this one @pytest.mark.ranks(2)*"])
     done = ["rank 1 of 2 was done", "rank 0 of 2:", "    idist.barrier()"]
@@ -421,7 +421,7 @@ def test_a_session_names_what_went_wrong_and_goes_on(
     result.assert_outcomes(passed=17, failed=2)
     result.stdout.fnmatch_lines_random(
         [
-            "*ranks 0,1 of 2 weren't done after 4 s (gloo)*",
+            "*ranks 0, 1 of 2 weren't done after 4 s (gloo)*",
             "*time.sleep(1000)",
             "rank 1 of 2 was ended by SIGSEGV*",
         ]

@@ -29,9 +29,9 @@ _OF_INDEX_0 = "gradients_are_clipped_by_the_norm_of_their_mean"
 # Laws that are about memory of the CPU, sparse tensors, which the device hasn't, or forks, which
 # can't use it; and those that choose the device of their tensors themselves.
 _OFF_THE_DEVICE = (
-    *("shared", "sparse", "tensors_of_other", "one_rank_refuses", "fork"),
-    *("for_every_declared", "movements_agree", "each_sample_is_evaluated", _OF_INDEX_0),
-)
+    "shared", "sparse", "tensors_of_other", "one_rank_refuses", "fork",
+    "for_every_declared", "movements_agree", "each_sample_is_evaluated", _OF_INDEX_0,
+)  # fmt: skip
 _choose = process_group.choose_device
 
 

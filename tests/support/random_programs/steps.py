@@ -17,9 +17,9 @@ from torch import Tensor
 from tests.support.random_programs.values import Filled, content, difference, make
 
 BASIC = (
-    *("barrier", "all_reduce", "all_reduce_", "reduce", "reduce_scatter", "all_gather", "gather"),
-    *("broadcast", "broadcast_", "scatter", "all_to_all"),
-)
+    "barrier", "all_reduce", "all_reduce_", "reduce", "reduce_scatter", "all_gather", "gather",
+    "broadcast", "broadcast_", "scatter", "all_to_all",
+)  # fmt: skip
 """Calls over a group, which may be asynchronous; the other ones are made of those."""
 
 

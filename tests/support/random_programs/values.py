@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.testing.cases._law import quietly, same
+from unisono.testing.cases import _law
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ _PARTS: dict[str, Callable[[Any], Any]] = {
 
 def content(value: Any) -> Any:
     """Return a copy of a value that ``same`` compares: plain tensors of one NaN and one zero."""
-    return quietly(_content, value)
+    return _law.quietly(_content, value)
 
 
 def _content(value: Any) -> Any:
@@ -100,8 +100,4 @@ def _content(value: Any) -> Any:
 
 def difference(one: Any, other: Any) -> str | None:
     """Return how a content differs from the one that is wanted, None if it doesn't."""
-    try:
-        same(one, other)
-    except AssertionError as error:
-        return str(error)
-    return None
+    return _law.difference(one, other) or None

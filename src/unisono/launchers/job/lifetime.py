@@ -124,6 +124,21 @@ def flush() -> None:
             stream.flush()
 
 
+@contextlib.contextmanager
+def output_redirected(target: int) -> Iterator[None]:
+    """Send the output of this process, C code and children included, to a descriptor."""
+    flush()  # earlier output belongs to the former descriptors
+    # At the end, in reverse order: flush, restore, close.
+    with contextlib.ExitStack() as stack:
+        for fd in (1, 2):
+            saved = os.dup(fd)
+            stack.callback(os.close, saved)
+            stack.callback(os.dup2, saved, fd)
+            os.dup2(target, fd)
+        stack.callback(flush)
+        yield
+
+
 def seed_generators() -> None:
     """Seed the generators that a fork has inherited."""
     # In a fresh process each starts somewhere else; Python's own does so in a fork too.

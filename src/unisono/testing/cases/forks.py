@@ -21,19 +21,23 @@ _REFUSED = "every call raised ContextError"
 
 
 def _calls() -> list[Callable[[], Any]]:
+    """List calls of every kind, with a value for each way that it may take."""
     one, few, many = torch.ones(1), torch.ones(9), torch.ones(1 << 20)
     calls: list[Callable[[], Any]] = [
-        *(idist.barrier, idist.one_rank_only(with_barrier=True)(lambda: None)),
+        idist.barrier,
+        idist.one_rank_only(with_barrier=True)(lambda: None),
         partial(idist.all_gather_tensors_with_shapes, one, [(1,)]),
-        *(partial(idist.scatter, [1]), partial(idist.all_to_all, [1])),
+        partial(idist.scatter, [1]),
+        partial(idist.all_to_all, [1]),
+        partial(idist.all_reduce_, few),
+        partial(idist.broadcast_, few),
+        partial(idist.reduce_scatter, few),
         partial(idist.all_reduce_, many, async_op=True),
     ]
-    for takes in (idist.all_reduce, idist.all_gather, idist.broadcast, idist.gather, idist.reduce):
-        calls += [partial(takes, 1), partial(takes, few)]
-    for goes_on in (idist.all_reduce, idist.all_gather, idist.broadcast):
-        calls += [partial(goes_on, value, async_op=True) for value in (1, few, many, {"a": 1})]
-    for works in (idist.all_reduce_, idist.broadcast_, idist.reduce_scatter):
-        calls += [partial(works, few)]
+    for call in (idist.all_reduce, idist.all_gather, idist.broadcast, idist.gather, idist.reduce):
+        calls += [partial(call, 1), partial(call, few)]
+    for call in (idist.all_reduce, idist.all_gather, idist.broadcast):
+        calls += [partial(call, value, async_op=True) for value in (1, few, many, {"a": 1})]
     if "groups" in current_model().capabilities:
         calls += [partial(idist.new_group, [0]), partial(idist.all_reduce, 1, group=[0])]
     if "send_recv" in current_model().capabilities:

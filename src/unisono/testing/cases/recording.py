@@ -46,8 +46,10 @@ def hooks_see_every_collective_with_name_bytes_group_and_number(rank: int, size:
         idist.all_gather(tensor.float())
         idist.barrier()
     expected = [
-        *(("all_reduce", 24, "float64"), ("broadcast", 0, "")),
-        *(("all_gather", 12, "float32"), ("barrier", 0, "")),
+        ("all_reduce", 24, "float64"),
+        ("broadcast", 0, ""),
+        ("all_gather", 12, "float32"),
+        ("barrier", 0, ""),
     ]
     same([(each.name, each.size_bytes, each.dtype) for each in done], expected)
     same([each.name for each in begun], [name for name, _, _ in expected])

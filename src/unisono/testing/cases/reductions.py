@@ -17,15 +17,18 @@ from unisono.errors import CollectiveMismatchError, PayloadError
 from unisono.testing.cases._law import law, raises, same, tensor_of
 
 INTEGERS = (
-    *(torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
-)
+    torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+)  # fmt: skip
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e5m2)
 COMPLEX = (torch.complex64, torch.complex128)
 DTYPES = (torch.bool, *INTEGERS, *FLOATS, *COMPLEX)
 _BITWISE = {"AND": and_, "OR": or_, "XOR": xor}
 _STEPS: dict[str, Callable[[Any, Any], Any]] = {
-    **{"SUM": add, "PRODUCT": mul, "MIN": min, "MAX": max},
+    "SUM": add,
+    "PRODUCT": mul,
+    "MIN": min,
+    "MAX": max,
     **_BITWISE,
 }
 _BOOL = {"SUM": or_, "PRODUCT": and_, "MIN": and_, "MAX": or_, **_BITWISE}
@@ -53,6 +56,7 @@ def expected(op: str, parts: list[Tensor]) -> Tensor:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype for Python's numbers of a dtype, before they are rounded or wrapped."""
     if dtype in COMPLEX or dtype is torch.bool:
         return dtype
     return torch.float64 if dtype in FLOATS else torch.int64
@@ -167,7 +171,9 @@ class Metrics:
 def containers_are_reduced_leaf_by_leaf_and_keep_their_shape(rank: int, size: int) -> None:
     value = {"loss": 0.5, "n": rank, "t": torch.ones(2), "more": [torch.ones(1).int(), (True, 2)]}
     totals = {
-        **{"loss": 0.5 * size, "n": sum(range(size)), "t": torch.full((2,), float(size))},
+        "loss": 0.5 * size,
+        "n": sum(range(size)),
+        "t": torch.full((2,), float(size)),
         "more": [torch.tensor([size], dtype=torch.int32), (True, 2 * size)],
     }
     same(idist.all_reduce(value), totals)
@@ -283,8 +289,13 @@ def a_mean_overflows_nowhere(rank: int, size: int) -> None:
 @law(ranks=2)
 def containers_of_different_kinds_are_an_error_on_every_rank(rank: int, size: int) -> None:
     pairs: list[tuple[Any, Any]] = [
-        *(([1, 2], {0: 1, 1: 2}), ([1, 2], (1, 2)), ((1, 2), {0: 1, 1: 2}), ([], {})),
-        *(({"a": []}, {"a": {}}), ([[], 1], [1]), ({1: 1}, {"1": 1})),
+        ([1, 2], {0: 1, 1: 2}),
+        ([1, 2], (1, 2)),
+        ((1, 2), {0: 1, 1: 2}),
+        ([], {}),
+        ({"a": []}, {"a": {}}),
+        ([[], 1], [1]),
+        ({1: 1}, {"1": 1}),
         ({"loss": 1.0, "seen": 2, "hits": torch.ones(3)}, Metrics(1.0, 2, torch.ones(3))),
     ]
     for pair in pairs:

@@ -149,10 +149,10 @@ def what_a_model_doesnt_declare_is_unsupported(rank: int, size: int) -> None:
         raises(UnsupportedOperation, [model.name], idist.recv, src=peer)
 
 
-_TAKERS: tuple[Any, ...] = (
-    *(idist.all_reduce, idist.all_reduce_, idist.all_gather, idist.gather, idist.reduce),
-    *(idist.all_to_all, idist.reduce_scatter, idist.broadcast_),
-)
+_TAKE_TENSORS: tuple[Any, ...] = (
+    idist.all_reduce, idist.all_reduce_, idist.all_gather, idist.gather, idist.reduce,
+    idist.all_to_all, idist.reduce_scatter, idist.broadcast_,
+)  # fmt: skip
 
 
 @law()
@@ -161,11 +161,11 @@ def tensors_without_memory_of_their_own_are_refused_by_name(rank: int, size: int
         fake = torch.ones(4)
     masked = quietly(masked_tensor, torch.ones(4), torch.ones(4, dtype=torch.bool))
     for tensor, parts in ((fake, ["FakeTensor"]), (masked, ["MaskedTensor", "as an object"])):
-        for call in _TAKERS:
+        for call in _TAKE_TENSORS:
             raises(PayloadError, parts, call, tensor)
         raises(PayloadError, parts, idist.all_reduce, {"a": tensor})
     spread: Any = Spread()
-    for call in [*_TAKERS, idist.broadcast]:
+    for call in [*_TAKE_TENSORS, idist.broadcast]:
         raises(PayloadError, ["Spread", "to_local()", "full_tensor()"], call, spread)
     for inside in ([spread], {"norm": spread}, {"deep": [{1, 2}, spread]}):
         raises(PayloadError, ["rank 0", "full_tensor()"], idist.all_gather, inside)
@@ -192,14 +192,14 @@ def _refused_beside_good(size: int) -> Iterator[tuple[Sequence[Any], Any, Any]]:
     for count in (size, 100_000 * size):
         good = torch.ones(count)
         sparse = good.to_sparse()
-        yield _TAKERS, sparse, good
+        yield _TAKE_TENSORS, sparse, good
         yield [idist.all_reduce], sparse, 1.0
         yield [idist.all_reduce], sparse, {"a": 1}
         writers = (idist.all_reduce_, idist.broadcast_)
         yield writers, torch.ones(1).expand(count * 2), torch.ones(count * 2)
         yield writers, torch.ones(3).as_strided((2, 2), (1, 1)), torch.ones(2, 2)
         if size > 1:  # alone, it would be right
-            yield _TAKERS, good.int(), good
+            yield _TAKE_TENSORS, good.int(), good
 
 
 @law()

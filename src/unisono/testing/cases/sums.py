@@ -45,13 +45,13 @@ def correctly_rounded(column: Sequence[float], dtype: torch.dtype) -> float:
     total = sum(map(Fraction, column), Fraction())
     if total == 0:
         return 0.0
-    fraction_bits, least = _FORMATS[dtype]
-    size, sign = abs(total), 1 if total > 0 else -1
-    first = size.numerator.bit_length() - size.denominator.bit_length()
-    # The difference of the lengths is the exponent, or one more.
-    first -= size < Fraction(2) ** first
-    step = Fraction(2) ** max(first - fraction_bits, least)
-    nearest = round(size / step) * step  # ties to even
+    fraction_bits, least_exponent = _FORMATS[dtype]
+    magnitude, sign = abs(total), 1 if total > 0 else -1
+    exponent = magnitude.numerator.bit_length() - magnitude.denominator.bit_length()
+    if magnitude < Fraction(2) ** exponent:  # the difference of the lengths is one more
+        exponent -= 1
+    step = Fraction(2) ** max(exponent - fraction_bits, least_exponent)
+    nearest = round(magnitude / step) * step  # ties to even
     return sign * (INF if nearest > Fraction(torch.finfo(dtype).max) else float(nearest))
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,22 +26,27 @@ from _pytest.config import Config, create_terminal_writer
 from _pytest.debugging import post_mortem
 
 from unisono import context, facts
+from unisono.collectives.gathers import all_gather
 from unisono.errors import UnisonoError
 from unisono.launchers.job.pickling import load_from_parent
 from unisono.launchers.job.worker import describe
+from unisono.pickling import dumps
+from unisono.testing.cases import difference
 from unisono.testing.pytest_plugin.plugin import IN_RANK, OF_A_PROCESS
+from unisono.topology import named
+from unisono.tracebacks import hides
 
 # Plug-ins for the terminal, timing or the whole session, which run in the parent.
 _PARENTS = (
-    *("terminal", "terminalprogress", "junitxml", "pastebin", "faulthandler", "stepwise"),
-    *("doctest", "timeout", "unisono-ranks", "rerunfailures"),
-)
+    "terminal", "terminalprogress", "junitxml", "pastebin", "faulthandler", "stepwise",
+    "doctest", "timeout", "unisono-ranks", "rerunfailures",
+)  # fmt: skip
 _NOT_LOADED = ("pytest_cov", "xdist", "xdist.looponfail")
 # Plug-ins that change the whole process, which thread ranks share with the parent.
-_OF_A_PROCESS = (
-    *("capture", "logging", "recwarn", "monkeypatch", "assertion", "warnings"),
-    *("unraisableexception", "threadexception", "debugging"),
-)
+_PLUGINS_OF_A_PROCESS = (
+    "capture", "logging", "recwarn", "monkeypatch", "assertion", "warnings",
+    "unraisableexception", "threadexception", "debugging",
+)  # fmt: skip
 _CURRENT_TEST = "PYTEST_CURRENT_TEST"  # the variable that pytest sets in each phase of a test
 _lock = threading.Lock()
 _here = threading.local()  # this rank's session; the rank may be a thread
@@ -78,6 +85,66 @@ class TestFailed(Exception):
         self.report = report
 
 
+@dataclass(frozen=True)
+class World:
+    """The ranks that run a test: the value of the fixture ``world``.
+
+    Args:
+        rank: this rank.
+        size: number of ranks.
+    """
+
+    rank: int
+    size: int
+
+    def same(self, value: object, *, among: Collection[int] | None = None) -> None:
+        """Check that type, dtype, shape and bits are the same on all ranks, or `among` some.
+
+        Collective over all ranks.
+        """
+        __tracebackhide__ = hides
+        # Pickled, as tensors would be joined, and types may differ among ranks.
+        pickles = all_gather(dumps(value))
+        chosen = range(self.size) if among is None else sorted(among)
+        values = {rank: pickle.loads(pickles[rank]) for rank in chosen}
+        groups: list[list[int]] = []  # of ranks with equal values, which may be unhashable
+        for rank in chosen:
+            equal = [each for each in groups if not difference(values[rank], values[each[0]])]
+            if equal:
+                equal[0].append(rank)
+            else:
+                groups.append([rank])
+        if len(groups) > 1:
+            shown = "".join(f"\n  {named(group)}: {values[group[0]]!r}" for group in groups)
+            where = difference(values[groups[1][0]], values[groups[0][0]])
+            raise AssertionError(f"the ranks have different values:{shown}\n  they differ: {where}")
+
+    @contextmanager
+    def raises_on(self, rank: int | Collection[int], error: type[BaseException]) -> Iterator[None]:
+        """Check that a block raises on certain ranks, and on no others.
+
+        Args:
+            rank: the rank that should raise, or several.
+            error: the expected error, which ends the block; other errors propagate.
+
+        Raises:
+            AssertionError: the block didn't raise there (on these ranks).
+        """
+        __tracebackhide__ = hides
+        if not self.only(rank):
+            yield
+            return
+        try:
+            yield
+        except error:
+            return
+        raise AssertionError(f"rank {self.rank} of {self.size} didn't raise {error.__name__}")
+
+    def only(self, rank: int | Collection[int]) -> bool:
+        """Return whether this rank is among the given ones: ``if world.only(0): ...``."""
+        return self.rank == rank if isinstance(rank, int) else self.rank in rank
+
+
 def begin(local_rank: int, setting: Setting) -> None:
     """Start this rank's session."""
     with _lock:  # threads import the same modules
@@ -94,7 +161,6 @@ class RankSession:
 
     def __init__(self, setting: Setting) -> None:
         self.is_process: bool = os.getpid() != setting.process
-        self._rank = facts.get_rank()
         self._model = context.current_model()
         self._report = RankReport()
         self._tmp_path = Path()
@@ -109,24 +175,25 @@ class RankSession:
         }
 
     def _configured(self, setting: Setting) -> Config:
-        place = f"{facts.get_world_size()}-{facts.backend()}-rank{self._rank}-{os.getpid()}"
-        options = {**setting.options, IN_RANK: self._rank}
+        rank = facts.get_rank()
+        options = {**setting.options, IN_RANK: rank}
         # pytest deletes an existing base directory, so each rank's session has its own.
-        options["basetemp"] = str(Path(setting.temporary, place))
+        own = f"{facts.get_world_size()}-{facts.backend()}-rank{rank}-{os.getpid()}"
+        options["basetemp"] = str(Path(setting.temporary, own))
         # pytest would warn that this package is already imported.
         ignored = "ignore::pytest.PytestAssertRewriteWarning"
         options["pythonwarnings"] = [*(options.get("pythonwarnings") or ()), ignored]
         off = list(_NOT_LOADED)
-        if self.is_process:
-            options["capture"] = "sys" if options.get("capture") == "fd" else options["capture"]
-        else:
-            off += _OF_A_PROCESS
+        if not self.is_process:
+            off += _PLUGINS_OF_A_PROCESS
             options["assertmode"] = "plain"  # the parent's rewriting applies
             # The parent has extended the search path that they share.
             options["override_ini"] = [*(options.get("override_ini") or ()), "pythonpath="]
-        ini = ["-c", setting.ini] if setting.ini else []
+        elif options.get("capture") == "fd":
+            options["capture"] = "sys"
         arguments = [f"-pno:{name}" for name in off]
-        arguments += [*ini, f"--rootdir={setting.root}", *setting.files]
+        arguments += ["-c", setting.ini] if setting.ini else []
+        arguments += [f"--rootdir={setting.root}", *setting.files]
         config = Config.fromdictargs(options, arguments)
         for name in _PARENTS:
             plugin = config.pluginmanager.get_plugin(name)
@@ -147,8 +214,8 @@ class RankSession:
             if file in self._errors:
                 raise UnisonoError(f"this rank can't collect {file}:\n{self._errors[file]}")
             raise UnisonoError(
-                f"this rank collects no test {nodeid}: what a file's tests and their "
-                "parameters are must be the same in every process"
+                f"this rank collects no test {nodeid}: the tests of a file and their parameters "
+                "must be the same in every process"
             )
         self._report, self._failure, self._tmp_path = RankReport(), None, Path(tmp_path)
         # Fixtures of modules and classes end when the parent leaves these, not between two tests.
@@ -196,12 +263,12 @@ class RankSession:
         capture: Any = self._config.pluginmanager.get_plugin("capturemanager")
         if capture is not None:
             capture.suspend(in_=True)
-        kept = os.dup(0)
+        saved = os.dup(0)
         _read_from(os.open(stdin, os.O_RDONLY))
         try:
             post_mortem(at)
         finally:
-            _read_from(kept)
+            _read_from(saved)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Record why a file can't be collected."""
@@ -233,6 +300,11 @@ class RankSession:
         text, line = str(warning_message.message), warning_message.lineno
         known = (text, warning_message.category, warning_message.filename, line)
         self._report.warnings.append(known)
+
+    @pytest.fixture
+    def world(self) -> World:
+        """Return the `World` of the test."""
+        return World(facts.get_rank(), facts.get_world_size())
 
     @pytest.fixture
     def tmp_path(self) -> Path:

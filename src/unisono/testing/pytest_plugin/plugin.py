@@ -15,12 +15,10 @@ import pytest
 
 IN_RANK = "unisono_rank"
 """An option that only the configuration within a rank has."""
-OF_A_PROCESS = frozenset(
-    {
-        *("caplog", "capfd", "capfdbinary", "capsys", "capsysbinary", "capteesys"),
-        *("monkeypatch", "recwarn"),
-    }
-)
+OF_A_PROCESS = frozenset({
+    "caplog", "capfd", "capfdbinary", "capsys", "capsysbinary", "capteesys",
+    "monkeypatch", "recwarn",
+})  # fmt: skip
 """Fixtures that change the whole process, which thread ranks share."""
 _PLACE = "_ranks"  # the parameter with a test's `Place`
 _MARK = (
@@ -59,13 +57,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--ranks-on",
         metavar="BACKENDS",
-        help="backends of tests marked ranks, such as threads,gloo; it replaces what the mark says",
+        help="backends of tests marked ranks, such as threads,gloo; overrides those of the mark",
     )
     group.addoption(
         "--ranks-timeout",
         type=float,
         metavar="SECONDS",
-        help="seconds that a test marked ranks may take, unless its mark says it (default: 30)",
+        help="time limit of a test marked ranks, unless its mark sets one (default: 30)",
     )
     group.addoption(
         "--ranks-pdb",
@@ -74,7 +72,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="the rank in which --pdb starts the debugger (default: 0, else the first that failed)",
     )
     parser.addini("ranks_on", "backends of tests marked ranks", type="args", default=[])
-    parser.addini("ranks_timeout", "seconds that a test marked ranks may take", default="30")
+    parser.addini("ranks_timeout", "time limit of a test marked ranks, in seconds", default="30")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -86,8 +84,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Create one test per size and backend, by the marks of the test, its class or module."""
+    # The first is of the nearest node, whose marks replace those of its class and module.
     found = [*metafunc.definition.iter_markers_with_node("ranks")]
-    # Marks of the nearest node replace those of its class and module.
+    # Reversed: pytest lists the lowest decorator first.
     marks = [mark for node, mark in reversed(found) if node is found[0][0]]
     places = {str(place): place for mark in marks for place in _places(mark, metafunc)}
     if places:
@@ -96,15 +95,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _places(mark: pytest.Mark, metafunc: pytest.Metafunc) -> Iterator[Place]:
-    test, wrong = metafunc.definition.name, ""
+    """Yield a place for each size and backend of a mark; fail the test for a wrong mark."""
+    problem = ""
     unknown = sorted(set(mark.kwargs) - {"on", "timeout"})
     if unknown:
-        wrong = f"mark ranks takes on and timeout, not {', '.join(unknown)}"
+        problem = f"mark ranks takes on and timeout, not {', '.join(unknown)}"
     elif not mark.args or not all(type(size) is int and size > 0 for size in mark.args):
         given = ", ".join(map(repr, mark.args))
-        wrong = f"mark ranks({given}) needs numbers of ranks, such as ranks(1, 2)"
-    if wrong:
-        pytest.fail(f"{test}: {wrong}", pytrace=False)
+        problem = f"mark ranks({given}) needs numbers of ranks, such as ranks(1, 2)"
+    if problem:
+        pytest.fail(f"{metafunc.definition.name}: {problem}", pytrace=False)
     timeout_s = timeout_of(metafunc.config, mark.kwargs.get("timeout"))
     for size in mark.args:
         for backend in _backends(mark, metafunc):
@@ -125,14 +125,13 @@ def _backends(mark: pytest.Mark, metafunc: pytest.Metafunc) -> list[str]:
 
 
 @pytest.fixture
-def world(request: pytest.FixtureRequest) -> Any:
+def world() -> Any:
     """Return the `World` of a test marked ``ranks``: this rank, the size, and shared assertions."""
-    if not hasattr(request.config.option, IN_RANK):
-        pytest.fail(
-            "the fixture world is for tests that run in ranks: mark this one @pytest.mark.ranks(2)",
-            pytrace=False,
-        )
-    return importlib.import_module("unisono.testing.pytest_plugin.world").World.here()
+    # In a rank, the fixture of its `RankSession` replaces this one.
+    pytest.fail(
+        "the fixture world is for tests that run in ranks: mark this one @pytest.mark.ranks(2)",
+        pytrace=False,
+    )
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,6 @@ from unisono.errors import (
     UnisonoError,
     UnknownBackendError,
 )
-from unisono.launchers.job.failure import Failure
 from unisono.launchers.job.output import ByThread, RankStream
 from unisono.launchers.job.pickling import pickle_for_worker
 from unisono.pool.call import PoolCall
@@ -39,13 +38,18 @@ _START_S = 120.0  # for ranks to start, and to collect the tests
 _THREAD = "unisono-rank-"  # prefix of the names of threads that are ranks
 _PLAIN = (type(None), bool, int, float, str)
 # Options of the session that aren't for its ranks, which run single tests.
+_FALSE = (
+    "usepdb", "trace", "lf", "failedfirst", "newfirst", "stepwise", "stepwise_skip", "collectonly",
+    "setuponly", "setupshow", "setupplan", "cacheclear", "looponfail",
+)  # fmt: skip
+_NONE = (
+    "deselect", "xmlpath", "pastebin", "durations", "numprocesses", "inifilename", "rootdir",
+)  # fmt: skip
 _OFF: dict[str, Any] = {
-    **dict.fromkeys(("usepdb", "trace", "lf", "failedfirst", "newfirst", "stepwise"), False),
-    **dict.fromkeys(("stepwise_skip", "collectonly", "setuponly", "setupshow"), False),
-    **dict.fromkeys(("setupplan", "cacheclear", "looponfail"), False),
-    **dict.fromkeys(("deselect", "xmlpath", "pastebin", "durations", "numprocesses"), None),
-    **dict.fromkeys(("inifilename", "rootdir"), None),
-    **dict.fromkeys(("keyword", "markexpr"), ""),
+    **dict.fromkeys(_FALSE, False),
+    **dict.fromkeys(_NONE),
+    "keyword": "",
+    "markexpr": "",
     "maxfail": 0,
     "dist": "no",
     "continue_on_collection_errors": True,
@@ -58,11 +62,11 @@ class Pool:
     def __init__(
         self, backend: str, size: int, setting: Callable[[], Setting], keeps_failures: bool
     ) -> None:
-        self.backend = backend
+        self._backend = backend
         self.size = size
         self._setting = setting
         self._keeps_failures = keeps_failures  # for the debugger
-        self._is_held = False
+        self._is_held = False  # for it, too: ranks that a failure left busy, until the next call
         self._pool = WorkerPool(backend, size)
 
     @property
@@ -77,7 +81,7 @@ class Pool:
 
     def run(self, method: Callable[..., Any], *args: Any, timeout_s: float | None) -> PoolCall:
         """Call a method of every rank's session."""
-        if self._is_held:  # busy ranks that a debugger could look at until now
+        if self._is_held:
             self.drop()
         if not self.is_warm:
             begun = outcome(self._pool, begin, (self._setting(),), _START_S)
@@ -86,20 +90,19 @@ class Pool:
                 raise reports.error_of(begun, self.size, "starting the ranks", _START_S)
         keep = self._keeps_failures
         call = outcome(self._pool, in_session, (method, *args), timeout_s, keep=keep)
-        # Ranks that a failure left busy stay for the debugger until the next call.
         self._is_held = not call.replicas_stay
         return call
 
     def debug(self, rank: int) -> None:
         """Start the debugger at the last failure of a rank."""
-        own = f"/proc/{os.getpid()}/fd/0"
-        # Ranks open the parent's stdin, or without /proc, as on macOS, the controlling terminal.
-        stdin = own if Path(own).exists() else "/dev/tty"
+        stdin = f"/proc/{os.getpid()}/fd/0"  # of this process, which the rank opens
+        if not Path(stdin).exists():  # as on macOS, which has no /proc
+            stdin = "/dev/tty"
         asked = outcome(self._pool, in_session, (RankSession.debug, stdin), only=[rank], keep=True)
         # Quitting the debugger raises in the rank, and ends the session here.
-        fault = asked.failures.get(rank)
-        if isinstance(fault, Failure) and fault.cause is not None:
-            raise pickle.loads(fault.cause)
+        failure = asked.failures.get(rank)
+        if failure is not None and failure.cause is not None:
+            raise pickle.loads(failure.cause)
 
     def drop(self) -> None:
         """End the ranks, busy or not."""
@@ -112,7 +115,7 @@ class Pool:
             self.drop()
         with contextlib.suppress(UnisonoError):  # their threads or exit handlers have failed
             self._pool.close()
-        self._pool = WorkerPool(self.backend, self.size)  # a closed one can't start ranks again
+        self._pool = WorkerPool(self._backend, self.size)  # a closed one can't start ranks again
 
 
 class Pools:
@@ -124,14 +127,14 @@ class Pools:
         self._numbers = itertools.count(1)
         self._merged: reports.Merged | None = None  # of the last test
         manager = session.config.pluginmanager
-        self._debugger: Any = manager.get_plugin("pdbinvoke")  # it can't debug ranks
-        if self._debugger is not None:
+        self._debugger: Any = manager.get_plugin("pdbinvoke")  # of --pdb; it can't debug ranks
+        self._is_debugged = self._debugger is not None
+        if self._is_debugged:
             manager.unregister(self._debugger)
 
     def _pool(self, backend: str, size: int) -> Pool:
         if (backend, size) not in self._pools:
-            is_debugged = bool(self._session.config.getoption("usepdb", False))
-            self._pools[backend, size] = Pool(backend, size, self._setting, is_debugged)
+            self._pools[backend, size] = Pool(backend, size, self._setting, self._is_debugged)
         return self._pools[backend, size]
 
     def _temporary(self) -> Path:
@@ -148,8 +151,14 @@ class Pools:
         temporary = self._temporary() / "ranks"
         temporary.mkdir(exist_ok=True)
         ini = None if config.inipath is None else str(config.inipath)
-        places = (str(config.rootpath), ini, tuple(files), str(temporary))
-        return Setting({**options, **_OFF}, *places, os.getpid())
+        return Setting(
+            options={**options, **_OFF},
+            root=str(config.rootpath),
+            ini=ini,
+            files=tuple(files),
+            temporary=str(temporary),
+            process=os.getpid(),
+        )
 
     def ranks(self, size: int, *, on: str = "threads", timeout: float | None = None) -> RankPool:
         """Return ranks for functions of a test that stays in the parent."""
@@ -164,8 +173,7 @@ class Pools:
             raise pytest.fail.Exception(str(error), pytrace=False) from None
         name = re.sub(r"\W", "_", item.name)[:30]  # as pytest names `tmp_path`
         tmp_path = str(self._temporary() / f"{name}-{next(self._numbers)}")
-        is_debugged = item.config.getoption("usepdb", False)
-        limit_s = None if is_debugged else place.timeout_s
+        limit_s = None if self._is_debugged else place.timeout_s
         is_kept = item.config.getoption("capture", "fd") != "no"
         try:
             with _output_of_threads(is_kept) as printed:
@@ -175,7 +183,7 @@ class Pools:
         except BackendUnavailableError as error:
             raise pytest.skip.Exception(str(error), _use_item_location=True) from None
         self._merged = merged = reports.merge(answers, place, item, printed)
-        if merged.has_lost_context and not is_debugged:  # a debugger has yet to look at them
+        if merged.has_lost_context and not self._is_debugged:  # the debugger comes first
             pool.drop()
         merged.raise_unless_passed()
 
@@ -191,9 +199,9 @@ class Pools:
 
     def pytest_exception_interact(self, node: Any, call: pytest.CallInfo[Any], report: Any) -> None:
         """Start the debugger of ``--pdb`` in the rank that was asked for, else pytest's own."""
-        place = place_of(node)
-        if self._debugger is None:
+        if not self._is_debugged:
             return
+        place = place_of(node)
         if place is None or call.when != "call":
             self._debugger.pytest_exception_interact(node=node, call=call, report=report)
             return
@@ -218,15 +226,15 @@ class Pools:
 
     def pytest_internalerror(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         """Start the debugger at an error of pytest's own."""
-        if self._debugger is not None:
+        if self._is_debugged:
             self._debugger.pytest_internalerror(excinfo=excinfo)
 
     @pytest.hookimpl(trylast=True)  # after the session's own teardown
     def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
         """End fixtures in the ranks whose module or class the session leaves."""
-        kept = [node.nodeid for node in nextitem.listchain()] if nextitem is not None else []
+        kept = [] if nextitem is None else [node.nodeid for node in nextitem.listchain()]
         left = {node.nodeid for node in item.listchain()[:-1]}.difference(kept)
-        for pool in self._pools.values() if left or not kept else ():
+        for pool in self._pools.values() if left else ():
             if pool.is_warm:
                 _end_fixtures(pool, kept)
 
@@ -283,9 +291,8 @@ class _ByRank(ByThread):
         if not thread.startswith(_THREAD):
             return self.stream
         rank = int(thread.removeprefix(_THREAD))
-        if rank not in self.streams:
-            own: Any = io.StringIO() if self._is_kept else RankStream(self.stream, rank)
-            self.streams[rank] = own  # only the rank's own thread sets it
+        if rank not in self.streams:  # no other thread sets this one
+            self.streams[rank] = io.StringIO() if self._is_kept else RankStream(self.stream, rank)
         return self.streams[rank]
 
 

@@ -23,12 +23,11 @@ from _pytest._code.code import (
 )
 
 from unisono.deadlines import format_s
-from unisono.errors import CollectiveTimeoutError, WorkerFailedError
-from unisono.launchers.job.failure import Failure
+from unisono.errors import CollectiveTimeoutError
 from unisono.pool.call import PoolCall
 from unisono.testing.pytest_plugin.body import RankReport, TestFailed
 from unisono.testing.pytest_plugin.plugin import Place
-from unisono.testing.pytest_plugin.world import ranks_text
+from unisono.topology import named
 from unisono.tracebacks import fold_text
 
 _ADDRESS = re.compile(r"\b0x[0-9a-f]+")
@@ -91,40 +90,39 @@ class _Rank:
         return by_outcome.get("failed") or by_outcome.get("skipped") or self.phases[-1]
 
     @property
-    def is_strict(self) -> bool:
-        """Whether it failed as it passed, against a strict xfail."""
+    def is_unexpected_pass(self) -> bool:
+        """Whether it counts as failed since it passed, although a strict xfail is set."""
         return str(self.decisive.longrepr).startswith(_STRICT)
 
 
 def merge(answers: PoolCall, place: Place, item: pytest.Item, printed: Printed) -> Merged:
     """Merge the ranks' reports into one."""
-    load = partial(item.config.hook.pytest_report_from_serializable, config=item.config)
-    ranks = [
-        _Rank(rank, report, [load(data=data) for data in report.phases])
-        for rank, report in _by_rank(answers, item)
-    ]
+    ranks = _by_rank(answers, item)
     warned = [warning for each in ranks for warning in each.report.warnings]
     for text, category, file, line in dict.fromkeys(warned):
         message = WarningMessage(text, category, file, line)
         facts = {"warning_message": message, "when": "runtest", "nodeid": item.nodeid}
         # This hook is historic, and can't be called directly.
         item.ihook.pytest_warning_recorded.call_historic(kwargs={**facts, "location": None})
-    merged = _merged(answers, place, item, ranks)
+    merged = _verdict(answers, place, item, ranks)
     merged.has_lost_context = any(each.report.has_lost_context for each in ranks)
     merged.sections = [*_sections(ranks, printed, place.size)]
     for each in ranks:
-        own = each.phases[-1].user_properties
-        merged.properties += [p for p in own if p not in merged.properties]
+        properties = each.phases[-1].user_properties
+        merged.properties += [p for p in properties if p not in merged.properties]
     return merged
 
 
-def _merged(answers: PoolCall, place: Place, item: pytest.Item, ranks: list[_Rank]) -> Merged:
+def _verdict(answers: PoolCall, place: Place, item: pytest.Item, ranks: list[_Rank]) -> Merged:
+    """Decide how the test ended."""
     failed = [one for one in ranks if one.decisive.failed]
     skips = [one.decisive for one in ranks if one.decisive.skipped]
     is_lost = answers.error is not None or bool(answers.late)
-    # Where one rank skips, the failures of others that waited for it don't count.
-    if is_lost or any(not (one.report.is_secondary or one.is_strict) for one in failed):
+    has_cause = any(not (one.report.is_secondary or one.is_unexpected_pass) for one in failed)
+    if is_lost or has_cause:
         return _failure(answers, place, item, failed)
+    # The failures that remain count only if no rank skips or fails as expected: they are of ranks
+    # that waited for it, or that pass where a strict xfail wants a failure in any rank.
     if skips:
         first = min(skips, key=lambda report: not hasattr(report, "wasxfail"))  # an xfail first
         return Merged("skipped", "call", first.longrepr, getattr(first, "wasxfail", None))
@@ -134,28 +132,26 @@ def _merged(answers: PoolCall, place: Place, item: pytest.Item, ranks: list[_Ran
     return Merged(wasxfail=reasons[0] if reasons else None)
 
 
-def _by_rank(answers: PoolCall, item: pytest.Item) -> list[tuple[int, RankReport]]:
-    """Return each rank's report, also of one that failed outside of the test's phases."""
-    by_rank: dict[int, RankReport] = {
-        rank: pickle.loads(given[0]) for rank, given in answers.answers.items()
-    }
-    for rank, fault in answers.failures.items():
-        cause = None
-        if isinstance(fault, Failure) and fault.cause is not None:
-            cause = pickle.loads(fault.cause)
+def _by_rank(answers: PoolCall, item: pytest.Item) -> list[_Rank]:
+    """Return the ranks' reports by rank, also of those that failed outside of the test's phases."""
+    load = partial(item.config.hook.pytest_report_from_serializable, config=item.config)
+
+    def loaded(rank: int, report: RankReport) -> _Rank:
+        return _Rank(rank, report, [load(data=data) for data in report.phases])
+
+    ranks = [loaded(rank, pickle.loads(given[0])) for rank, given in answers.answers.items()]
+    for rank, failure in answers.failures.items():
+        cause = None if failure.cause is None else pickle.loads(failure.cause)
         if isinstance(cause, TestFailed):
-            by_rank[rank] = cause.report
+            ranks.append(loaded(rank, cause.report))
         elif isinstance(cause, pytest.exit.Exception):
             raise cause
         else:
-            text = fault.traceback if isinstance(fault, Failure) else str(fault)
-            headline = fault.summary if isinstance(fault, Failure) else str(fault)
-            failure = _text(item, headline, text)
-            report = pytest.TestReport(item.nodeid, item.location, {}, "failed", failure, "call")
-            data = item.config.hook.pytest_report_to_serializable(config=item.config, report=report)
+            longrepr = _repr_of(item, failure.summary, failure.traceback)
+            phase = pytest.TestReport(item.nodeid, item.location, {}, "failed", longrepr, "call")
             # Its time is unknown; this one is later than all known ones.
-            by_rank[rank] = RankReport([data], time.monotonic())
-    return sorted(by_rank.items())
+            ranks.append(_Rank(rank, RankReport(failed_at=time.monotonic()), [phase]))
+    return sorted(ranks, key=lambda each: each.rank)
 
 
 def _failure(answers: PoolCall, place: Place, item: pytest.Item, failed: Sequence[_Rank]) -> Merged:
@@ -165,34 +161,34 @@ def _failure(answers: PoolCall, place: Place, item: pytest.Item, failed: Sequenc
     when: Any = "call"
     if answers.error is not None:
         text = str(answers.error)
-        longrepr = _text(item, text.partition("\n")[0], text)
+        longrepr = _repr_of(item, text.partition("\n")[0], text)
     elif answers.late:
         wasnt = "wasn't" if len(answers.late) == 1 else "weren't"
         limit = f"{format_s(place.timeout_s)} ({place.backend})"
-        head = f"{ranks_text(answers.late)} of {place.size} {wasnt} done after {limit}"
-        longrepr = _text(item, head, _stacks(answers, place.size))
+        head = f"{named(answers.late)} of {place.size} {wasnt} done after {limit}"
+        longrepr = _repr_of(item, head, _stacks(answers, place.size))
     else:
         first, *others = groups
         when = first[0].decisive.when
-        longrepr = _with_head(first[0].decisive.longrepr, f"{_of(first, place)}:", item)
+        longrepr = _with_head(first[0].decisive.longrepr, f"{_who(first, place)}:", item)
     for group in others:
-        own = group[0].decisive.longrepr
+        other = group[0].decisive.longrepr
         if group[0].report.is_secondary:
-            longrepr.addsection(f"{_of(group, place)}, because of it", _headline(own))
+            longrepr.addsection(f"{_who(group, place)}, because of it", _headline(other))
         else:
-            longrepr.addsection(_of(group, place), str(own))
+            longrepr.addsection(_who(group, place), str(other))
     if answers.stacks and not answers.late:
-        waited = f"{ranks_text(answers.stacks)} of {place.size} still ran, and were ended"
+        waited = f"{named(answers.stacks)} of {place.size} still ran, and were ended"
         longrepr.addsection(waited, _stacks(answers, place.size))
     ranks = [one.rank for group in groups for one in group]
     return Merged("failed", when, longrepr, failed=[] if answers.error else ranks)
 
 
 def _groups(failed: Iterable[_Rank]) -> list[list[_Rank]]:
-    """Group ranks by equal failure: own causes before others', the earliest first."""
+    """Group ranks by equal failure: causes before what follows from them, the earliest first."""
     groups: dict[tuple[bool, str], list[_Rank]] = {}
     for one in sorted(
-        failed, key=lambda r: (r.report.is_secondary, r.is_strict, r.report.failed_at)
+        failed, key=lambda r: (r.report.is_secondary, r.is_unexpected_pass, r.report.failed_at)
     ):
         # Failures that differ only in addresses are equal.
         text = _ADDRESS.sub("0x", f"{one.decisive.when} {_headline(one.decisive.longrepr)}")
@@ -200,12 +196,13 @@ def _groups(failed: Iterable[_Rank]) -> list[list[_Rank]]:
     return list(groups.values())
 
 
-def _of(group: Iterable[_Rank], place: Place) -> str:
-    return f"{ranks_text([one.rank for one in group])} of {place.size} ({place.backend})"
+def _who(group: Iterable[_Rank], place: Place) -> str:
+    """Return ranks as in "ranks 0, 2 of 4 (gloo)"."""
+    return f"{named([one.rank for one in group])} of {place.size} ({place.backend})"
 
 
-def _text(item: pytest.Item, headline: str, text: str) -> ExceptionChainRepr:
-    """Build a failure without an exception in this process."""
+def _repr_of(item: pytest.Item, headline: str, text: str) -> ExceptionChainRepr:
+    """Build the representation of a failure without an exception in this process."""
     path, line, _ = item.location
     crash = ReprFileLocation(path, (line or 0) + 1, headline)
     lines = [] if text.startswith(headline) else [f"E   {headline}\n"]
@@ -214,20 +211,19 @@ def _text(item: pytest.Item, headline: str, text: str) -> ExceptionChainRepr:
 
 
 def _with_head(longrepr: Any, head: str, item: pytest.Item) -> Any:
-    """Insert the ranks at the head of their failure."""
+    """Insert a line at the head of a failure, and before its message in the summary."""
     if not isinstance(longrepr, ExceptionChainRepr):
         text = str(longrepr)
-        longrepr = _text(item, text.strip().partition("\n")[0], text)
-    # The head comes first in the text; the last exception's message is the summary.
-    traceback, crash, _ = longrepr.chain[0]
-    traceback.reprentries = [ReprEntryNative([f"{head}\n"]), *traceback.reprentries]
-    crash = longrepr.reprcrash
-    if crash is not None:
-        crash.message = f"{head} {crash.message}"
+        longrepr = _repr_of(item, text.strip().partition("\n")[0], text)
+    first_traceback = longrepr.chain[0][0]
+    first_traceback.reprentries = [ReprEntryNative([f"{head}\n"]), *first_traceback.reprentries]
+    if longrepr.reprcrash is not None:
+        longrepr.reprcrash.message = f"{head} {longrepr.reprcrash.message}"
     return longrepr
 
 
 def _headline(longrepr: Any) -> str:
+    """Return the last exception of a failure in one line, or a failure that is only text."""
     crash = getattr(longrepr, "reprcrash", None)
     return str(longrepr) if crash is None else f"{crash.path}:{crash.lineno}: {crash.message}"
 
@@ -236,12 +232,12 @@ def _stacks(answers: PoolCall, size: int) -> str:
     """Write the ranks' frames from the test's body inwards, and which ranks are done."""
     done = sorted(answers.answers)
     was = "was" if len(done) == 1 else "were"
-    parts = [f"{ranks_text(done)} of {size} {was} done\n"] if done else []
+    parts = [f"{named(done)} of {size} {was} done\n"] if done else []
     for rank, frames in sorted(answers.stacks.items()):
         # The body begins after the innermost of these frames; the others are of the rank's session.
         starts = [at for at, frame in enumerate(frames, 1) if frame.filename.endswith(_BODY)]
-        own = StackSummary.from_list(frames[max(starts, default=0) :])
-        shown = fold_text("".join(own.format())) or _NO_ANSWER
+        of_the_body = StackSummary.from_list(frames[max(starts, default=0) :])
+        shown = fold_text("".join(of_the_body.format())) or _NO_ANSWER
         parts.append(f"rank {rank} of {size}:\n{shown}")
     return "\n".join(parts)
 
@@ -257,7 +253,7 @@ def _sections(ranks: Sequence[_Rank], printed: Printed, size: int) -> Iterable[t
             by_text.setdefault((f"Captured {name} call", kept.getvalue()), []).append(rank)
     for (name, text), those in by_text.items():
         if text:
-            yield f"{name} ({ranks_text(those)} of {size})", text
+            yield f"{name} ({named(those)} of {size})", text
 
 
 def error_of(answers: PoolCall, size: int, what: str, timeout_s: float) -> BaseException:
@@ -266,12 +262,9 @@ def error_of(answers: PoolCall, size: int, what: str, timeout_s: float) -> BaseE
         return answers.error
     if answers.late:
         return CollectiveTimeoutError(
-            f"{what} wasn't done on {ranks_text(answers.late)} of {size} after "
+            f"{what} wasn't done on {named(answers.late)} of {size} after "
             f"{format_s(timeout_s)}\n{_stacks(answers, size)}"
         )
-    faults = [(f.doubt, rank, f) for rank, f in answers.failures.items() if isinstance(f, Failure)]
-    if faults:
-        # The rank least likely to report another one's failure.
-        _, rank, fault = min(faults, key=lambda each: each[:2])
-        return fault.error(rank, size)
-    return WorkerFailedError(f"{what}: some ranks returned nothing", -1)
+    # Of the rank that least likely reports another one's failure.
+    rank = min(answers.failures, key=lambda rank: (answers.failures[rank].doubt, rank))
+    return answers.failures[rank].error(rank, size)
