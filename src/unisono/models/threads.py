@@ -227,7 +227,7 @@ class ThreadsModel(ComputationModel, LaunchHooks):
         return fold_tensors(op, parts)
 
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
-        # Nobody reads the parts of the other ranks.
+        # The parts of the other ranks are not read.
         part = tensor.clone() if src == self._topology.rank else tensor
         parts = self._swap_tensors(f"broadcast from {src}", part, group)
         return parts[self._topology.position(group, src)].clone()
