@@ -13,6 +13,14 @@ def accelerator() -> torch.device | None:
     return kind if kind is not None and accelerator_count() else None
 
 
+def current_device() -> torch.device:
+    """Return the accelerator's current device, or the CPU without one."""
+    kind = accelerator()
+    if kind is None:
+        return torch.device("cpu")
+    return torch.device(kind.type, torch.accelerator.current_device_index())
+
+
 def accelerator_count() -> int:
     """Count the devices that this process may use."""
     # A process that has initialised CUDA can no longer be forked, and
@@ -31,8 +39,8 @@ def can_pin_for(device: torch.device) -> bool:
         return False
     if kind.type != "cuda" and (kind.type == "mps" or torch.__version__ < "2.9"):
         return False  # loaders would warn or ignore it; a TorchVersion isn't compared as text
-    # It tries, as a loader would raise if it can't: a third-party accelerator
-    # may have no pinned memory, and tensors on another default device aren't pinned.
+    # A loader would raise if it can't pin: a third-party accelerator may have no pinned memory,
+    # and tensors on another default device aren't pinned.
     try:
         torch.empty(1).pin_memory()
     except RuntimeError:

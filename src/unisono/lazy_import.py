@@ -39,8 +39,8 @@ def attach(package: str, *variables: str, hidden: tuple[str, ...] = ()) -> None:
         return value
 
     def names() -> list[str]:
-        # Subpackages have no version.
-        return sorted({*module.__all__, "__version__"} & {*module.__all__, *vars(module)})
+        version = {"__version__"} & vars(module).keys()  # subpackages have none
+        return sorted({*module.__all__, *version})
 
     vars(module).update(__getattr__=find, __dir__=names)
 

@@ -181,12 +181,13 @@ class PluginRegistry(Generic[T]):
         return f"{suggestion(name, names)} Known: {', '.join(names)}"
 
     def is_built_in(self, name: str) -> bool:
-        """Return whether a name is one of ours."""
+        """Return whether a name is built in."""
         return name in self.built_in
 
-    def register(self, names: Iterable[str], thing: T, *, override: bool, owner: str = "") -> None:
+    def register(self, names: Iterable[str], thing: T, *, override: bool) -> None:
         """Register all names of an object, or none if one is taken."""
         names = tuple(names)
+        owner = f" of {thing.__qualname__}" if isinstance(thing, type) else ""
         limit = "" if self._replaces_built_in else ", which replaces only a registered one"
         with self._lock:
             for name in names:

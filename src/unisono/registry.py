@@ -47,7 +47,7 @@ def check_is_model(cls: Any) -> type[ComputationModel]:
 
 
 def _guarded(launch: Callable[..., Any], name: str, row: Row) -> Callable[..., Any]:
-    """Wrap a plug-in's launcher: it must return a list of results, or raise an error of ours."""
+    """Wrap a plug-in's launcher: it must return a list of results, or raise a UnisonoError."""
     who = f"launcher {name!r} of distribution {row.distribution}"
 
     @functools.wraps(launch)
@@ -148,7 +148,7 @@ def register_model(cls: type[ComputationModel], override: bool = False) -> type[
     """
     check_is_model(cls)
     backends = [backend.lower() for backend in cls.backends]
-    _models.register(backends, cls, override=override, owner=f" of {cls.__qualname__}")
+    _models.register(backends, cls, override=override)
     _models.watched = None  # listed again by the next `probe`
     return cls
 

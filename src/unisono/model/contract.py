@@ -25,12 +25,10 @@ __all__ = ("COMMON_DTYPES", "ComputationModel")
 
 
 # Supported by the collectives of nearly every library.
-COMMON_DTYPES: frozenset[torch.dtype] = frozenset(
-    {
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-        *(torch.int8, torch.int32, torch.int64, torch.uint8),
-    }
-)
+COMMON_DTYPES: frozenset[torch.dtype] = frozenset({
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.int8, torch.int32, torch.int64, torch.uint8,
+})  # fmt: skip
 
 
 class ComputationModel(ABC):

@@ -7,7 +7,7 @@ bytes. Blobs that fit need one round. The frame's size never varies, so XLA comp
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,6 +47,13 @@ def inline_part(frame: bytes) -> bytes | None:
     return frame[_LENGTH.size : _LENGTH.size + size] if size <= _INLINE_BYTES else None
 
 
+def read_frames(frames: Sequence[bytes]) -> tuple[list[int], list[bytes] | None]:
+    """Return the lengths of the ranks' blobs, and the blobs if all of them fit into the frames."""
+    sizes = [length_of(frame) for frame in frames]
+    blobs = [blob for frame in frames if (blob := inline_part(frame)) is not None]
+    return sizes, blobs if len(blobs) == len(frames) else None
+
+
 def at_least_one(size_bytes: int) -> int:
     """Round a size up to at least 1, so that no tensor is empty."""
     return max(size_bytes, 1)
@@ -60,12 +67,8 @@ def exchange(
 ) -> list[bytes]:
     """Return every rank's blob, in one round or two. Collective over `group`."""
     rows = model.all_gather(_tensor(model, as_frame(blob)), group).cpu()
-    frames = [to_bytes(row) for row in rows]
-    sizes = [length_of(frame) for frame in frames]
-    if max(sizes) <= _INLINE_BYTES:
-        start = _LENGTH.size
-        return [frame[start : start + size] for frame, size in zip(frames, sizes, strict=True)]
-    return exchange_bodies(model, blob, sizes, group, bucket)
+    sizes, blobs = read_frames([to_bytes(row) for row in rows])
+    return exchange_bodies(model, blob, sizes, group, bucket) if blobs is None else blobs
 
 
 def exchange_bodies(
@@ -79,7 +82,7 @@ def exchange_bodies(
     # `bucket` rounds a size up, equally on all ranks: XLA compiles once for each shape.
     # A size beyond any memory is that of a damaged frame, or of another library's message.
     if max(sizes) > _LARGEST_BYTES:
-        raise CollectiveError(f"blobs of {sizes} bytes were announced: some rank sent what is none")
+        raise CollectiveError(f"the frames announce {sizes} bytes: some rank sent something else")
     width = bucket(max(sizes))
     if 2 * sum(sizes) > width * len(sizes):
         rows = model.all_gather(_tensor(model, blob.ljust(width, b"\0")), group).cpu()
@@ -90,8 +93,8 @@ def exchange_bodies(
         if size == 0:
             blobs.append(b"")  # all ranks know the size, so nothing is sent
             continue
-        own = blob if rank == model.topology.rank else b""
-        row = model.broadcast(_tensor(model, own.ljust(bucket(size), b"\0")), rank, group)
+        sent = blob if rank == model.topology.rank else b""
+        row = model.broadcast(_tensor(model, sent.ljust(bucket(size), b"\0")), rank, group)
         blobs.append(to_bytes(row.cpu()[:size]))
     return blobs
 

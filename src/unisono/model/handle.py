@@ -50,7 +50,7 @@ class SafeFuture(Generic[T]):
     @classmethod
     def in_thread(cls, call: Callable[[], T], name: str) -> tuple[SafeFuture[T], threading.Thread]:
         """Run a call in a daemon thread; return its outcome, and the thread."""
-        outcome: SafeFuture[T] = SafeFuture()
+        outcome = cls()
         thread = threading.Thread(target=outcome.of, args=(call,), name=name, daemon=True)
         thread.start()
         return outcome, thread

@@ -82,7 +82,7 @@ def parse_op(op: OpLike | str) -> ReduceOp:
     if isinstance(op, ReduceOp):
         return op
     name = op if isinstance(op, str) else _name_in_torch(op)
-    found = _BY_NAME.get(name) or _BY_NAME.get(name.upper())
+    found = _BY_NAME.get(name.upper())
     if found is not None:
         return found
     known = " ".join((*ReduceOp.__members__, "MEAN"))
@@ -163,7 +163,7 @@ _BOOL_STEPS: dict[ReduceOp, Callable[[Any, Any], Any]] = {
 def fold_numbers(op: ReduceOp, values: Sequence[Number]) -> Number:
     """Reduce python numbers in the order given, exactly where they are integers."""
     if op is ReduceOp.SUM and type(values[0]) in (int, float):
-        return reduce(add, values)  # not `sum`, which corrects floats since 3.12
+        return reduce(add, values)  # the usual case; `sum` corrects floats since 3.12
     kinds = {type(value) for value in values}
     if kinds == {bool}:
         if op is ReduceOp.AVERAGE:
@@ -221,9 +221,8 @@ def _mean(values: Sequence[Any]) -> Number:
 
 def _extreme(op: ReduceOp, values: Sequence[Any]) -> Number:
     """Return the least or greatest; NaN wins and -0.0 is below 0.0, as in tensors."""
-    for value in values:
-        if value != value:
-            return float("nan")
+    if any(value != value for value in values):
+        return float("nan")
     choose = min if op is ReduceOp.MIN else max
     best: Any = choose(values, key=lambda value: (value, math.copysign(1, value)))
     kinds = {type(value) for value in values}

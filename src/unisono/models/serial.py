@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from unisono.accelerators import accelerator
+from unisono.accelerators import current_device
 from unisono.arguments import check_names
 from unisono.errors import ArgumentError, WorkerFailedError
 from unisono.model.contract import COMMON_DTYPES, ComputationModel
@@ -62,10 +62,7 @@ class SerialModel(ComputationModel, LaunchHooks):
 
     @property
     def device(self) -> torch.device:
-        kind = accelerator()
-        if kind is None:
-            return torch.device("cpu")
-        return torch.device(kind.type, torch.accelerator.current_device_index())
+        return current_device()
 
     def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
         return tensor.unsqueeze(0)

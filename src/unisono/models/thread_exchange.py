@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 from unisono.control.condition import Condition
+from unisono.control.signatures import describe
 from unisono.deadlines import format_s, host_s, limit_of
 from unisono.errors import (
     CollectiveError,
@@ -35,6 +36,7 @@ class ThreadExchange:
 
     def __init__(self, warn_after_s: float = math.inf) -> None:
         self.warn_after_s: float = warn_after_s
+        self.failure: tuple[int, str] | None = None  # rank and text, if the job has failed
         self._condition = Condition()
         self._open: dict[Hashable, list[_Round]] = {}
         # How often each rank has joined; one that has left the n-th time may join again.
@@ -93,6 +95,7 @@ class ThreadExchange:
         return [entries[r][1] for r in ranks]
 
     def _round_of(self, group: Hashable, rank: int) -> _Round:
+        """Return the oldest open round that `rank` isn't in, or a new one."""
         rounds = self._open.setdefault(group, [])
         for entries in rounds:
             if rank not in entries:
@@ -116,7 +119,7 @@ class ThreadExchange:
         while True:
             # The wait also ends for the warning, which is logged without the lock.
             self._condition.wait(
-                lambda: not missing() or self._has_failed() or self._gone(missing(), rank),
+                lambda: not missing() or self.failure or self._gone(missing(), rank),
                 min(until, warn_at) - time.monotonic(),
             )
             now = time.monotonic()
@@ -124,7 +127,9 @@ class ThreadExchange:
                 late = missing()
                 if not late:
                     return
-                item = entries.get(rank, ("", None))[1]
+                item = entries[rank][1] if entries else None
+                if isinstance(item, bytes):  # its header has the call and the line
+                    call = describe(item)
                 try:
                     # First: a failure of the job is what makes ranks leave.
                     self._check(rank, f"waited in {call}")
@@ -132,27 +137,24 @@ class ThreadExchange:
                         why = f"rank {peer} {self._left[peer][1]}"
                         raise PeerFailedError(f"rank {rank} waited in {call}, but {why}", peer)
                     if now >= until:
-                        raise self._time_out(rank, late, call, limit_s, item)
+                        raise self._time_out(rank, late, call, limit_s)
                 except CollectiveError:
                     entries.pop(rank, None)  # the round can't be completed now
                     raise
             if now >= warn_at:
                 warn_at = math.inf
-                self._warn(rank, late, call, item)
+                self._warn(rank, late, call)
 
     def _gone(self, missing: list[int], rank: int) -> list[int]:
+        """Return those of the missing ranks that have left."""
         # A peer that left before this rank joined may join again, as this rank did.
         return [r for r in missing if self._has_left(r, self._joined.get(rank, 0))]
-
-    def _has_failed(self) -> bool:
-        """Return whether the job, and with it every round, has failed."""
-        return False
 
     def _check(self, rank: int, doing: str) -> None:
         """Raise if the job has failed; the lock is held."""
 
     def _time_out(
-        self, rank: int, late: list[int], call: str, limit_s: float, item: object
+        self, rank: int, late: list[int], call: str, limit_s: float
     ) -> CollectiveTimeoutError:
         """Return the error of a timed-out rank; the lock is held."""
         waited = f"waited {format_s(limit_s)} in {call}"
@@ -160,5 +162,5 @@ class ThreadExchange:
         self._leave(rank, f"{waited}, which {named(late)} never reached")
         return CollectiveTimeoutError(f"{named(late)} never arrived: rank {rank} {waited}")
 
-    def _warn(self, rank: int, late: list[int], call: str, item: object) -> None:
+    def _warn(self, rank: int, late: list[int], call: str) -> None:
         """Log that a rank is still waiting."""

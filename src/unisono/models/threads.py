@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from unisono.arguments import only_timeout_s
-from unisono.control import signatures
 from unisono.control.absent_ranks import Missing, report, stack_of, warn_after_s
 from unisono.control.plane import ControlPlane
 from unisono.deadlines import DEFAULT_TIMEOUT_S, allowed_s, end_of_block, format_s, overdue
@@ -22,7 +21,7 @@ from unisono.model.contract import COMMON_DTYPES, ComputationModel
 from unisono.model.launching import LaunchHooks
 from unisono.model.reduction import ReduceOp, fold_tensors
 from unisono.models.thread_exchange import ThreadExchange
-from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology
+from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology, name_of
 from unisono.tracebacks import hides
 
 if TYPE_CHECKING:
@@ -44,11 +43,11 @@ class _World(ThreadExchange):
         super().__init__(warn_after_s())
         self.size = size
         self.timeout_s: float = timeout_s or DEFAULT_TIMEOUT_S
-        self.failure: tuple[int, str] | None = None
         self.is_lost: bool = False  # whether a replica has ended with an error: others soon will
         self.is_late: bool = False  # whether a deadline is the failure
-        self.threads: dict[int, int] = {}
-        self._messages: dict[tuple[object, int, int], list[Tensor]] = {}
+        self.threads: dict[int, int] = {}  # the replicas' thread ids, by rank
+        # By the name of the group, the sender and the receiver.
+        self._messages: dict[tuple[str, int, int], list[Tensor]] = {}
 
     def fail(self, rank: int, text: str) -> None:
         """Mark the job as failed by `rank`; waiting replicas raise."""
@@ -61,33 +60,32 @@ class _World(ThreadExchange):
     def join_threads(self, threads: list[threading.Thread]) -> None:
         """Wait for the replicas; after a failure only for a grace period."""
         # A thread can't be killed: one that keeps computing is left behind as a daemon.
-        late = ""
+        deadline, late = end_of_block(), ""
+        end = math.inf if deadline is None else deadline + _REPORT_S
         for thread in threads:
             while thread.is_alive() and not self.is_lost:
-                until = end_of_block()
-                end = math.inf if until is None else until + _REPORT_S
                 thread.join(min(_POLL_S, _left(end)))
                 if not _left(end):
                     ranks = [rank for rank in range(self.size) if not self.has_left(rank)]
                     late = f"{overdue(ranks, self.size)}\n{self._describe(ranks)}"
                     self.fail(-1, "the deadline is over")  # -1: not a replica's failure
-        until = time.monotonic() + _GRACE_S
+        end = time.monotonic() + _GRACE_S
         for thread in threads:
-            thread.join(_left(until))
-        left = [thread.name for thread in threads if thread.is_alive()]
-        if left:
+            thread.join(_left(end))
+        computing = [thread.name for thread in threads if thread.is_alive()]
+        if computing:
             why = "the deadline" if late else "another one failed"
-            _log.warning("replicas still computing after %s: %s", why, ", ".join(left))
+            _log.warning("replicas still computing after %s: %s", why, ", ".join(computing))
         if late:
             raise CollectiveTimeoutError(late)
 
-    def post(self, key: tuple[object, int, int], tensor: Tensor) -> None:
+    def post(self, key: tuple[str, int, int], tensor: Tensor) -> None:
         """Post a message; never waits."""
         with self._condition.lock:
             self._messages.setdefault(key, []).append(tensor)
             self._condition.notify_all()
 
-    def fetch(self, key: tuple[object, int, int], rank: int, timeout_s: float | None) -> Tensor:
+    def fetch(self, key: tuple[str, int, int], rank: int, timeout_s: float | None) -> Tensor:
         """Receive the oldest message of `key`."""
         messages, src = self._messages, key[1]
         missing = lambda: [] if messages.get(key) else [src]  # noqa: E731
@@ -98,9 +96,6 @@ class _World(ThreadExchange):
                 del messages[key]
         return message
 
-    def _has_failed(self) -> bool:
-        return self.failure is not None
-
     def _check(self, rank: int, doing: str) -> None:
         if self.failure is None:
             return
@@ -110,28 +105,21 @@ class _World(ThreadExchange):
         raise PeerFailedError(f"rank {rank} {doing}, but rank {peer} failed: {text}", peer, text)
 
     def _time_out(
-        self, rank: int, late: list[int], call: str, limit_s: float, item: object
+        self, rank: int, late: list[int], call: str, limit_s: float
     ) -> CollectiveTimeoutError:
         """Fail the rounds of all ranks with one error text."""
-        call = _precisely(call, item)
         text = f"{self._describe(late, call)}\n  rank {rank} waited {format_s(limit_s)} in {call}"
         self.failure, self.is_late = (late[0], text), True
         self._condition.notify_all()
         return CollectiveTimeoutError(text)
 
-    def _warn(self, rank: int, late: list[int], call: str, item: object) -> None:
-        call = _precisely(call, item)
+    def _warn(self, rank: int, late: list[int], call: str) -> None:
         _log.warning("rank %d still waits in %s: %s", rank, call, self._describe(late))
 
     def _describe(self, ranks: list[int], call: str = "") -> str:
         stacks = {r: stack_of(self.threads[r]) for r in ranks if r in self.threads}
         missing = [Missing(r, stack=stacks.get(r, "")) for r in ranks]
         return report(call.partition(" at ")[0], {}, missing)
-
-
-def _precisely(call: str, item: object) -> str:
-    """Return a call's description, read from its header if it exchanges values."""
-    return signatures.describe(item) if isinstance(item, bytes) else call
 
 
 class _ControlPlane(ControlPlane):
@@ -218,9 +206,9 @@ class ThreadsModel(ComputationModel, LaunchHooks):
         return [results[rank] for rank in range(world.size)]
 
     def _swap(self, call: str, item: T, group: Group | None) -> list[T]:
-        handle = None if group is None else group.handle
         ranks, rank = self._topology.members(group), self._topology.rank
-        return self._world.swap(handle, ranks, rank, call, item, allowed_s(self._world, group))
+        timeout_s = allowed_s(self._world, group)
+        return self._world.swap(name_of(group), ranks, rank, call, item, timeout_s)
 
     # Other replicas read what one has submitted after its call has returned, when the caller may
     # overwrite its tensor: hence the clones.
@@ -239,8 +227,9 @@ class ThreadsModel(ComputationModel, LaunchHooks):
         return fold_tensors(op, parts)
 
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
-        own = tensor.clone() if src == self._topology.rank else tensor
-        parts = self._swap_tensors(f"broadcast from {src}", own, group)
+        # The parts of the other ranks are not read.
+        part = tensor.clone() if src == self._topology.rank else tensor
+        parts = self._swap_tensors(f"broadcast from {src}", part, group)
         return parts[self._topology.position(group, src)].clone()
 
     def all_to_all(self, rows: Tensor, group: Group | None = None) -> Tensor:
@@ -248,20 +237,19 @@ class ThreadsModel(ComputationModel, LaunchHooks):
         return torch.stack([part[self._topology.position(group)] for part in parts])
 
     def send(self, tensor: Tensor, dst: int, group: Group | None = None) -> None:
-        owner = None if group is None else group.handle
-        self._world.post((owner, self._topology.rank, dst), tensor.clone())
+        self._world.post((name_of(group), self._topology.rank, dst), tensor.clone())
 
     def recv(self, into: Tensor, src: int, group: Group | None = None) -> Tensor:
-        owner = None if group is None else group.handle
         rank = self._topology.rank
-        return self._world.fetch((owner, src, rank), rank, allowed_s(self._world, group))
+        return self._world.fetch((name_of(group), src, rank), rank, allowed_s(self._world, group))
 
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
         timeout_s = only_timeout_s("new_group on threads", options)
         # The count gives each group of the same ranks its own rounds and messages.
         count = self._groups_made[ranks] = self._groups_made.get(ranks, 0) + 1
-        return Group(ranks, (ranks, count), f"{ranks} {count}", timeout_s)
+        return Group(ranks, name=f"{ranks} {count}", timeout_s=timeout_s)
 
 
-def _left(until: float) -> float:
-    return max(0.0, until - time.monotonic())
+def _left(end: float) -> float:
+    """Return the seconds until `end`; 0 afterwards, as `Thread.join` takes no negative ones."""
+    return max(0.0, end - time.monotonic())

@@ -68,7 +68,7 @@ class LivenessProbe:
     def _send(self, body: bytes, rank: int, tag: int) -> None:
         item: list[Any] = [None, body]
         with _sending:
-            _sent[:] = [item for item in _sent if not self._is_done(item[0])]
+            _sent[:] = [earlier for earlier in _sent if not self._is_done(earlier[0])]
             _sent.append(item)  # before MPI has it: an interrupt in between must not free it
         item[0] = self._comm.Isend([body, self._mpi.BYTE], rank, tag)
 

@@ -69,16 +69,16 @@ class _ControlPlane(ControlPlane):
 class MpiModel(ComputationModel):
     """``MPI.COMM_WORLD``, started by `initialize` or adopted from the user's program."""
 
-    # Collectives use a duplicate of the world, so that our messages never match the user's. An
+    # Collectives use a duplicate of the world, so that their messages never match the user's. An
     # adopted world is duplicated by the first collective over it, which every rank calls anyway;
     # `send` and `recv` use the adopted world itself, with a reserved tag. MPI runs until the
     # process exits, since it can't be initialised twice. MPI itself reduces types of 32 and 64
-    # bits; torch computes sums and products of smaller types, within an MPI operation that we
-    # define. With two ranks every result equals that of `fold_tensors` bit for bit. Set-up waits
+    # bits; torch computes sums and products of smaller types, within an MPI operation made of its
+    # functions. With two ranks every result equals that of `fold_tensors` bit for bit. Set-up waits
     # for all ranks for at most ``timeout`` (60 s by default), and calls no MPI collective before.
-    # All later calls have the same ``timeout`` (30 minutes by default): we poll the non-blocking
-    # form of the call, which adds about 1 us, and takes up to twice as long for megabytes. With
-    # ``timeout=datetime.timedelta.max`` the call blocks in MPI without a limit.
+    # All later calls have the same ``timeout`` (30 minutes by default), and so poll the
+    # non-blocking form of the call, which adds about 1 us, and takes up to twice as long for
+    # megabytes. With ``timeout=datetime.timedelta.max`` the call blocks in MPI without a limit.
 
     name: ClassVar[str] = "mpi-dist"
     backends: ClassVar[tuple[str, ...]] = ("mpi4py",)
@@ -212,8 +212,7 @@ class MpiModel(ComputationModel):
             for row, rank in zip(rows, self._topology.members(group), strict=True):
                 self.broadcast(row, rank, group)
             return rows
-        buffer = self._calls.buffer
-        self._calls.run("Allgather", self._communicator(group), buffer(tensor), buffer(rows))
+        self._calls.run("Allgather", self._communicator(group), tensor, rows)
         return rows
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
@@ -222,7 +221,7 @@ class MpiModel(ComputationModel):
         calls, comm = self._calls, self._communicator(group)
         native = calls.native_op(op, tensor.dtype)
         for piece in self._pieces(tensor):
-            calls.run("Allreduce", comm, self._mpi.IN_PLACE, calls.buffer(piece), native)
+            calls.run("Allreduce", comm, self._mpi.IN_PLACE, piece, native)
         return tensor
 
     def start_all_reduce(
@@ -233,13 +232,13 @@ class MpiModel(ComputationModel):
             return None
         calls, comm = self._calls, self._communicator(group)
         native = calls.native_op(op, tensor.dtype)
-        args = (self._mpi.IN_PLACE, calls.buffer(tensor), native)
-        return Handle(*calls.start("Iallreduce", comm, tensor, *args))
+        in_place = self._mpi.IN_PLACE
+        return Handle(*calls.start("Iallreduce", comm, tensor, in_place, tensor, native))
 
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
         root = self._topology.position(group, src)
         for piece in self._pieces(tensor):
-            self._calls.run("Bcast", self._communicator(group), self._calls.buffer(piece), root)
+            self._calls.run("Bcast", self._communicator(group), piece, root)
         return tensor
 
     def reduce(
@@ -251,8 +250,7 @@ class MpiModel(ComputationModel):
         native = calls.native_op(op, tensor.dtype)
         is_root, root = self._topology.rank == dst, self._topology.position(group, dst)
         for piece in self._pieces(tensor):
-            mine = calls.buffer(piece)
-            ends = (self._mpi.IN_PLACE, mine) if is_root else (mine, None)
+            ends = (self._mpi.IN_PLACE, piece) if is_root else (piece, None)
             calls.run("Reduce", comm, *ends, native, root)
         return tensor if is_root else None
 
@@ -261,37 +259,37 @@ class MpiModel(ComputationModel):
     ) -> Tensor:
         if self._is_too_large(into, group):
             return super().scatter(rows, into, src, group)
-        calls, root = self._calls, self._topology.position(group, src)
-        source = None if rows is None else calls.buffer(rows)
-        calls.run("Scatter", self._communicator(group), source, calls.buffer(into), root)
+        root = self._topology.position(group, src)
+        self._calls.run("Scatter", self._communicator(group), rows, into, root)
         return into
 
     def reduce_scatter(self, rows: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
         if rows.numel() > self.largest_count or self._is_fold_of_device_memory(rows):
             return super().reduce_scatter(rows, op, group)
-        calls, native = self._calls, self._calls.native_op(op, rows.dtype)
+        comm, native = self._communicator(group), self._calls.native_op(op, rows.dtype)
         row = rows.new_empty(rows.shape[1:])
-        ends = (calls.buffer(rows), calls.buffer(row))
-        calls.run("Reduce_scatter_block", self._communicator(group), *ends, native)
+        self._calls.run("Reduce_scatter_block", comm, rows, row, native)
         return row
 
     def all_to_all(self, rows: Tensor, group: Group | None = None) -> Tensor:
         if rows.numel() > self.largest_count:
             return super().all_to_all(rows, group)
-        calls, got = self._calls, torch.empty_like(rows)
-        calls.run("Alltoall", self._communicator(group), calls.buffer(rows), calls.buffer(got))
+        got = torch.empty_like(rows)
+        self._calls.run("Alltoall", self._communicator(group), rows, got)
         return got
 
     def send(self, tensor: Tensor, dst: int, group: Group | None = None) -> None:
         # Uses an adopted world itself, since only all ranks together could duplicate it.
-        pairs, to = group.handle if group else self._pairs, self._topology.position(group, dst)
+        comm = self._pairs if group is None else group.handle
+        position = self._topology.position(group, dst)
         for piece in self._pieces(tensor):
-            self._calls.run("Send", pairs, self._calls.buffer(piece), to, _TAG)
+            self._calls.run("Send", comm, piece, position, _TAG)
 
     def recv(self, into: Tensor, src: int, group: Group | None = None) -> Tensor:
-        pairs, at = group.handle if group else self._pairs, self._topology.position(group, src)
+        comm = self._pairs if group is None else group.handle
+        position = self._topology.position(group, src)
         for piece in self._pieces(into):
-            self._calls.run("Recv", pairs, self._calls.buffer(piece), at, _TAG)
+            self._calls.run("Recv", comm, piece, position, _TAG)
         return into
 
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:

@@ -25,7 +25,7 @@ from unisono.errors import (
     PayloadError,
     PeerFailedError,
 )
-from unisono.model.fallback import FRAME_BYTES, as_frame, inline_part, length_of
+from unisono.model.fallback import FRAME_BYTES, as_frame, read_frames
 from unisono.model.handle import BACKGROUND, SafeFuture
 from unisono.model.reduction import TENSOR_STEPS, ReduceOp
 from unisono.models.mpi.liveness import LivenessProbe, bounded_barrier
@@ -36,7 +36,7 @@ __tracebackhide__ = hides
 
 T = TypeVar("T")
 
-# MPI has no 16-bit floats: they are sent as int16, and reduced by a function of ours.
+# MPI has no 16-bit floats: they are sent as int16, and reduced by a function of torch.
 DATATYPES = {
     torch.float64: "DOUBLE",
     torch.float32: "FLOAT",
@@ -66,7 +66,7 @@ _ERRORS: dict[str, type[CollectiveError]] = {
 _DIFFERENT = ": the ranks passed different sizes, or called different things"
 _SPINS_PER_ANSWER = 100  # 10 ms after the first spins
 _ASK_S = 0.4  # short: a stuck rank never answers, and the caller is past its deadline
-_SPINS = 1_000  # tests of a request before it yields to other processes
+_SPINS = 1_000  # tests of a request before the wait yields to other processes, and then naps
 # By number: pending calls of MPI and their memory, from before the call until it is done. Abandoned
 # ones stay permanently, even after their context: MPI may access them at any time.
 _held: dict[int, list[Any]] = {}
@@ -78,12 +78,6 @@ def is_folded_by_torch(dtype: torch.dtype) -> bool:
     # Open MPI's vectorised sums of small integers saturate, and torch's wrap around; they won't
     # change that: https://github.com/open-mpi/ompi/issues/8045
     return dtype.itemsize < torch.float32.itemsize
-
-
-class _Buffer(list[Any]):
-    """An MPI buffer that keeps its tensor alive."""
-
-    tensor: Tensor
 
 
 class MPICalls:
@@ -106,13 +100,13 @@ class MPICalls:
         self.timeouts_s: dict[int, float] = {}
         """Other timeouts, by the identity of communicators, which must be permanent."""
 
-    def buffer(self, tensor: Tensor) -> list[Any]:
-        """Return an MPI buffer of a contiguous tensor, which must outlive the call."""
-        if tensor.is_cuda:
-            torch.cuda.current_stream(tensor.device).synchronize()  # MPI is unaware of streams
-        made = _Buffer((self._at(tensor.data_ptr(), tensor.nbytes), self._datatypes[tensor.dtype]))
-        made.tensor = tensor
-        return made
+    def _as_buffer(self, arg: Any) -> Any:
+        """Return MPI's buffer of a contiguous tensor, which must outlive it; else `arg` itself."""
+        if not isinstance(arg, Tensor):
+            return arg
+        if arg.is_cuda:
+            torch.cuda.current_stream(arg.device).synchronize()  # MPI is unaware of streams
+        return [self._at(arg.data_ptr(), arg.nbytes), self._datatypes[arg.dtype]]
 
     def allows(self, level: str) -> bool:
         """Return whether MPI was initialised with at least the named thread level."""
@@ -122,7 +116,7 @@ class MPICalls:
         return limit_of(self.timeouts_s.get(id(comm), self.timeout_s))
 
     def native_op(self, op: ReduceOp, dtype: torch.dtype) -> Any:
-        """Return MPI's operation, or ours if MPI's computes other results than torch."""
+        """Return MPI's operation, or one made of torch's if MPI computes other results."""
         operation = self._operations.get((id(op), dtype))  # an enum's own hash is Python, and slow
         if operation is None:
             if op.is_bitwise and dtype.is_floating_point:
@@ -136,12 +130,12 @@ class MPICalls:
         return operation
 
     def run(self, name: str, comm: Any, *args: Any) -> None:
-        """Call a method of a communicator and wait for it."""
+        """Call a method of a communicator, with tensors as buffers, and wait for it."""
         # Collective over `comm`, or as the method is.
         try:
             if self._limit_s(comm) is None:  # nothing to poll for: MPI's own wait is faster
                 self._check_in_step(name)
-                getattr(comm, name)(*args)
+                getattr(comm, name)(*map(self._as_buffer, args))
             else:
                 number, request = self._begin(getattr(comm, f"I{name.lower()}"), args, name)
                 self._await(name, comm, request)
@@ -150,14 +144,15 @@ class MPICalls:
             self._fail(name, error)
 
     def _begin(
-        self, start: Callable[..., Any], args: Any, name: str, *keep: object
+        self, start: Callable[..., Any], args: tuple[Any, ...], name: str
     ) -> tuple[int, Any]:
         """Start a non-blocking call; return its number in `_held`, and the request."""
         # An interrupt at any moment leaves its memory in `_held`.
         self._check_in_step(name)
         number = next(_numbers)
-        entry = _held[number] = [args, *keep]
-        self._under_way[number] = request = start(*args)
+        buffers = [self._as_buffer(arg) for arg in args]
+        entry = _held[number] = [args, buffers]
+        self._under_way[number] = request = start(*buffers)
         entry.append(request)
         return number, request
 
@@ -180,19 +175,15 @@ class MPICalls:
     def exchange(
         self, comm: Any, n_ranks: int, blob: bytes, largest: int
     ) -> tuple[list[int], list[bytes] | None]:
-        """Return the bytes of every rank, in one round if all of them are short."""
-        # Collective over `comm`.
+        """Return the size of every rank's bytes, and the bytes, in one round if all are short."""
+        # Collective over `comm`. None stands for more than `largest` bytes, which MPI can't count.
         byte = self._mpi.BYTE
         heads = bytearray(n_ranks * FRAME_BYTES)
         self.run("Allgather", comm, [as_frame(blob), byte], [heads, byte])
         frames = [bytes(heads[at : at + FRAME_BYTES]) for at in range(0, len(heads), FRAME_BYTES)]
-        parts = [inline_part(frame) for frame in frames]
-        inline = [part for part in parts if part is not None]
-        sizes = [length_of(frame) for frame in frames]
-        if len(inline) == n_ranks:
-            return sizes, inline
-        if sum(sizes) > largest:
-            return sizes, None
+        sizes, blobs = read_frames(frames)
+        if blobs is not None or sum(sizes) > largest:
+            return sizes, blobs
         bodies = bytearray(sum(sizes))
         self.run("Allgatherv", comm, [blob, byte], [bodies, sizes, byte])
         ends = itertools.accumulate(sizes)
@@ -203,12 +194,12 @@ class MPICalls:
     def start(
         self, name: str, comm: Any, tensor: Tensor, *args: Any
     ) -> tuple[Callable[[], Tensor], Callable[[], bool]]:
-        """Start a non-blocking method whose result is in `tensor`. Collective over `comm`."""
+        """Start a non-blocking method with its result in `tensor`. Collective over `comm`."""
         for number, earlier in list(self._under_way.items()):  # a dropped handle isn't waited for
             if self._is_done(earlier):
                 self._release(number)
         with self.mapped_errors(name):
-            _, request = self._begin(getattr(comm, name), args, name, tensor)
+            _, request = self._begin(getattr(comm, name), args, name)
 
         def wait() -> Tensor:
             with self.mapped_errors(name):
@@ -249,7 +240,10 @@ class MPICalls:
         return outcome.wait()
 
     def finish(self) -> bool:
-        """Wait for pending operations of `start`, and free ours; return whether it did."""
+        """Wait for pending operations, and free the reductions made here.
+
+        Returns False at once after an interrupted call, which may never end.
+        """
         if self._interrupted:
             _held[next(_numbers)] = self._folds  # MPI may still call them
             return False
@@ -264,7 +258,7 @@ class MPICalls:
 
     @contextmanager
     def mapped_errors(self, name: str) -> Iterator[None]:
-        """Raise our errors in place of MPI's."""
+        """Raise unisono's errors in place of MPI's."""
         try:
             yield
         except self._mpi.Exception as error:
@@ -285,7 +279,7 @@ class MPICalls:
                 break
             if spins <= _SPINS:
                 continue
-            time.sleep(0 if spins < 2 * _SPINS else 1e-4)
+            time.sleep(0 if spins < 2 * _SPINS else 1e-4)  # 0 yields the core
             if spins % _SPINS_PER_ANSWER == 0:
                 doing = doing or self._describe(name, comm)
                 self.probe.answer(doing)
@@ -308,7 +302,7 @@ class MPICalls:
         return f"{name} over ranks {self._ranks(comm)} at {site().decode('utf-8', 'replace')}"
 
     def _late(self, comm: Any, doing: str) -> str:
-        """Return a report of the ranks that don't wait in this call."""
+        """Return a report of the ranks that don't wait in this call, which it asks first."""
         ranks = self._ranks(comm)
         answers = self.probe.ask(ranks, doing, _ASK_S)
         me, call = self._mpi.COMM_WORLD.rank, doing.partition(" at ")[0]
@@ -326,12 +320,14 @@ class MPICalls:
         number = error.Get_error_class()
         classes = [key for key in dir(self._mpi) if key.startswith("ERR_")]
         names = " ".join(key for key in classes if getattr(self._mpi, key) == number)
-        ours = mapped(_ERRORS, names)
-        remedy = _DIFFERENT if ours is CollectiveMismatchError else ""
-        raise ours(f"{self._this_rank}: {name} failed: {error}{remedy}") from error
+        kind = mapped(_ERRORS, names)
+        remedy = _DIFFERENT if kind is CollectiveMismatchError else ""
+        raise kind(f"{self._this_rank}: {name} failed: {error}{remedy}") from error
 
 
 def _fold(step: Callable[..., Tensor], dtype: torch.dtype) -> Callable[[Any, Any, Any], None]:
+    """Return a function for ``MPI.Op.Create`` that reduces by a function of torch."""
+
     def fold(source: Any, target: Any, _datatype: Any) -> None:
         if len(target):  # torch rejects an empty buffer
             into = torch.frombuffer(target, dtype=dtype)

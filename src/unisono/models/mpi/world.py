@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from unisono.accelerators import accelerator, accelerator_count
+from unisono.accelerators import accelerator_count, current_device
 from unisono.at_exit import LastCalls
 from unisono.deadlines import format_s, limit_of
 from unisono.errors import BackendUnavailableError, ContextError, GroupMembershipError
@@ -267,12 +267,10 @@ def choose_device(local_rank: int | None, choice: Any) -> torch.device:
     # Ranks share devices if there are too few. Tests only run this on a machine with one.
     if choice is not None:
         return torch.device(choice)
-    kind = accelerator()
-    if kind is None:
-        return torch.device("cpu")
-    if local_rank is not None:
-        torch.accelerator.set_device_index(local_rank % accelerator_count())
-    return torch.device(kind.type, torch.accelerator.current_device_index())
+    count = accelerator_count()
+    if count and local_rank is not None:
+        torch.accelerator.set_device_index(local_rank % count)
+    return current_device()
 
 
 def is_cuda_aware(mpi: Any) -> bool:

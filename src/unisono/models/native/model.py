@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unisono.accelerators import accelerator
+from unisono.accelerators import current_device
 from unisono.control.plane import SocketControlPlane
 from unisono.control.rendezvous import authenticate, host_of_this_process
 from unisono.control.signatures import purpose_or
@@ -132,11 +132,12 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
 
     @classmethod
     def why_unavailable(cls, backend: str) -> str | None:
-        missing = [name for name in _parts(backend) if not dist.is_backend_available(name)]
+        names = [pair.rpartition(":")[2] for pair in backend.split(",")]
+        missing = [name for name in names if not dist.is_backend_available(name)]
         if not missing:
             return None
-        names = "it" if missing == [backend] else ", ".join(missing)
-        return f"torch {torch.__version__} was built without {names}: install a build that has it"
+        what = "it" if missing == [backend] else ", ".join(missing)
+        return f"torch {torch.__version__} was built without {what}: install a build that has it"
 
     @classmethod
     def from_context(cls, hint: ContextHint) -> Self | None:
@@ -189,7 +190,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
             if dist.group.WORLD is not None:
                 dist.destroy_process_group()
             options.clear()  # a held store listens, and the error holds this frame
-            if isinstance(error, PeerRefusedError):  # it says more than ours
+            if isinstance(error, PeerRefusedError):  # it says more than the text below
                 raise
             here = rendezvous.info
             where = url or f"{here.master_addr}:{here.master_port}"
@@ -237,13 +238,10 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
     def device(self) -> torch.device:
         if self._device is not None:
             return self._device
-        kind = accelerator()
-        if kind is None or kind.type not in process_group.backends_by_device(self._backend):
+        device = current_device()
+        if device.type == "cpu" or not process_group.serves(self._backend, device.type):
             return torch.device("cpu")
-        # Gloo is registered for CUDA, too, but isn't its default.
-        if dist.get_default_backend_for_device(kind) not in _parts(self._backend):
-            return torch.device("cpu")
-        return torch.device(kind.type, torch.accelerator.current_device_index())
+        return device
 
     def wrap_module(self, module: nn.Module, wrapper: str, **options: Any) -> nn.Module | None:
         return process_group.wrap(module, wrapper, self.device, **options)
@@ -257,7 +255,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
 
     def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
         rows = tensor.new_empty((self._topology.size(group), *tensor.shape))
-        # Only until the ranks have connections of our own.
+        # Only until the ranks are connected by unisono's own sockets.
         if self._gathers_at_root and group is None and EVERYBODY not in self.control.hubs:
             return self._gather_at_root(tensor, rows)
         flat = (rows.view(-1), tensor.view(-1))
@@ -333,7 +331,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         allowed_s = None if allowed is None else allowed.total_seconds()
         group = Group(ranks, made, made.group_name, allowed_s)
         secret = self.control.secret
-        if secret is not None and len(ranks) > 1:  # it opens connections of its own
+        if secret is not None and len(ranks) > 1:  # torch has opened new connections for it
             # A group of another backend, such as gloo, may take CPU tensors only.
             kinds = {device.type for device in made._device_types}
             device = (
@@ -420,7 +418,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
             self._fail(call, group, error)
 
     def _fail(self, call: str, group: Group | None, error: Exception, step: int = 0) -> NoReturn:
-        """Raise our error for an error of torch's."""
+        """Raise unisono's error for one of torch's."""
         Wait(self.control, group, call, step).fail(_ERRORS, error)
 
 
@@ -432,7 +430,3 @@ def _destroy(handle: Any) -> None:
     process_group.settle()
     with suppress(ValueError):  # the user has destroyed it
         dist.destroy_process_group(handle)
-
-
-def _parts(backend: str) -> tuple[str, ...]:
-    return tuple(pair.rpartition(":")[2] for pair in backend.split(","))

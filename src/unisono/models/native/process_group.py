@@ -63,7 +63,7 @@ def choose_device(backend: str, info: RankInfo, choice: Any) -> torch.device:
     kind = accelerator()
     if choice is not None:
         device = _as_device(choice, kind)
-    elif kind is None or not _serves(backend, kind.type):
+    elif kind is None or not serves(backend, kind.type):
         return torch.device("cpu")
     else:
         count = accelerator_count()
@@ -92,11 +92,12 @@ def _as_device(choice: Any, kind: torch.device | None) -> torch.device:
         raise ArgumentError(f"device={choice!r} isn't a device: {error}") from error
 
 
-def _serves(backend: str, device_type: str) -> bool:
-    table = backends_by_device(backend)
-    if ":" in backend:
-        return device_type in table
-    return dist.get_default_backend_for_device(device_type) == backend
+def serves(backend: str, device_type: str) -> bool:
+    """Return whether ranks of a backend compute on an accelerator."""
+    if ":" in backend:  # the user names the devices
+        return device_type in backends_by_device(backend)
+    # Gloo is registered for CUDA, too, but isn't its default. Some accelerators have none.
+    return dist.Backend.default_device_backend_map.get(device_type) == backend
 
 
 def join(
@@ -106,9 +107,9 @@ def join(
     left: timedelta,
     options: dict[str, Any],
 ) -> timedelta | None:
-    """Create torch's default group; return the timeout of our own operations."""
+    """Create torch's default group; return the timeout of unisono's operations over it."""
     # Collective over all ranks of `info`. Gloo connects all ranks within the time left for set-up.
-    # After that its timeout is slightly longer than the job's. So a rank that waits in one of our
+    # After that its timeout is slightly longer than the job's. So a rank that waits in unisono's
     # collectives times out before those that wait in torch's, such as a backward pass's, and its
     # error names them.
     if timeout is not None:

@@ -1,7 +1,7 @@
-"""Registration of the backend ``"unisono"`` with torch, and of our frames with Dynamo, on import.
+"""Registration of the backend ``"unisono"`` with torch, and of its frames with Dynamo, on import.
 
 In a compiled function Dynamo would trace collectives, too, and break the graph at each operation
-that it can't trace. It skips our frames instead, with one break for each call.
+that it can't trace. It skips unisono's frames instead, with one break for each call.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class Rendezvous:
         return timedelta(seconds=max(self._until - time.monotonic(), min(_LEAST_S, self._limit_s)))
 
     def at(self, url: str) -> bool:
-        """Set the address of our store from a ``tcp://`` URL; return whether it is one."""
+        """Set the store's address from a URL; return False if torch must read it instead."""
         parts = urlsplit(url)
         if parts.scheme != "tcp" or parts.query:  # torch reads ranks from a query
             return False
@@ -179,8 +179,8 @@ class Rendezvous:
             except ContextError:  # it is a RuntimeError, too
                 raise
             except RuntimeError as error:  # torch's
-                hint = "" if self._private else " Rank 0 may have timed out or ended"
-                why = str(error).partition("\n")[0]
+                hint = "" if self._private else "; rank 0 may have timed out or ended"
+                why = str(error).partition("\n")[0].rstrip(".")
                 raise ContextError(f"{self._where()}: {why}{hint}") from error
         limit = format_s(self._limit_s)
         if self._private:
@@ -206,7 +206,7 @@ class Rendezvous:
             self._wait_for_end_of_earlier_run(addr, port)
 
     def _is_of_earlier_run(self, store: Store) -> bool:
-        """Return whether another process was this rank in a store that node 0 has yet to close."""
+        """Return whether another process was this rank in the store, which node 0 closes soon."""
         # If each node makes its own calls, one may begin the next run before node 0 has ended the
         # last one, whose ranks met at the same port.
         info, token = self.info, _token(os.getpid())
@@ -243,14 +243,15 @@ class Rendezvous:
         return joined
 
     def _await_all(self, store: Store) -> Store:
-        ours = _of_attempt(store)
-        turn, missing = self._gather_ranks(ours)
+        """Wait for all ranks; return the part of the store for this context."""
+        attempt = _of_attempt(store)
+        turn, missing = self._gather_ranks(attempt)
         if not missing:
-            return PrefixStore(f"turn/{turn}", ours)
-        if isinstance(missing, str):
+            return PrefixStore(f"turn/{turn}", attempt)
+        if isinstance(missing, str):  # the ranks disagree
             raise ContextError(missing)
         limit = f"within {format_s(self._limit_s)}"
-        del store, ours  # it listens while it is referenced, and the error refers to this frame
+        del store, attempt  # it listens while it is referenced, and the error refers to this frame
         if self.info.rank in missing:
             raise ContextError(
                 f"{self._who()} reached {self._at()} too late: the other ranks had timed out "
@@ -300,7 +301,10 @@ class Rendezvous:
             time.sleep(_TRY_S)
 
     def _gather_ranks(self, store: PrefixStore) -> tuple[int, list[int] | str]:
-        """Wait until all ranks have reached the store, or one of them times out."""
+        """Return the turn, and the missing ranks: none, or those at the first rank's timeout.
+
+        An error text replaces them if the ranks disagree about their number.
+        """
         # A store that outlives a context is used again: each turn has its own keys, and so has each
         # attempt of torchrun.
         rank, size = self.info.rank, self.info.world_size
@@ -360,7 +364,8 @@ class Rendezvous:
 
 
 @functools.cache
-def _token(process: int) -> str:  # a fork has its own, as another rank
+def _token(process: int) -> str:
+    """Return a random text for a process; a fork has its own, as another rank."""
     return f"{process} {secrets.token_hex(8)}"
 
 
@@ -384,9 +389,9 @@ def _opened(path: str) -> str:
             f"{PRIVATE_STORE}: did the process that launched the job end, or this one change "
             "its user or its process namespace? Initialize before that, or unset the variable"
         ) from error
-    own = f"/proc/self/fd/{file}"
-    is_it = os.readlink(own).startswith("/memfd:unisono-store")
-    if not is_it or os.fstat(file).st_uid != os.geteuid():
+    opened = f"/proc/self/fd/{file}"
+    is_store = os.readlink(opened).startswith("/memfd:unisono-store")
+    if not is_store or os.fstat(file).st_uid != os.geteuid():
         os.close(file)
         raise ContextError(f"{PRIVATE_STORE}={path} isn't the store of this user's job: unset it")
-    return own
+    return opened

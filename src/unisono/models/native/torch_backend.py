@@ -68,9 +68,9 @@ def _in_memory(name: str, at: int, count: int, is_list: bool = True) -> Callable
         def call(self: Any, *args: Any, opts: Any = None, **named: Any) -> Any:
             given = args if opts is None else (*args, opts)
             by_gloo = functools.partial(getattr(self._gloo, method.__name__), *given, **named)
-            others = [each for each in args[:2] if is_list and isinstance(each, Tensor)]
-            if others or named or not count <= len(args) <= count + 1:
-                return self._by_gloo(name, others[0] if others else None, by_gloo)
+            bare = [each for each in args[:2] if is_list and isinstance(each, Tensor)]
+            if bare or named or not count <= len(args) <= count + 1:  # another form of torch's
+                return self._by_gloo(name, bare[0] if bare else None, by_gloo)
             # Torch passes its options by name, or after the other arguments.
             opts, args = args[count] if len(args) > count else opts, args[:count]
             tensor = _single(args[at]) if is_list else args[at]
@@ -155,7 +155,8 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         self._inline_bytes = self._control.inline_bytes(self._group)
         self._is_forked = False
         self._calls = _log_of(topology)
-        self._recorded = Group(ranks or tuple(range(size)), name=f"torch's {place.group_id}")
+        everyone = ranks or tuple(range(size))
+        self._group_in_records = Group(everyone, name=f"torch's {place.group_id}")
         _alive.add(self)
         settle_at_exit()
 
@@ -201,9 +202,9 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> Token:
         """Record the start of a call, unless unisono itself makes it."""
         # Such as one of the facade, which has its own record, or while a group connects.
-        if _is_ours(sys._getframe(1)):
+        if _is_called_by_unisono(sys._getframe(1)):
             return UNRECORDED
-        return self._calls.begin(name, group or self._recorded, tensor, state)
+        return self._calls.begin(name, group or self._group_in_records, tensor, state)
 
     def _check_process(self, call: str) -> None:
         if self._is_forked:
@@ -219,10 +220,11 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         where = site()
         head = call_head(call, where)
         blobs = self._control.exchange(head + value, self._group)
-        line.compared = where
+        line.compared = where  # the operation needn't look it up again
         return unpack(blobs, head, lambda: self._members)
 
     def _fits_round(self, tensor: Tensor) -> bool:
+        """Return whether the round in which the ranks compare their calls can carry a tensor."""
         return tensor.numel() * tensor.itemsize <= self._inline_bytes
 
     # Reductions
@@ -336,8 +338,9 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         if outputs and not _are_alike(outputs[0], tensor, host.size):
             return False
         rows = self._gathered(host, call, tensor)
-        for each, row in zip(outputs[0] if outputs else (), rows, strict=bool(outputs)):
-            _copy_back(row, each)
+        if outputs:
+            for output, row in zip(outputs[0], rows, strict=True):
+                _copy_back(row, output)
         return True
 
     @_in_memory("scatter", 0, 2)
@@ -435,8 +438,8 @@ def _start_recorded(token: Token, start: Callable[[], Any]) -> Any:
     return _Recorded(start(), token) if token.goes_on("data") else start()
 
 
-def _is_ours(frame: FrameType | None) -> bool:
-    """Return whether unisono itself calls torch."""
+def _is_called_by_unisono(frame: FrameType | None) -> bool:
+    """Return whether the first frame outside this file and torch is unisono's."""
     while frame is not None and frame.f_code.co_filename.startswith(_BELOW_CALLS):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(_PACKAGE)

@@ -19,7 +19,6 @@ from unisono.control.plane import ControlPlane
 from unisono.deadlines import DEFAULT_TIMEOUT_S
 from unisono.errors import (
     ArgumentError,
-    BackendUnavailableError,
     CollectiveError,
     ContextError,
     UnisonoError,
@@ -51,10 +50,12 @@ _REDUCTIONS = {
     ReduceOp.MIN: "min",
     ReduceOp.MAX: "max",
 }
+_IS_SETTLED = "_unisono_is_settled"
+"""Attribute of an optimizer whose step averages: whether its gradients are averaged already."""
 _EVERYWHERE = frozenset({torch.uint8, torch.int32, torch.float32})
 _ON_CPU = _EVERYWHERE | {
-    *(torch.bool, torch.int8, torch.int16, torch.int64, torch.float16, torch.float64)
-}
+    torch.bool, torch.int8, torch.int16, torch.int64, torch.float16, torch.float64,
+}  # fmt: skip
 
 
 class _ControlPlane(ControlPlane):
@@ -133,9 +134,6 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
 
     @classmethod
     def initialize(cls, backend: str, info: RankInfo, **options: Any) -> Self:
-        reason = cls.why_unavailable(backend)
-        if reason is not None:
-            raise BackendUnavailableError(f"backend {backend!r} can't be used here: {reason}")
         graph = setup.load_graph()
         topology = graph.replica()
         n_made = 1 if topology is None else topology.world_size
@@ -215,11 +213,23 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
     ) -> Optimizer | None:
         if options or is_averaged:
             return None
-        return _averaging(self, optimizer, partial(self._graph.cut, str(self._device)))
+        # The step averages, collectively over all ranks. Backward can't: it only records a graph,
+        # and may run in a thread of autograd's that isn't a replica.
+        setattr(optimizer, _IS_SETTLED, False)
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(lambda *_: self.control.settle())
+        return optimizer
+
+    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+        if not getattr(optimizer, _IS_SETTLED):
+            _average(self, optimizer)
 
     def settle_gradients(self, optimizer: Optimizer) -> Callable[[], None] | None:
-        settle: Callable[[], Callable[[], None]] | None = getattr(optimizer, "settle", None)
-        return None if settle is None else settle()
+        if not hasattr(optimizer, _IS_SETTLED):
+            return None
+        _average(self, optimizer)
+        setattr(optimizer, _IS_SETTLED, True)
+        return partial(setattr, optimizer, _IS_SETTLED, False)
 
     def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
         n = self._topology.size(group)
@@ -228,8 +238,8 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         if tensor.numel() == 0:  # XLA fails on it
             return tensor.new_empty((n, *tensor.shape))
         if not self._is_everybody(group):
-            own = tensor.to("cpu", copy=True)  # other threads read it later
-            parts = self._swap(_describe("all_gather", tensor), own, group)
+            part = tensor.to("cpu", copy=True)  # other threads read it later
+            parts = self._swap(_describe("all_gather", tensor), part, group)
             return torch.stack(parts).to(self.transport_device)
         return self._run("all_gather", tensor, self._graph.all_gather)
 
@@ -302,8 +312,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
             raise CollectiveError(f"XLA failed in {where}: {error}") from error
 
     def _swap(self, call: str, item: T, group: Group | None) -> list[T]:
-        ranks = tuple(self._topology.members(group))
-        rank = self._topology.rank
+        ranks, rank = self._topology.members(group), self._topology.rank
         return REPLICAS.swap(name_of(group), ranks, rank, call, item, self._timeout_s)
 
 
@@ -314,37 +323,6 @@ def _bucket(size_bytes: int) -> int:
 
 def _describe(call: str, tensor: Tensor) -> str:
     return f"{call} {tensor.dtype} {list(tensor.shape)}"
-
-
-def _averaging(
-    model: ComputationModel, optimizer: Optimizer, cut: Callable[[], object]
-) -> Optimizer:
-    """Wrap an optimizer: ``step`` first averages the gradients, and finally runs the graph."""
-    # The step is collective over all ranks. Backward can't average: it only records a graph, and
-    # may run in a thread of autograd's that isn't a replica.
-    kind = type(optimizer)
-
-    class Averaging(kind):  # type: ignore[misc, valid-type]
-        is_settled = False
-
-        def settle(self) -> Callable[[], None]:
-            _average(model, self)
-            self.is_settled = True
-            return self._unsettle
-
-        def _unsettle(self) -> None:
-            self.is_settled = False
-
-        def step(self, closure: Any = None) -> Any:
-            if not self.is_settled:
-                _average(model, self)
-            result = kind.step(self) if closure is None else kind.step(self, closure)
-            cut()
-            return result
-
-    Averaging.__name__ = Averaging.__qualname__ = kind.__name__
-    optimizer.__class__ = Averaging
-    return optimizer
 
 
 def _average(model: ComputationModel, optimizer: Any) -> None:

@@ -6,7 +6,6 @@ import functools
 import glob
 import importlib
 import importlib.metadata
-import importlib.util
 import warnings
 from typing import Any
 
@@ -15,18 +14,14 @@ import torch
 from unisono.errors import BackendUnavailableError
 from unisono.topology import LaunchPlan
 
-_REMEDY = "python -m pip install torch==2.9.0 torch_xla==2.9.0"
-
 
 def why_unusable(backend: str) -> str | None:
     """Return why torch_xla can't be used as `backend`, None if no fault is found."""
     # Decided by versions and device files; those of TPU and CUDA are written from documentation
     # and not yet run on such a machine.
     version = _version_of("torch_xla")
-    if version is None:
-        if importlib.util.find_spec("torch_xla") is None:
-            return f"torch_xla isn't installed: {_REMEDY}"
-        return None  # built in place: its import decides
+    if version is None:  # built in place: its import decides
+        return None
     built_for = version.split("+")[0]
     if _release(torch.__version__) != _release(built_for):
         return (
@@ -76,16 +71,18 @@ _THREADS_PER_REPLICA, _MIN_THREADS = 4, 16
 def environment(backend: str, plan: LaunchPlan) -> dict[str, str]:
     """Return the variables for the start of the runtime."""
     threads = str(max(_MIN_THREADS, _THREADS_PER_REPLICA * plan.nproc_per_node))
-    variables = {"XLA_THREAD_POOL_SIZE": threads, "PJRT_NPROC": threads}
-    variables["PJRT_DEVICE"] = KINDS[backend]
+    variables = {
+        "PJRT_DEVICE": KINDS[backend],
+        "XLA_THREAD_POOL_SIZE": threads,
+        "PJRT_NPROC": threads,
+    }
     if backend == "xla-cpu":
         variables["CPU_NUM_DEVICES"] = str(plan.nproc_per_node)
     return variables
 
 
 def load_graph() -> Any:
-    """Import the module that needs torch_xla."""
-    # It doesn't initialise the runtime.
+    """Import the module that needs torch_xla; it doesn't initialise the runtime."""
     try:
         return importlib.import_module("unisono.models.xla.graph")
     except Exception as error:  # a broken one may raise anything
@@ -97,8 +94,7 @@ def load_graph() -> Any:
 
 @functools.cache
 def find_graph() -> Any:
-    """Return the result of `load_graph` if the program has imported torch_xla, else None."""
-    # If it is broken: None, with one warning for each process.
+    """Return the result of `load_graph`; if torch_xla is broken, warn once, and return None."""
     try:
         return load_graph()
     except BackendUnavailableError as error:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ProcessGroupGloo
+from torch._C._distributed_c10d import HashStore, ProcessGroupGloo
 
 import unisono as idist
 from unisono import registry
@@ -25,7 +25,7 @@ from unisono.errors import (
 )
 from unisono.models.native import model as native, process_group as setup
 from unisono.models.native.model import NativeModel
-from unisono.topology import EVERYBODY, RankInfo
+from unisono.topology import EVERYBODY, ContextHint, RankInfo
 
 
 def _in_two_processes(fn: Callable[[int], None]) -> None:
@@ -129,6 +129,22 @@ def test_each_local_rank_takes_its_own_device(monkeypatch: pytest.MonkeyPatch) -
     assert chosen == [2, 2, 3, 0]
     with pytest.raises(BackendUnavailableError, match="local rank 2 has no cuda device"):
         choose("nccl", 2, count=2)
+
+
+def test_an_adopted_group_is_on_the_devices_that_its_backend_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dist.init_process_group("cpu:gloo,cuda:gloo", store=HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    try:
+        model = NativeModel.from_context(ContextHint())
+        assert model is not None
+        devices = model.device, model.transport_device
+        assert devices == (torch.device("cuda", 3), torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_ranks_without_an_address_are_told_what_to_set() -> None:
