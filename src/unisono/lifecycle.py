@@ -306,7 +306,7 @@ def sync(temporary: bool = False) -> None:
         >>> idist.sync()
     """
     active = context.current()
-    if not context.is_ours(active):
+    if not active.is_activated:
         active.settle_all()  # background calls may exchange the ranks' hosts
         context.forget()
     if context.current().must_introduce:
