@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import ClassVar
 
 
@@ -15,7 +14,6 @@ class LastCalls:
     # because some of them end the peers, and some wait for peers that do so.
 
     _calls: ClassVar[list[tuple[Callable[[], None], str]]] = []
-    _is_held: ClassVar[bool] = False
 
     @classmethod
     def add(cls, call: Callable[[], None], *, ends_peers: str = "") -> None:
@@ -25,18 +23,13 @@ class LastCalls:
         cls._calls.append((call, ends_peers))
 
     @classmethod
-    @contextlib.contextmanager
-    def held(cls) -> Iterator[None]:
-        """Skip the exit handler within the block, and leave the calls to `make`."""
-        cls._is_held = True
-        try:
-            yield
-        finally:
-            cls._is_held = False
+    def leave_to_rank(cls) -> None:
+        """Remove the exit handler: a rank calls `make` itself."""
+        atexit.unregister(cls._at_exit)
 
     @classmethod
     def make(cls, wait_for_peers: Callable[[str], object]) -> None:
-        """Run the calls."""
+        """Run the calls, after `wait_for_peers` with the reason if one of them ends the peers."""
         reason = next((ends_peers for _, ends_peers in cls._calls if ends_peers), "")
         if reason:
             wait_for_peers(reason)
@@ -46,5 +39,4 @@ class LastCalls:
 
     @classmethod
     def _at_exit(cls) -> None:
-        if not cls._is_held:
-            cls.make(lambda _: None)
+        cls.make(lambda _: None)

@@ -51,6 +51,7 @@ class ContextState:
         self.calls: CallLog = calls or CallLog(topology.rank, topology.world_size, "", None)
         self.control: ControlPlane = control_of(model)
         self.context_id: int = next(_context_ids)
+        self.is_activated: bool = False  # whether `activate` made it, until `forget`
         self.groups: dict[tuple[int, ...], Group] = {}  # by their ranks in ascending order
         self.interrupted: CollectiveError | None = None  # why no collective may follow
         # In a context created outside unisono the first call over all ranks exchanges their hosts.
@@ -162,12 +163,10 @@ _serial = ContextState(SerialModel())
 
 class _Slot(threading.local):
     context: ContextState | None = None
-    ours: ContextState | None = None  # `context` as long as `activate` made it
 
 
 _thread = _Slot()
-_process: ContextState | None = None  # of all threads without one of their own
-_ours: ContextState | None = None  # `_process` as long as `activate` made it
+_process: ContextState | None = None  # of all threads that have no context in `_thread`
 _previous: ContextState | None = None  # alive when forgotten; a new view of it keeps its state
 _forked: ContextState | None = None  # of the rank that forked or started this process
 _replica_threads = 0
@@ -316,16 +315,12 @@ def _of_parent() -> ContextState | None:
 
 def _live_context() -> ContextState | None:
     """Return the thread's or the process's context if it is alive; release one that has ended."""
-    global _process, _ours
+    global _process
     if _thread.context is not None and not _thread.context.model.is_alive():
-        if _thread.ours is _thread.context:
-            _thread.ours = None
         _thread.context = None
     if _process is not None and not _process.model.is_alive():
         _process.release()
-        if _ours is _process:
-            _ours = None  # torch's group listens as long as this refers to it
-        _process = None
+        _process = None  # torch's group listens as long as this refers to it
     return _thread.context or _process
 
 
@@ -344,7 +339,7 @@ def activate(
 ) -> ContextState:
     """Create the context of the process, or of the thread if the model is bound to it."""
     # Collective over the ranks of the new context.
-    global _process, _ours
+    global _process
     with _lock:
         live: ContextState | None = current()
         if _forked is not None and live is not None and live.context_id == _forked.context_id:
@@ -354,7 +349,7 @@ def activate(
         if live is not None and live is not _serial:
             # XLA's runtime creates the replicas, so a live context of XLA is not an error.
             joins = live.control.is_thread_bound and type(live.model) is cls
-            if is_ours(live) or not joins:
+            if live.is_activated or not joins:
                 topology = live.model.topology
                 raise AlreadyInitializedError(
                     f"a {live.model.name} context is live already (rank {topology.rank} of "
@@ -371,17 +366,13 @@ def activate(
         # The library's numbers may differ from those of the variables.
         calls.become(model.topology.rank, model.topology.world_size)
         context = ContextState(model, calls)
+        context.is_activated = True
         if context.control.is_thread_bound:
-            _thread.context = _thread.ours = context
+            _thread.context = context
         else:
-            _process = _ours = context
+            _process = context
         _pass_to_children()
         return context
-
-
-def is_ours(context: ContextState) -> bool:
-    """Return whether `activate` made this context."""
-    return context is _ours or context is _thread.ours
 
 
 def is_serial(model: ComputationModel) -> bool:
@@ -391,16 +382,18 @@ def is_serial(model: ComputationModel) -> bool:
 
 def forget() -> None:
     """Release the process's context, so that the next call looks for one again."""
-    global _process, _ours, _previous
+    global _process, _previous
     with _lock:
         _previous = _process or _previous  # `_adopt` uses its state again while it is alive
-        if _previous is not None and not _previous.model.is_alive():
+        if _previous is not None and _previous.model.is_alive():
+            _previous.is_activated = False
+        elif _previous is not None:
             # Not only at the next call: torch's group listens as long as this refers to it.
             _previous.release()
             _previous = None
-        _process = _ours = None
+        _process = None
         if _thread.context is not None and _thread.context.control.is_thread_bound:
-            _thread.context = _thread.ours = None  # `replica` unbinds the others
+            _thread.context = None  # `replica` unbinds the others
 
 
 def set_local_rank(local_rank: int | None) -> None:
@@ -412,7 +405,7 @@ def set_local_rank(local_rank: int | None) -> None:
     with _lock:
         _local_rank = local_rank
         # The next call adopts it again, with the hint. A context that `activate` made needs none.
-        if _process is not None and _process is not _ours:
+        if _process is not None and not _process.is_activated:
             _previous, _process = _process, None
 
 

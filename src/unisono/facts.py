@@ -131,11 +131,11 @@ def _known(field: str, description: str) -> int:
     model, topology = active.model, _topology(active)
     value = getattr(topology, field)
     if value is None:
-        own = "set_local_rank(...) here, " if field == "local_rank" else ""
+        hint = "set_local_rank(...) here, " if field == "local_rank" else ""
         raise ContextError(
             f"rank {topology.rank} of {topology.world_size}: the {description} can't be known "
             f"without communicating, because this {model.name} context was created outside "
-            f"unisono: call {own}sync() or any collective on every rank first, or start with a "
+            f"unisono: call {hint}sync() or any collective on every rank first, or start with a "
             "launcher that sets LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK and GROUP_WORLD_SIZE, as "
             "torchrun does"
         )

@@ -37,7 +37,7 @@ from unisono.launchers.job.process_state import name_thread
 from unisono.model.contract import ComputationModel
 from unisono.model.launching import launch_hooks_of
 from unisono.node import read_node
-from unisono.options import InitializeOptions, SpawnOptions
+from unisono.options import InitializeOptions, ModelOptions, SpawnOptions
 from unisono.plugins import OF_MODELS, by_name, load, read_environment, seats_nodes
 from unisono.recording.records import CallLog, job_of
 from unisono.recording.status_page import close_all as close_pages, pages
@@ -120,12 +120,13 @@ Ts = TypeVarTuple("Ts")
 _PLAN_OPTIONS = frozenset(
     {"nnodes", "node_rank", "master_addr", "master_port", "init_method", "start_method"}
 )
-_LAUNCH_OPTIONS = _PLAN_OPTIONS | {
-    *("join", "daemon", "timeout", "launcher", "launcher_options", "prefix_output", "grace")
-}
+# Options of `spawn` that aren't passed on to the model as they are.
+_LAUNCH_OPTIONS = {
+    "join", "timeout", *(SpawnOptions.__optional_keys__ - ModelOptions.__optional_keys__),
+}  # fmt: skip
 _DEFAULT_LAUNCHER = "processes"
-# Arguments of every launcher, and those of the launchers that accept them.
-_OURS = ("entry", "plan", "environ", "join", "stop_limit_s")
+# Parameters of launchers that `_launch` passes itself; the others are `launcher_options`.
+_PASSED_BY_LAUNCH = ("entry", "plan", "environ", "join", "stop_limit_s")
 
 
 def best_backend() -> str:
@@ -253,18 +254,20 @@ def _warn_on_a_node(launcher: str) -> None:
     if node is None or node.max_nnodes == 1:
         return
     row = by_name(OF_MODELS).get(launcher)
-    how = f"start them by the launcher {launcher!r}"
     if launcher == _DEFAULT_LAUNCHER:
         how = "start the script with unisono run, or call Parallel(), which starts them"
-    elif row is not None:  # the row has no name for users
+    elif row is None:
+        how = f"start them by the launcher {launcher!r}"
+    else:  # a model's own launcher, whose name isn't an option of `spawn`
         by = f"by {row.command}, or " if row.command else ""
         how = f"start them {by}by spawn() or Parallel() with nproc_per_node"
     text = (
         f"this process is alone: {node.source} reports {node.nnodes} nodes, and nothing has "
         f"started their ranks; {how}; pass rank=0, world_size=1 to run alone"
     )
-    is_first_alone = node.hosts and launcher == _DEFAULT_LAUNCHER
-    warnings.warn(alone(node) if is_first_alone else text, UserWarning, stacklevel=level())
+    if node.hosts and launcher == _DEFAULT_LAUNCHER:  # the platform starts only the first host
+        text = alone(node)
+    warnings.warn(text, UserWarning, stacklevel=level())
 
 
 def finalize() -> None:
@@ -306,7 +309,7 @@ def sync(temporary: bool = False) -> None:
         >>> idist.sync()
     """
     active = context.current()
-    if not context.is_ours(active):
+    if not active.is_activated:
         active.settle_all()  # background calls may exchange the ranks' hosts
         context.forget()
     if context.current().must_introduce:
@@ -488,11 +491,11 @@ def start(
     **options: Any,
 ) -> Any:
     """Implement `spawn` without its warning about nested ranks."""
-    name, cls, plan = check_job("spawn", backend, nproc_per_node, options)
+    cls, plan = check_job("spawn", backend, nproc_per_node, options)
     _check_call(fn, args, kwargs_dict)
     # Without join the replicas outlive the block.
-    limit = Limit.here() if options.get("join", True) is not False else None
-    replica = _replica(name, plan, options, fn, args, kwargs_dict, limit)
+    limit = Limit.here() if options.get("join") is not False else None
+    replica = _replica(plan, options, fn, args, kwargs_dict, limit)
     if limit is not None and limit.left_s == 0:
         raise CollectiveTimeoutError("nothing was spawned: the block's deadline is over")
     try:
@@ -511,7 +514,6 @@ def start(
 
 
 def _replica(
-    name: str,
     plan: LaunchPlan,
     options: Mapping[str, Any],
     fn: Callable[..., Any],
@@ -527,33 +529,27 @@ def _replica(
         given["init_method"] = plan.init_method
     prefix_output = options.get("prefix_output") is not False
     kwargs = dict(kwargs_dict or {})
-    return Replica(name.lower(), fn, tuple(args), kwargs, given, limit, prefix_output)
+    return Replica(plan.backend, fn, tuple(args), kwargs, given, limit, prefix_output)
 
 
 def start_to_stay(
     backend: str | None, fn: Callable[..., Any], args: Sequence[Any], size: int, **options: Any
 ) -> Job[Any] | None:
     """Start ranks that stay within `fn`; None where their model makes them in this process."""
-    name, cls, plan = check_job("WorkerPool", backend, size, options)
-    if options.get("launcher") is None and "launch" in cls.capabilities:
+    cls, plan = check_job("WorkerPool", backend, size, options)
+    if _find_launch(cls, options) is None:
         return None
-    replica = _replica(name, plan, options, fn, args)
-    # "join" isn't the user's here: checks of options would refuse it.
-    job: Job[Any] = _launch(cls, replica, plan, {**options, "join": True}, join=False)
+    job: Job[Any] = _launch(cls, _replica(plan, options, fn, args), plan, options, join=False)
     return job
 
 
 def check_stay(cls: type[ComputationModel], options: Mapping[str, Any]) -> None:
     """Raise if the launcher of a pool's ranks can't make any that stay."""
-    given = options.get("launcher")
-    if given is None and "launch" in cls.capabilities:
-        return
-    own = by_name(OF_MODELS).get(cls.launcher) if given is None else None
-    launch = find_launcher(given or cls.launcher) if own is None else load(own.path)
-    if not _takes(launch, "join"):
+    launch = _find_launch(cls, options)
+    if launch is not None and not _takes(launch, "join"):
         raise ArgumentError(
-            f"launcher {given or cls.launcher!r} makes no replicas that stay: leave it out, or run "
-            "functions with spawn()"
+            f"launcher {options.get('launcher') or cls.launcher!r} makes no replicas that stay: "
+            "leave it out, or run functions with spawn()"
         )
 
 
@@ -565,6 +561,19 @@ def interrupted(call: str) -> str:
     )
 
 
+def _find_launch(
+    cls: type[ComputationModel], options: Mapping[str, Any]
+) -> Callable[..., Any] | None:
+    """Return the launcher of the replicas; None if their model starts them itself."""
+    given = options.get("launcher")
+    if given is not None:
+        return find_launcher(given)
+    if "launch" in cls.capabilities:
+        return None
+    row = by_name(OF_MODELS).get(cls.launcher)
+    return find_launcher(cls.launcher) if row is None else load(row.path)
+
+
 def _launch(
     cls: type[ComputationModel],
     replica: Replica,
@@ -574,22 +583,21 @@ def _launch(
     join: bool = True,
 ) -> Any:
     """Start the replicas through the model or a launcher."""
-    plan, hooks = replace(plan, backend=replica.backend), launch_hooks_of(cls)
-    if options.get("launcher") is None and "launch" in cls.capabilities:
+    launch, hooks = _find_launch(cls, options), launch_hooks_of(cls)
+    if launch is None:
         _check_own_launch(cls.name, options)
         try:
             return hooks.launch(replica.run, plan, **replica.options)
         finally:  # not in the failed replica, whose error would arrive after its victim's
             close_pages(replica.job)
-    own = by_name(OF_MODELS).get(cls.launcher)
-    if options.get("launcher") is None and own is not None:
+    if options.get("launcher") is None and cls.launcher in by_name(OF_MODELS):
         _check_own_launch(cls.name, options)
-        launch = load(own.path)
+        # The launcher's keywords are options of the model.
         extra = {key: value for key, value in replica.options.items() if _takes(launch, key)}
         rest = {key: value for key, value in replica.options.items() if key not in extra}
         replica = replace(replica, options=rest)
     else:
-        launch, extra = _launcher(replica.backend, cls, options)
+        extra = _launcher_options(launch, cls, replica.backend, options)
     # A rank that is stopped for longer than a collective may take ends the job.
     if replica.options.get("timeout") is not None and _takes(launch, "stop_limit_s"):
         extra["stop_limit_s"] = replica.options["timeout"].total_seconds()
@@ -604,8 +612,8 @@ def _takes(launch: Callable[..., Any], name: str) -> bool:
 
 def check_job(
     call: str, backend: str | None, nproc_per_node: Any, options: Mapping[str, Any]
-) -> tuple[str, type[ComputationModel], LaunchPlan]:
-    """Check a job's options; return backend, model and plan."""
+) -> tuple[type[ComputationModel], LaunchPlan]:
+    """Check a job's options; return its model and its plan."""
     check_variables()
     name = best_backend() if backend is None else backend
     cls = find_model(name)
@@ -614,31 +622,33 @@ def check_job(
         seconds("timeout", options["timeout"])  # called only for its error
     if options.get("prefix_output") not in (None, True, False):
         raise ArgumentError(f"prefix_output={options['prefix_output']!r} should be True or False")
-    return name, cls, _plan(nproc_per_node, options)
+    return cls, _plan(name.lower(), nproc_per_node, options)
 
 
-def _launcher(
-    backend: str, cls: type[ComputationModel], options: Mapping[str, Any]
-) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Return the launcher of the replicas, and the keywords for it alone."""
+def _launcher_options(
+    launch: Callable[..., Any],
+    cls: type[ComputationModel],
+    backend: str,
+    options: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Check that a launcher supports the options; return the keywords for it alone."""
     name = options.get("launcher") or cls.launcher
-    launch = find_launcher(name)
-    extra = dict(options.get("launcher_options") or {})
     if cls.replicas_are_threads:
         raise ArgumentError(
             f"launcher={name!r}: the replicas of {backend} are threads, which it can't make: leave "
             "launcher out"
         )
-    known = [key for key in inspect.signature(launch).parameters if key not in _OURS]
+    extra = dict(options.get("launcher_options") or {})
+    known = [key for key in inspect.signature(launch).parameters if key not in _PASSED_BY_LAUNCH]
     check_names(f"launcher {name!r}", extra, known)
     if name == _DEFAULT_LAUNCHER:  # it supports everything that is refused below
-        return launch, {**extra, "join": options.get("join", True)}
+        return {**extra, "join": options.get("join", True)}
     given = [f"{key}=" for key in ("init_method", "start_method") if options.get(key) is not None]
     if options.get("join") is False:
         given.append("join=False")
     if given:
         raise ArgumentError(f"launcher {name!r} does not support {given[0]}")
-    return launch, extra
+    return extra
 
 
 def _check_call(fn: Any, args: Any, kwargs_dict: Any) -> None:
@@ -652,7 +662,7 @@ def _check_call(fn: Any, args: Any, kwargs_dict: Any) -> None:
         raise ArgumentError(f"kwargs_dict={kwargs_dict!r} should be a dict with keys of type str")
 
 
-def _plan(nproc_per_node: Any, options: Mapping[str, Any]) -> LaunchPlan:
+def _plan(backend: str, nproc_per_node: Any, options: Mapping[str, Any]) -> LaunchPlan:
     """Check the options of the launch plan, and build it."""
     given = {key: options[key] for key in _PLAN_OPTIONS if options.get(key) is not None}
     for name, least in (("nnodes", 1), ("node_rank", 0)):
@@ -662,7 +672,8 @@ def _plan(nproc_per_node: Any, options: Mapping[str, Any]) -> LaunchPlan:
         given["master_port"] = check_port("master_port", given["master_port"])
     if options.get("grace") is not None:
         given["grace_s"] = seconds("grace", options["grace"], may_be_zero=True).total_seconds()
-    plan = LaunchPlan(check_count("nproc_per_node", nproc_per_node), **given)
+    size = check_count("nproc_per_node", nproc_per_node)
+    plan = LaunchPlan(size, backend=backend, **given)
     if plan.node_rank >= plan.nnodes:
         raise ArgumentError(f"node_rank={plan.node_rank} should be below nnodes={plan.nnodes}")
     address = [name for name in ("master_addr", "master_port") if name in given]

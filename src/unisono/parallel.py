@@ -37,10 +37,10 @@ __tracebackhide__ = hides
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Launchers that start the ranks of this node; None is the default one.
-_OURS = (None, "processes", "torchrun")
+# Launchers that start only the ranks of this node; None is the default one.
+_LAUNCHERS_OF_A_NODE = (None, "processes", "torchrun")
+# Options that identify this rank or node.
 _POSITION = ("node_rank", "init_method", "rank", "world_size")
-"""Options that identify this rank or node."""
 _log = logging.getLogger(__name__)
 
 
@@ -141,15 +141,15 @@ class Parallel:
             check_job("Parallel", self._backend, self._nproc_per_node, self._options)
         elif self._options:  # also alone, where a misspelt one would be ignored
             cls = find_model(self._backend or best_backend())
-            own = ("rank", "world_size", "nproc_per_node", "grace", *for_spawn)
-            check_names("Parallel", self._options, {*cls.options, *own})
+            others = ("rank", "world_size", "nproc_per_node", "grace", *for_spawn)
+            check_names("Parallel", self._options, {*cls.options, *others})
             if self._options.get("grace") is not None:
                 seconds("grace", self._options["grace"], may_be_zero=True)
 
     def _check_auto(self) -> None:
         """Raise if `nnodes="auto"` can't apply to the other arguments."""
         launcher = self._options.get("launcher")
-        if launcher not in _OURS:
+        if launcher not in _LAUNCHERS_OF_A_NODE:
             raise ArgumentError(f"nnodes='auto' is not for the launcher {launcher!r}")
         if not self._can_spawn_on_nodes():
             raise ArgumentError(f"nnodes='auto' is not for the backend {self._backend!r}")
@@ -168,7 +168,7 @@ class Parallel:
         self._find_node()
         self._is_entered = True
         # If RANK is wrong, this raises, and no warning says that the process continues alone.
-        alone = self._alone() if self._count is None else {}
+        alone = self._options_if_alone() if self._count is None else {}
         for gap in self._gaps:
             warnings.warn(gap, UserWarning, stacklevel=level())
         if self._count is not None:
@@ -177,7 +177,7 @@ class Parallel:
             return self  # alone, where no backend is asked for: serial
         initialize(self._backend, **self._options, **alone)
         self._has_context = True
-        self._log_info("initialised: %s, backend %s", facts.model_name(), facts.backend())
+        self._log_info(f"initialised: {facts.model_name()}, backend {facts.backend()}")
         return self
 
     def _find_node(self) -> None:
@@ -205,7 +205,7 @@ class Parallel:
         if self._count is None:
             is_sure = is_auto and node.max_nnodes > 1  # then a rank's size doesn't count
             rank = None if is_sure else context.detect_environment()
-            self._count = _count(node, None if rank is None else rank.world_size)
+            self._count = _ranks_to_start(node, None if rank is None else rank.world_size)
         if self._count is None or node.max_nnodes == 1:
             return
         self._node_options = {
@@ -215,12 +215,13 @@ class Parallel:
             "master_port": node.master_port,
         }
         check_job("Parallel", self._backend, self._count, {**self._node_options, **self._options})
-        text = "node %s of %s, according to %s: %s processes here, node 0 is %s, port %s"
-        where = (node.node_rank, node.nnodes, node.source, self._count)
-        self._log_info(text, *where, node.master_addr, node.master_port)
+        self._log_info(
+            f"node {node.node_rank} of {node.nnodes}, according to {node.source}: {self._count} "
+            f"processes here, node 0 is {node.master_addr}, port {node.master_port}"
+        )
 
-    def _alone(self) -> dict[str, Any]:
-        """Return options of `initialize` for one replica, if that is already known."""
+    def _options_if_alone(self) -> dict[str, Any]:
+        """Return options of `initialize` for one replica if this process is known to be alone."""
         is_known = self._nnodes == 1 or self._gaps
         if not is_known or "rank" in self._options or not self._can_spawn_on_nodes():
             return {}
@@ -229,11 +230,11 @@ class Parallel:
         elif (rank := context.detect_environment()) is None:
             is_rank = False
         else:  # srun and mpirun only number ranks; RANK alone may be this node's number
-            is_rank = rank.source != "torchrun" or not self._is_numbered(rank)
+            is_rank = rank.source != "torchrun" or not self._is_node_number(rank)
         return {} if is_rank else {"rank": 0, "world_size": 1}
 
-    def _is_numbered(self, rank: RankInfo) -> bool:
-        """Return whether a rank would be this node's number, according to its platform."""
+    def _is_node_number(self, rank: RankInfo) -> bool:
+        """Return whether a rank is this node's number, according to its platform."""
         if self._options.get("init_method") is not None:
             return False  # it needs a rank
         try:
@@ -247,7 +248,7 @@ class Parallel:
         """Return whether no argument and no live context identifies this rank or node."""
         if any(self._options.get(name) is not None for name in ("nnodes", *_POSITION)):
             return False
-        if self._nnodes == 1 or self._options.get("launcher") not in _OURS:
+        if self._nnodes == 1 or self._options.get("launcher") not in _LAUNCHERS_OF_A_NODE:
             return False
         if self._nproc_per_node is None and self._nnodes != "auto":
             info = context.detect_environment()
@@ -262,8 +263,8 @@ class Parallel:
     def _can_spawn_on_nodes(self) -> bool:
         """Return whether the backend's replicas are processes of our own launcher."""
         cls = find_model(self._backend or best_backend())
-        own = cls.replicas_are_threads or "launch" in cls.capabilities
-        return cls.launcher == "processes" and not own
+        starts_itself = cls.replicas_are_threads or "launch" in cls.capabilities
+        return cls.launcher == "processes" and not starts_itself
 
     def run(
         self, fn: Callable[Concatenate[int, P], T], *args: P.args, **kwargs: P.kwargs
@@ -288,19 +289,20 @@ class Parallel:
         if not self._is_entered:
             raise NotInitializedError("Parallel.run works inside of its with block")
         if self._count is None:
-            self._log_info("run %s", _work(fn, facts.get_world_size()))
+            self._log_info(f"run {_describe_work(fn, facts.get_world_size())}")
             results = [fn(facts.get_local_rank(), *args, **kwargs)]
         else:
             count, options = self._count, {**self._node_options, **self._options, **self._grace}
-            self._log_info("spawn %s", _work(fn, count))
+            self._log_info(f"spawn {_describe_work(fn, count)}")
             results = spawn(self._backend, fn, args, kwargs, nproc_per_node=count, **options)
         self._log_info("end of run")
         return list(results)
 
-    def _log_info(self, text: str, *args: object) -> None:
+    def _log_info(self, text: str) -> None:
+        """Log a line on rank 0."""
         if facts.is_main_process():
             facts.make_audible(_log)
-            _log.info(text, *args)
+            _log.info("%s", text)
 
     def __exit__(
         self,
@@ -319,13 +321,14 @@ class Parallel:
             context.forget()
 
 
-def _work(fn: Callable[..., Any], count: int) -> str:
+def _describe_work(fn: Callable[..., Any], count: int) -> str:
+    """Return a function's name and its number of ranks as text."""
     name = getattr(fn, "__qualname__", None)
     called = f"{fn.__module__}.{name}" if name else repr(fn)
     return f"{called} in {count} rank{'s' if count > 1 else ''}"
 
 
-def _count(node: NodeInfo, world_size: int | None) -> int | None:
+def _ranks_to_start(node: NodeInfo, world_size: int | None) -> int | None:
     """Return the number of ranks to start on a node; None if this process is the only one."""
     # If RANK and WORLD_SIZE are also those of a rank, it stays one, unless the platform has
     # more: with one rank on each node both meanings agree, with several only its is right.

@@ -103,12 +103,11 @@ def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
         rank = ranks[rank]
     else:
         check_rank(context, None, rank, "rank")
-    if context.model.topology.rank == rank:
-        with _outcome_for_all(context, group, rank, "one_rank_first"):
+    is_first = context.model.topology.rank == rank
+    with _outcome_for_all(context, group, rank, "one_rank_first"):
+        if is_first:
             yield
-    else:
-        with _outcome_for_all(context, group, rank, "one_rank_first"):
-            pass
+    if not is_first:
         yield  # outside: an error of this rank's block isn't the first rank's
 
 

@@ -13,12 +13,10 @@ import os
 import re
 import reprlib
 import sys
-import sysconfig
 import textwrap
 import threading
 import traceback
 from collections.abc import Sequence
-from functools import cache
 from itertools import groupby
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -28,9 +26,9 @@ E = TypeVar("E", bound=BaseException)
 _TEXT = "_unisono_text"  # attribute of an exception
 _ONE_AT_A_TIME = threading.Lock()
 _PACKAGE = str(Path(__file__).parent) + os.sep
-_INSTALLED = re.compile(r"/(site-packages|dist-packages|lib/python3\.\d+)/|^<frozen")
+_INSTALLED = re.compile(r"/(site-packages|dist-packages|lib(64)?/python3\.\d+t?)/|^<frozen")
 # Its frames are between a user's ``with`` and our frames.
-_BETWEEN = os.sep + "contextlib.py"
+_CONTEXTLIB = os.sep + "contextlib.py"
 # The margin is that of an exception group.
 _FRAME = re.compile(
     r'^(?P<margin>(?: +\| )?)  File "(?P<file>[^"\n]*)", line (?P<line>\d+)(?:, in (?P<name>.*))?\n'
@@ -52,12 +50,13 @@ _SHOWN.maxother = _SHOWN.maxstring = _SHOWN.maxlong = 60
 
 def is_interrupt(error: BaseException) -> bool:
     """Return whether an exception is asynchronous: Ctrl-C, or raised by a signal's handler."""
-    # Handlers receive the frame that they interrupt.
+    # A handler's own frame follows the one that it interrupted, which is its second argument,
+    # perhaps in the tuple of its positional arguments.
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
-        frame, trace = trace.tb_frame, trace.tb_next
-        for given in trace.tb_frame.f_locals.values():
-            if any(each is frame for each in (given if type(given) is tuple else (given,))):
+        interrupted, trace = trace.tb_frame, trace.tb_next
+        for value in trace.tb_frame.f_locals.values():
+            if any(each is interrupted for each in (value if type(value) is tuple else (value,))):
                 return True
     return not isinstance(error, Exception)
 
@@ -102,20 +101,14 @@ def place_of(file: str, line: int) -> str:
 
 def where(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
     """Return the innermost frame of the user's code, else of another library."""
-    foreign = [frame for frame in frames if not is_ours(frame.filename)]
-    own = [frame for frame in foreign if not is_of_a_library(frame.filename)]
-    return next(reversed(own or foreign), None)
+    others = [frame for frame in frames if not is_ours(frame.filename)]
+    of_user = [frame for frame in others if not is_of_a_library(frame.filename)]
+    return next(reversed(of_user or others), None)
 
 
 def is_of_a_library(file: str) -> bool:
     """Return whether a file belongs to Python or is installed, here or in another environment."""
-    return bool(_INSTALLED.search(file)) or file.startswith(_libraries())
-
-
-@cache
-def _libraries() -> tuple[str, ...]:
-    paths = sysconfig.get_paths()
-    return tuple(paths[name] + os.sep for name in ("stdlib", "platstdlib", "purelib"))
+    return _INSTALLED.search(file) is not None
 
 
 def fold(error: BaseException, frames: TracebackType | None) -> str:
@@ -123,53 +116,49 @@ def fold(error: BaseException, frames: TracebackType | None) -> str:
     return fold_text("".join(traceback.format_exception(type(error), error, frames)))
 
 
-def _runs(files: Sequence[str]) -> list[tuple[bool, list[int]]]:
-    """Group frame indices into runs, with whether each is folded; never folds all of them."""
-    ours = [is_ours(file) for file in files]
-    # Frames of contextlib are hidden only next to ours, as users have some, too.
-    beside = [any(ours[max(0, index - 1) : index + 2]) for index in range(len(files))]
-    hidden = [
-        is_own or (is_beside and file.endswith(_BETWEEN))
-        for is_own, is_beside, file in zip(ours, beside, files, strict=True)
-    ]
-    if all(hidden):
-        hidden = [False] * len(files)
-    return [(key, list(run)) for key, run in groupby(range(len(files)), hidden.__getitem__)]
-
-
-def _note(count: int) -> str:
-    frames = "1 frame" if count == 1 else f"{count} frames"
-    return f"  ... {frames} of unisono, UNISONO_TRACEBACK=full shows them\n"
-
-
 def fold_text(text: str) -> str:
     """Fold our frames in tracebacks that Python has printed."""
-    return text if is_full() else _STACK.sub(_folded, text)
+    return text if is_full() else _STACK.sub(_fold_stack, text)
 
 
-def _folded(stack: re.Match[str]) -> str:
+def _fold_stack(stack: re.Match[str]) -> str:
+    """Replace each run of our frames in a printed stack by one line, unless all are ours."""
     frames = list(_FRAME.finditer(stack[0]))
+    ours = [is_ours(frame["file"]) for frame in frames]
+    # Frames of contextlib are hidden only next to ours, as users have some, too.
+    beside = [any(ours[max(0, index - 1) : index + 2]) for index in range(len(frames))]
+    hidden = [
+        ours[index] or (beside[index] and frame["file"].endswith(_CONTEXTLIB))
+        for index, frame in enumerate(frames)
+    ]
+    if all(hidden):
+        return stack[0]
     lines: list[str] = []
-    for is_hidden, indices in _runs([frame["file"] for frame in frames]):
-        note = frames[indices[0]]["margin"] + _note(len(indices))
-        lines += [note] if is_hidden else [frames[index][0] for index in indices]
+    for is_hidden, run in groupby(range(len(frames)), hidden.__getitem__):
+        indices = list(run)
+        if not is_hidden:
+            lines += [frames[index][0] for index in indices]
+            continue
+        count = "1 frame" if len(indices) == 1 else f"{len(indices)} frames"
+        note = f"  ... {count} of unisono, UNISONO_TRACEBACK=full shows them\n"
+        lines.append(frames[indices[0]]["margin"] + note)
     return "".join(lines)
 
 
-def _last_part(text: str) -> str:
+def _last_traceback(text: str) -> str:
     """Return the last traceback that Python has printed, without those of its causes."""
-    own, is_quoted = -1, False
+    begin, is_quoted = -1, False  # of the last traceback so far; whether its message quotes one
     for head in _HEAD.finditer(text):
         before = text[max(0, head.start() - _LONGEST_MARK) : head.start()]
         if _IGNORED.search(before):  # as in a finalizer: the process goes on
             continue
-        is_chained = own >= 0 and _CHAINED.search(before) is not None
+        is_chained = begin >= 0 and _CHAINED.search(before) is not None
         # The message of our error may quote a traceback, with those of its causes.
-        if own >= 0 and (is_quoted or not is_chained) and _quotes(text[own : head.start()]):
+        if begin >= 0 and (is_quoted or not is_chained) and _quotes(text[begin : head.start()]):
             is_quoted = True
             continue
-        own, is_quoted = head.start(), False
-    return "" if own < 0 else text[own:]
+        begin, is_quoted = head.start(), False
+    return "" if begin < 0 else text[begin:]
 
 
 def _quotes(block: str) -> bool:
@@ -185,11 +174,11 @@ def _quotes(block: str) -> bool:
 
 def last_exception(text: str, most_after: int) -> tuple[str, str]:
     """Return the last exception that Python printed, and its line; nothing if more lines follow."""
-    own = _last_part(text)
-    stack = _STACK.search(own)
-    if stack is None or _n_after(own[stack.end() :]) > most_after:
+    last = _last_traceback(text)
+    stack = _STACK.search(last)
+    if stack is None or _count_unrelated_lines(last[stack.end() :]) > most_after:
         return "", ""
-    raised = own[stack.end() :].partition("\n")[0].strip()
+    raised = last[stack.end() :].partition("\n")[0].strip()
     matches = list(_FRAME.finditer(stack[0]))
     frames = [
         traceback.FrameSummary(m["file"], int(m["line"]), m["name"] or "?", line="")
@@ -203,7 +192,7 @@ def last_exception(text: str, most_after: int) -> tuple[str, str]:
     return raised, "" if innermost is None else line_of(innermost)
 
 
-def _n_after(rest: str) -> int:
+def _count_unrelated_lines(rest: str) -> int:
     """Count the lines after an exception that aren't part of its message."""
     # Only indented lines and C++ frames are known to belong to it.
     rest = re.split(r"^Exception ignored ", rest, flags=re.MULTILINE)[0]
@@ -225,12 +214,12 @@ def raised_here(error: E) -> E:
 def say_instead(error: BaseException, text: str) -> None:
     """Print a text instead of a traceback if an exception stays uncaught."""
     # A `sys.excepthook` of the program is kept.
-    if sys.excepthook in (sys.__excepthook__, _print) and not is_full():
+    if sys.excepthook in (sys.__excepthook__, _hook) and not is_full():
         setattr(error, _TEXT, text)
-        sys.excepthook = _print
+        sys.excepthook = _hook
 
 
-def _print(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+def _hook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
     text = getattr(error, _TEXT, "")
     if text and sys.stderr is not None:
         sys.stderr.write(f"{text}\n")
@@ -250,18 +239,18 @@ def summary(error: BaseException) -> str:
         text = "<its text can't be had>"
     if not text and isinstance(error, AssertionError):
         with contextlib.suppress(Exception):  # a value's own __repr__ may raise anything
-            text = _assertion(error.__traceback__)
+            text = _describe_assert(error.__traceback__)
     text = text.strip().partition("\n")[0]
     return f"{name}: {text}" if text else name
 
 
-def _assertion(frames: TracebackType | None) -> str:
+def _describe_assert(frames: TracebackType | None) -> str:
     """Return the source of a failed assert, and the values of the names in it."""
     while frames is not None and frames.tb_next is not None:
         frames = frames.tb_next
     if frames is None:
         return ""
-    statement = _statement(frames.tb_frame.f_code.co_filename, frames.tb_lineno)
+    statement = _parse_assert(frames.tb_frame.f_code.co_filename, frames.tb_lineno)
     if statement is None:
         return ""
     variables = frames.tb_frame.f_locals
@@ -274,7 +263,8 @@ def _assertion(frames: TracebackType | None) -> str:
     return f"{text}, where {', '.join(values)}" if values else text
 
 
-def _statement(file: str, line: int) -> ast.Assert | None:
+def _parse_assert(file: str, line: int) -> ast.Assert | None:
+    """Parse the assert that begins at a line of a file; None if none does."""
     lines: list[str] = []
     for number in range(line, line + _LONGEST_ASSERT):
         lines.append(linecache.getline(file, number))

@@ -16,7 +16,7 @@ from tests.support.processes import python
 from unisono.environments.platforms import PORT
 from unisono.errors import ArgumentError, ContextError, EnvironmentDetectionError
 from unisono.lifecycle import _warn_on_a_node
-from unisono.parallel import _count
+from unisono.parallel import _ranks_to_start
 from unisono.topology import NodeInfo
 
 ONLY_TASK = {
@@ -347,4 +347,4 @@ def test_how_many_ranks_a_node_gets(
     monkeypatch.setattr("unisono.node.accelerator_count", lambda: 4)
     monkeypatch.setattr("unisono.node.usable_cores", lambda: 3)
     info = NodeInfo(0, nnodes, nnodes, None, PORT, said, "kubeflow")
-    assert _count(info, world_size) == count
+    assert _ranks_to_start(info, world_size) == count

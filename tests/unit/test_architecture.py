@@ -196,9 +196,8 @@ def test_variables_of_other_programs_are_spelt_in_these_modules_alone() -> None:
 
 # What a process keeps besides its contexts and its registry: "module: its names", with the reason.
 STATE = {
-    "at_exit: cls._is_held": "one exit handler of the process",
     "control.signatures: _purpose": "what calls that a thread makes are for",
-    "context: _context_ids _forked _lock _ours _previous _process": "who is active",
+    "context: _context_ids _forked _lock _previous _process": "who is active",
     "context: _replica_threads _serial _thread": "who is active",
     "context: _local_rank": "the user's hint",
     "control.signatures: _carried": "the call that a background thread carries out",

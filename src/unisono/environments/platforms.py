@@ -44,12 +44,7 @@ class _Hosts(NamedTuple):
     slots: int | None
 
 
-def _read_node(
-    platform: Platform,
-    reader: Reader,
-    machine: Machine,
-    find_leader: Callable[[Reader, Machine], str] | None = None,
-) -> NodeInfo:
+def _read_node(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo:
     """Read a node's facts; its rank is its number or its position among the hosts, or None."""
     hosts = _read_hosts(platform, reader, machine)
     least, most = _count_nodes(platform, reader, hosts)
@@ -59,12 +54,12 @@ def _read_node(
     elif most == 1 and not reader.has(*platform.node_rank):
         rank = 0
     elif least == most and platform.node_rank:
-        rank = reader.below(reader.needed(*platform.node_rank), most, f"{most} nodes allow")
+        rank = reader.below(reader.needed(*platform.node_rank), most, f"a job of {most} nodes")
     return NodeInfo(
         rank,
         least,
         most,
-        None if most == 1 else _find_leader(platform, reader, machine, hosts, find_leader),
+        None if most == 1 else _find_leader(platform, reader, machine, hosts),
         PORT if most == 1 else _read_port(platform, reader),
         _count_ranks(platform, reader, hosts),
         platform.NAME,
@@ -137,42 +132,37 @@ def _count_nodes(platform: Platform, reader: Reader, hosts: _Hosts | None) -> tu
 
 
 def _find_position(platform: Platform, reader: Reader, machine: Machine, hosts: _Hosts) -> int:
+    """Return this node's position among the hosts."""
     if len(hosts.names) == 1:
         return 0  # the only host is this one, even under another name
     # This node's name is in a variable of the platform, or else it is the host name.
     variables = [name for name in platform.marks if name not in platform.hosts]
-    own = reader.text(*variables)
-    if variables and own is None:
-        reader.needed(*variables)
-    name = own[1] if own else machine.name()
+    named = reader.text(*variables)
+    if variables and named is None:
+        reader.needed(*variables)  # raises the error for a missing variable
+    name = named[1] if named else machine.name()
     for form in (str, _short):  # full names first: hosts of two domains may share a short one
         places = [at for at, host in enumerate(hosts.names) if form(host) == form(name)]
         if len(places) == 1:
             return places[0]
-    who = f"{own[0]}={shown(name)}" if own else f"this host, {shown(name)},"
+    who = f"{named[0]}={shown(name)}" if named else f"this host, {shown(name)},"
     message = f"{who} isn't one host of {hosts.variable}={shown(hosts.value)}, which lists "
-    variable, value = own or (hosts.variable, hosts.value)
+    variable, value = named or (hosts.variable, hosts.value)
     raise reader.error(message + shown(" ".join(hosts.names)), variable, value)
 
 
 def _short(host: str) -> str:
-    # An address has no domain.
+    """Return a host's name without its domain; an address has none."""
     return host if re.fullmatch(r"[0-9.]+|.*:.*", host) else host.partition(".")[0].lower()
 
 
-def _find_leader(
-    platform: Platform,
-    reader: Reader,
-    machine: Machine,
-    hosts: _Hosts | None,
-    find: Callable[[Reader, Machine], str] | None,
-) -> str:
-    """Return node 0's host: from a variable, or else the first in the list, or else from `find`."""
+def _find_leader(platform: Platform, reader: Reader, machine: Machine, hosts: _Hosts | None) -> str:
+    """Return node 0's host: from a variable, else the first in the list, else derived."""
     variable = reader.text(*platform.leader)
     if variable is None and hosts is not None:
         variable = hosts.variable, hosts.names[0]
-    if variable is None and find is not None:
-        variable = platform.leader[0], find(reader, machine)
+    if variable is None and platform.derive_leader is not None:
+        variable = platform.leader[0], platform.derive_leader(reader, machine)
     if variable is None:
         names = (*platform.hosts, *platform.leader)
         message = f"none of {', '.join(names)} is set, so the address of node 0 is unknown"
@@ -216,6 +206,7 @@ class Platform:
     node_rank: tuple[str, ...] = ()
     nnodes: tuple[str, ...] = ()
     leader: tuple[str, ...] = ("MASTER_ADDR",)
+    derive_leader: Callable[[Reader, Machine], str] | None = None
     port: tuple[str, ...] = ("MASTER_PORT",)
     nproc_per_node: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
@@ -294,17 +285,20 @@ def _stated(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo | 
 
 def _aws_batch(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo:
     _, nnodes = _count_nodes(platform, reader, None)
-    index = reader.below(reader.needed(*platform.node_rank), nnodes, f"{nnodes} nodes allow")
+    size = f"a job of {nnodes} nodes"
+    index = reader.below(reader.needed(*platform.node_rank), nnodes, size)
     main = reader.number("AWS_BATCH_JOB_MAIN_NODE_INDEX") or Number("", 0)
-    reader.below(main, nnodes, f"{nnodes} nodes allow")
+    reader.below(main, nnodes, size)
     is_main = index == main.value
-    # Only the main node lacks a variable with its address.
-    info = _read_node(platform, reader, machine, _own_address if is_main else None)
+    if is_main:  # only the main node lacks a variable with its address
+        platform = replace(platform, derive_leader=_own_address)
+    info = _read_node(platform, reader, machine)
     # The main node must be node 0, as ranks are numbered from there; nodes before it move up.
     return replace(info, node_rank=0 if is_main else index + (index < main.value))
 
 
 def _own_address(reader: Reader, machine: Machine) -> str:
+    """Return the address of this node, the main one."""
     try:
         return machine.address()
     except OSError as error:
@@ -327,7 +321,7 @@ def _kubernetes(platform: Platform, reader: Reader, machine: Machine) -> NodeInf
         return None  # a pod that works alone, as in a sweep
     if _count_nodes(platform, reader, None) == (1, 1):
         platform = replace(platform, node_rank=())
-    return _read_node(platform, reader, machine, _first_pod)
+    return _read_node(platform, reader, machine)
 
 
 def _first_pod(reader: Reader, machine: Machine) -> str:
@@ -493,6 +487,7 @@ PLATFORMS: tuple[Platform, ...] = (
         node_rank=("JOB_COMPLETION_INDEX",),
         nnodes=("PET_NNODES",),
         leader=("PET_MASTER_ADDR", "MASTER_ADDR"),
+        derive_leader=_first_pod,
         port=("PET_MASTER_PORT", "MASTER_PORT"),
         nproc_per_node=("PET_NPROC_PER_NODE",),
         read=_kubernetes,

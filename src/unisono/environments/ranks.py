@@ -5,12 +5,11 @@ The comment above a row names the documentation of the variables, and the facts 
 
 from __future__ import annotations
 
-import math
 import re
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from unisono.environments.reader import Number, Reader, shown
 from unisono.topology import RankInfo
@@ -25,7 +24,12 @@ class LauncherEnvironment:
     NAME: str
     remedy: str
     read: Callable[[Reader], RankInfo | None]
-    EXAMPLES: tuple[Mapping[str, str], ...]
+    example: Mapping[str, str]
+
+    @property
+    def EXAMPLES(self) -> tuple[Mapping[str, str]]:
+        """The examples for the laws of environments."""
+        return (self.example,)
 
     def detect(self, env: Mapping[str, str]) -> RankInfo | None:
         """Return the facts of a rank of this launcher."""
@@ -65,13 +69,13 @@ def _make_info(
     """Check that the numbers are consistent, and derive the missing ones."""
     for number, limit in ((rank, world_size), (local_rank, local_world_size or world_size)):
         if number is not None:
-            reader.below(number, limit.value, f"{limit} allows")
+            reader.below(number, limit.value, limit)
     if local_world_size is not None and local_world_size.value == world_size.value:
         nnodes = nnodes or Number(local_world_size.variable, 1)
         node_rank = node_rank or Number(local_world_size.variable, 0)
     if node_rank is not None:
         limit = nnodes or world_size  # a node has at least one rank
-        reader.below(node_rank, limit.value, f"{limit} allows")
+        reader.below(node_rank, limit.value, limit)
     # Each other node has at least one rank; without others, this one has them all.
     here = 1 if local_world_size is None else local_world_size.value
     others = 0 if nnodes is None else nnodes.value - 1
@@ -234,8 +238,16 @@ def _slurm(reader: Reader) -> RankInfo | None:
     )
 
 
+# A list of hosts, by `scontrol(1)` ("show hostnames") and `slurm.conf(5)`: n[08-10,12],login-1 is
+# n08, n09, n10, n12 and login-1. An item, up to a comma, has texts and ranges in brackets.
+_FIRST_ITEM = re.compile(
+    r"(?P<item>(?:[A-Za-z0-9._-]|\[[0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*\])+)(?:,|$)"
+)
+_RANGES = re.compile(r"\[([0-9]+)[0-9,-]*\]")
+
+
 def _first_host(reader: Reader, nnodes: Number | None) -> str | None:
-    """Return the host of task 0, or None if it is unknown."""
+    """Return the host of task 0, the first in the list of hosts; None if it is unknown."""
     if reader.value("SLURM_DISTRIBUTION") == "arbitrary" and not (nnodes and nnodes.value == 1):
         return None  # task 0 may be on any node
     nodelist = reader.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
@@ -243,75 +255,10 @@ def _first_host(reader: Reader, nnodes: Number | None) -> str | None:
         message = "SLURM_STEP_NODELIST is not set, and neither is MASTER_ADDR"
         raise reader.error(message, "SLURM_STEP_NODELIST", None)
     name, value = nodelist
-    try:
-        host, count = parse_hostlist(value)
-    except ValueError as error:
-        message = f"{name}={shown(value)} is not a list of hosts: {error}"
-        raise reader.error(message, name, value) from error
-    if nnodes is not None and count != nnodes.value:
-        message = f"{name}={shown(value)} names {count} hosts, but {nnodes}"
-        raise reader.error(message, name, value)
-    return host
-
-
-# A list of hosts, by `scontrol(1)` ("show hostnames") and `slurm.conf(5)`:
-#     list  := item ("," item)*
-#     item  := (text | "[" range ("," range)* "]")+
-#     text  := letters, digits, ".", "_", "-"
-#     range := number | number "-" number
-# Leading zeros of a range's first number are kept: n[08-10] is n08, n09, n10.
-_TOKEN = re.compile(r"(?P<text>[A-Za-z0-9._-]+)|\[(?P<ranges>[0-9,-]+)\]|(?P<comma>,)")
-_RANGE = re.compile(r"(?P<low>[0-9]{1,18})(?:-(?P<high>[0-9]{1,18}))?")
-_MOST_HOSTS = 65_536
-_LONGEST_NAME = 255
-
-
-class _Part(NamedTuple):
-    """Part of an item: its first text, the number of its texts, the length of the longest."""
-
-    first: str
-    size: int
-    longest: int
-
-
-def parse_hostlist(text: str) -> tuple[str, int]:
-    """Return the first host of Slurm's ``n[1-3,7],login-[01-03]-x``, and the number of hosts."""
-    # The list isn't expanded: time and memory are proportional to `text`, not to its ranges.
-    items: list[list[_Part]] = [[]]
-    position = 0
-    while position < len(text):
-        token = _TOKEN.match(text, position)
-        if token is None:
-            raise ValueError(f"character {position + 1} is not part of a list of hosts")
-        position = token.end()
-        if token["comma"]:
-            items.append([])
-        elif token["ranges"]:
-            items[-1].append(_parse_ranges(token["ranges"]))
-        else:
-            items[-1].append(_Part(token["text"], 1, len(token["text"])))
-    if not all(items):
-        raise ValueError("it names no host before or after a comma")
-    count = sum(math.prod(part.size for part in item) for item in items)
-    if count > _MOST_HOSTS:
-        raise ValueError(f"it names more than {_MOST_HOSTS} hosts")
-    if max(sum(part.longest for part in item) for item in items) > _LONGEST_NAME:
-        raise ValueError(f"a name in it is longer than {_LONGEST_NAME} characters")
-    return "".join(part.first for part in items[0]), count
-
-
-def _parse_ranges(text: str) -> _Part:
-    first, count, longest = "", 0, 0
-    for piece in text.split(","):
-        match = _RANGE.fullmatch(piece)
-        if match is None:
-            raise ValueError(f"{piece[:40]!r} is not a range of numbers")
-        low, high = match["low"], int(match["high"] or match["low"])
-        if high < int(low):
-            raise ValueError(f"range {piece!r} ends before it begins")
-        first, count = first or low, count + high - int(low) + 1
-        longest = max(longest, len(low), len(str(high)))
-    return _Part(first, count, longest)
+    item = _FIRST_ITEM.match(value)
+    if item is None:
+        raise reader.error(f"{name}={shown(value)} is not a list of hosts", name, value)
+    return reader.host(name, _RANGES.sub(r"\1", item["item"]))
 
 
 # SLURM_STEP_TASKS_PER_NODE is "2(x3),1": three nodes with two tasks each, then one with one
@@ -344,11 +291,13 @@ def _count_tasks_here(
     return Number(name, here)
 
 
-def _example(text: str) -> tuple[Mapping[str, str]]:
-    return (dict(pair.split("=", 1) for pair in text.split("; ")),)
+def _pairs(text: str) -> dict[str, str]:
+    """Parse ``NAME=value; NAME=value``."""
+    return dict(pair.split("=", 1) for pair in text.split("; "))
 
 
-_FACTS = "rank=1; world_size=2; local_rank=1; local_world_size=2; node_rank=0; nnodes=1"
+# Of the rank in the examples of `_mpi`.
+_FACTS = _pairs("rank=1; world_size=2; local_rank=1; local_world_size=2; node_rank=0; nnodes=1")
 
 
 def _mpi(
@@ -367,11 +316,10 @@ def _mpi(
             return None
         return _with_rendezvous(reader, _by_variables(reader, **numbers), reader.value(*job))
 
-    (facts,) = _example(_FACTS)
-    example = {names[0]: facts[fact] for fact, names in numbers.items()}
+    example = {names[0]: _FACTS[fact] for fact, names in numbers.items()}
     if job:
         example[job[0]] = "1550319617"
-    return LauncherEnvironment(name, remedy, read, (example,))
+    return LauncherEnvironment(name, remedy, read, example)
 
 
 def _lsf(reader: Reader) -> RankInfo | None:
@@ -402,7 +350,7 @@ LAUNCHERS: tuple[LauncherEnvironment, ...] = (
         "start the program with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT "
         "together, or unset them all",
         _torchrun,
-        _example(
+        _pairs(
             "RANK=2; WORLD_SIZE=4; LOCAL_RANK=1; LOCAL_WORLD_SIZE=3; GROUP_RANK=1; "
             "GROUP_WORLD_SIZE=2; MASTER_ADDR=localhost; MASTER_PORT=42423; "
             "TORCHELASTIC_USE_AGENT_STORE=True; TORCHELASTIC_RUN_ID=b5a7"
@@ -415,7 +363,7 @@ LAUNCHERS: tuple[LauncherEnvironment, ...] = (
         "slurm",
         "start the program with srun, which sets them all, or unset the SLURM_ variables",
         _slurm,
-        _example(
+        _pairs(
             "SLURM_STEP_ID=0; SLURM_JOB_ID=2; SLURM_STEP_NUM_TASKS=4; SLURM_NODEID=0; "
             "SLURM_STEP_NUM_NODES=2; SLURM_PROCID=2; SLURM_LOCALID=2; "
             "SLURM_STEP_TASKS_PER_NODE=3,1; SLURM_STEP_NODELIST=n[1-2]"
@@ -495,7 +443,7 @@ LAUNCHERS: tuple[LauncherEnvironment, ...] = (
         "lsf",
         "start the program with jsrun, or unset the JSM_NAMESPACE variables",
         _lsf,
-        _example(
+        _pairs(
             "LSB_MCPU_HOSTS=batch2 1 c01n03 42 c01n04 42; JSM_NAMESPACE_RANK=6; "
             "JSM_NAMESPACE_SIZE=12; JSM_NAMESPACE_LOCAL_SIZE=6; LSB_JOBID=1201234; "
             "PMIX_NAMESPACE=3; JSM_NAMESPACE_LOCAL_RANK=0"

@@ -110,10 +110,10 @@ class Reader:
             raise self.error(message, names[0], None)
         return number
 
-    def below(self, number: Number, limit: int, allows: str) -> int:
-        """Return the number; raise if it isn't below the limit, which `allows` explains."""
+    def below(self, number: Number, limit: int, source: object) -> int:
+        """Return the number; raise if it isn't below a limit, which follows from `source`."""
         if number.value >= limit:
-            message = f"{number} is out of range: {allows} 0 to {limit - 1}"
+            message = f"{number} is out of range: {source} allows 0 to {limit - 1}"
             raise self.error(message, number.variable, str(number.value))
         return number.value
 

@@ -84,7 +84,7 @@ class WorkerPool:
         if "join" in given:
             raise ArgumentError("a pool takes no join: its calls wait, its replicas stay")
         _check_host(given)
-        _, cls, plan = check_job("WorkerPool", backend, nproc_per_node, given)
+        cls, plan = check_job("WorkerPool", backend, nproc_per_node, given)
         check_stay(cls, given)
         warn_in_a_rank("WorkerPool", nproc_per_node, given)
         self._size = nproc_per_node

@@ -63,7 +63,8 @@ class Lifetime:
     def run_exit_handlers() -> None:
         """Run the handlers registered with atexit; their exceptions are printed."""
         # The ranks' shared resources end after the result: see `LastCalls`.
-        with _warned_when_slow(), LastCalls.held():
+        LastCalls.leave_to_rank()
+        with _warned_when_slow():
             atexit._run_exitfuncs()
 
 
