@@ -152,6 +152,7 @@ def test_another_call_is_told_on_every_rank_and_the_ranks_stay_in_step() -> None
         (lambda: idist.all_reduce_params(net, False), lambda: idist.all_reduce_params(net)),
         (lambda: idist.broadcast_params(net, src=1), lambda: idist.broadcast_params(net)),
         (lambda: idist.broadcast_optimizer_state(optimizer), lambda: idist.all_gather(1)),
+        (lambda: idist.broadcast_params({"epoch": 1}), lambda: idist.broadcast_params({})),
     ]
     for first, second in pairs:
         with pytest.raises(CollectiveMismatchError) as caught:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import errno
-import importlib
+import fcntl
+import glob
 import os
 import stat
 import time
@@ -20,7 +21,7 @@ _DAY_S = 24 * 60 * 60.0
 _LONGEST = 50  # characters of the name that a temporary name keeps: file systems allow 255 bytes
 
 
-class _Recorded:
+class _ErrorRecorder:
     """A file that keeps its last write error, which torch's writer discards."""
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -55,44 +56,38 @@ def write_whole(target: Path, write: Callable[[Any], object]) -> None:
     try:
         with open(part, "xb") as file:
             _lock(file.fileno())
-            _remove_leftovers(target, start, part)
-            if old is not None and os.name == "posix":  # keeps the read permissions
+            _remove_leftovers(target.parent, start, part)
+            if old is not None:  # keeps the read permissions
                 os.fchmod(file.fileno(), stat.S_IMODE(old.st_mode))
             _fill(file, write, target)
             part.replace(target)  # while locked, as other writers remove unlocked ones
     except BaseException:  # Ctrl-C too: no partial file remains
         part.unlink(missing_ok=True)
         raise
-    if os.name == "posix":  # other systems can't open a folder
-        folder = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # else a crash of the system may undo the renaming
-        finally:
-            os.close(folder)
+    folder = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # else a crash of the system may undo the renaming
+    finally:
+        os.close(folder)
 
 
 def _fill(file: IO[bytes], write: Callable[[Any], object], target: Path) -> None:
-    recorded = _Recorded(file)
+    """Write a file and sync it to the disk; an OSError names `target`."""
+    recorder = _ErrorRecorder(file)
     try:
-        write(recorded)
+        write(recorder)
         file.flush()
         os.fsync(file.fileno())
-    except OSError as error:
-        raise OSError(error.errno, error.strerror or str(error), str(target)) from error
     except Exception as error:
-        # torch raises a RuntimeError that doesn't say which write failed.
-        cause = recorded.error
+        # torch raises a RuntimeError that doesn't say why a write failed.
+        cause = error if isinstance(error, OSError) else recorder.error
         if cause is None:
             raise
-        raise OSError(cause.errno, cause.strerror, str(target)) from error
+        raise OSError(cause.errno, cause.strerror or str(cause), str(target)) from error
 
 
 def _lock(number: int) -> bool:
-    """Lock an open file; return False if it is locked, or the system does not support it."""
-    if os.name != "posix":
-        return False
-    # Windows doesn't have this module.
-    fcntl: Any = importlib.import_module("fcntl")
+    """Lock an open file; return False if it is locked, or its file system does not support it."""
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -100,15 +95,11 @@ def _lock(number: int) -> bool:
     return True
 
 
-def _remove_leftovers(target: Path, start: str, own: Path) -> None:
-    names: list[str] = []
-    with suppress(OSError):  # a folder may be writable but not readable
-        names = os.listdir(target.parent)
-    for name in names:
-        path = target.with_name(name)
-        is_of_target = name.startswith(start) and name.endswith(".tmp")
-        # Files of a target with a longer name may begin alike, but have another length.
-        if is_of_target and len(name) == len(own.name) and path != own:
+def _remove_leftovers(folder: Path, start: str, own: Path) -> None:
+    """Remove temporary files of killed writers, whose names begin with `start`."""
+    # The digits are those of a UUID: other files may begin alike.
+    for path in folder.glob(f"{glob.escape(start)}{'[0-9a-f]' * 32}.tmp"):
+        if path != own:
             with suppress(OSError):  # another writer removed it, or it is another user's
                 if _is_abandoned(path):
                     path.unlink()

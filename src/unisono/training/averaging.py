@@ -21,7 +21,7 @@ from unisono.payload.pytree import flatten, unflatten
 from unisono.payload.tensors import TensorHeader, head_of, is_dense
 from unisono.topology import Group
 from unisono.training import buckets
-from unisono.training.same_tensors import Described, agree, is_sharded, listed
+from unisono.training.same_tensors import agree, is_sharded
 
 Params = nn.Module | Tensor | Iterable[Tensor] | MutableMapping[str, Any]
 
@@ -72,25 +72,24 @@ def reduce_params(
 ) -> None:
     """Reduce tensors or their gradients; means of integers are cut towards 0 if `cuts_means`."""
     # Collective over `group`.
-    limit = _limit(coalesce, bucket_size_mb)
+    limit_bytes = _bucket_bytes(coalesce, bucket_size_mb)
     operation = parse_op(op)
     context, group, is_member = team(group)
     if not is_member:
         return
-    mine = listed(params, of_grads=of_grads)
     name = "all_reduce_grads" if of_grads else "all_reduce_params"
-    # Part of the compared call, since buckets of other sizes mean other collectives.
-    buckets_text = "our buckets" if limit is None else f"buckets of {limit} bytes"
     with context.calls.call(name, group):
-        described = agree(context, f"{name} {operation.name} in {buckets_text}", mine, group)
-        tensors: Sequence[Tensor | None] = mine.likes
-        if of_grads:
-            for like, is_present in zip(mine.likes, described.present, strict=True):
-                if is_present and like.grad is None:  # another rank has one
-                    like.grad = torch.zeros_like(like)
-            tensors = [like.grad for like in mine.likes]
+        # Ranks compare the size, too, since buckets of other sizes mean other collectives.
+        call = f"{name} {operation.name} in buckets of {limit_bytes} bytes"
+        works = agree(context, call, params, group, of_grads=of_grads)
         with torch.no_grad():
-            _reduce(context, _works(tensors, described), operation, limit, group, cuts_means)
+            if operation is ReduceOp.AVERAGE:
+                # Integers are averaged apart, as buckets are scaled by a fraction before the sum.
+                integers = [tensor for tensor, _ in works if _is_integer(tensor)]
+                if integers:
+                    _average_integers(context, integers, group, cuts_means)
+                works = [work for work in works if not _is_integer(work[0])]
+            buckets.reduce_all(context, works, operation, limit_bytes, group)
 
 
 def all_reduce_grads(
@@ -129,21 +128,12 @@ def all_reduce_grads(
     reduce_params(params, coalesce, bucket_size_mb, op, group, of_grads=True)
 
 
-def _works(tensors: Sequence[Tensor | None], described: Described) -> list[buckets.Work]:
-    """List the tensors to reduce: those present on some rank, without aliases."""
-    rows = zip(tensors, described.present, described.layouts, described.alone, strict=True)
-    return [
-        (tensor, layout)
-        for tensor, is_present, layout, is_alone in rows
-        if tensor is not None and is_present and is_alone
-    ]
-
-
-def _limit(coalesce: bool, bucket_size_mb: float) -> int | None:
+def _bucket_bytes(coalesce: bool, bucket_size_mb: float) -> int:
+    """Return the most bytes that a bucket of several tensors may have."""
     if not coalesce:
         return 0
     if bucket_size_mb == -1:
-        return None
+        return buckets.BUCKET_BYTES
     is_number = isinstance(bucket_size_mb, (int, float)) and not isinstance(bucket_size_mb, bool)
     if not is_number or bucket_size_mb <= 0:
         raise ArgumentError(
@@ -152,21 +142,8 @@ def _limit(coalesce: bool, bucket_size_mb: float) -> int | None:
     return int(bucket_size_mb * buckets.MEGABYTE)
 
 
-def _reduce(
-    context: ContextState,
-    works: Sequence[buckets.Work],
-    op: ReduceOp,
-    limit: int | None,
-    group: Group | None,
-    cuts_means: bool,
-) -> None:
-    # Integers are averaged apart, as buckets are scaled by a fraction before the sum.
-    if op is ReduceOp.AVERAGE:
-        integers = [t for t, _ in works if not (t.is_floating_point() or t.is_complex())]
-        if integers:
-            _average_integers(context, integers, group, cuts_means)
-        works = [work for work in works if work[0].is_floating_point() or work[0].is_complex()]
-    buckets.reduce_all(context, works, op, context.model.topology.size(group), limit, group)
+def _is_integer(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _average_integers(
@@ -182,7 +159,7 @@ def _average_integers(
     remainders = [item - part * size for item, part in zip(wide, quotients, strict=True)]
     totals = all_reduce([*quotients, *remainders], "SUM", group)
     means = []
-    rows = zip(tensors, totals, totals[len(tensors) :], strict=False)
+    rows = zip(tensors, totals[: len(tensors)], totals[len(tensors) :], strict=True)
     for i, (tensor, total, rest) in enumerate(rows):
         mean, is_whole = total + torch.div(rest, size, rounding_mode="floor"), rest % size == 0
         if not is_cut and not bool(is_whole.all()):
@@ -223,17 +200,18 @@ def broadcast_params(params: Params, src: int = 0, group: GroupLike = None) -> N
     check_rank(context, group, src, "src")
     if not is_member:
         return
-    if isinstance(params, nn.Module):
-        params = [*params.parameters(), *params.buffers()]
+    tensors: object = params
     others: dict[Any, Any] = {}
-    if isinstance(params, MutableMapping):
+    if isinstance(params, nn.Module):
+        tensors = [*params.parameters(), *params.buffers()]
+    elif isinstance(params, MutableMapping):
+        tensors = [item for item in params.values() if isinstance(item, Tensor)]
         others = {key: item for key, item in params.items() if not isinstance(item, Tensor)}
-        mine = listed([item for item in params.values() if isinstance(item, Tensor)])
-    else:
-        mine = listed(params)
-    described = agree(context, f"broadcast_params from {src}", mine, group)
+    # Ranks compare whether there are others, as these are sent in a second collective.
+    call = f"broadcast_params from {src}{' with values besides tensors' if others else ''}"
+    works = agree(context, call, tensors, group)
     with torch.no_grad():
-        buckets.broadcast_all(context, _works(mine.likes, described), src, group)
+        buckets.broadcast_all(context, works, src, group)
     if isinstance(params, MutableMapping) and others:
         # Last, as a value that can't be decoded raises on the receiving ranks only.
         params.update(broadcast(others, src, group))
@@ -276,12 +254,10 @@ def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0, group: GroupLi
                 f"rank {src} of {expected}: make the same optimizer on every rank"
             )
     if rank != src:
-        state = _put_together(context, plain, heads)
+        state = _blank_state(context, plain, heads)
     tensors = [leaf for leaf in flatten(state)[0] if isinstance(leaf, Tensor)]
     # Strides aren't sent: the tensors of the other ranks are contiguous.
-    works: list[buckets.Work] = [
-        (tensor.contiguous(), torch.contiguous_format) for tensor in tensors
-    ]
+    works = [(tensor.contiguous(), True) for tensor in tensors]
     with torch.no_grad():
         buckets.broadcast_all(context, works, src, group)
     if rank != src:  # last, as a class of the user may refuse the state on this rank alone
@@ -303,6 +279,7 @@ def _keep_dtypes(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 def _described(state: dict[str, Any], is_src: bool) -> tuple[None, Any]:
     """Return an optimizer's group sizes, and on `src` its plain state and tensor headers."""
+    # With the None that `together` takes as a value of this rank alone.
     leaves, _ = flatten(state)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if any(map(is_sharded, tensors)):
@@ -320,7 +297,7 @@ def _described(state: dict[str, Any], is_src: bool) -> tuple[None, Any]:
     return None, (sizes, plain, heads)
 
 
-def _put_together(
+def _blank_state(
     context: ContextState, plain: dict[str, Any], heads: dict[int, bytes]
 ) -> dict[str, Any]:
     """Build a state with uninitialised tensors."""

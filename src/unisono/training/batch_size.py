@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib
 import math
 import traceback
 from collections.abc import Callable
 from typing import Any, Concatenate, TypeVar
 
+import psutil
 import torch
 from typing_extensions import ParamSpec
 
@@ -101,7 +101,7 @@ def _try(call: Callable[[], T], size: int) -> tuple[bool, T]:
     try:
         value = call()
     except Exception as raised:
-        has_room = not _is_of_memory(raised)
+        has_room = not _is_out_of_memory(raised)
         error = raised if has_room else None  # a reference would keep its frames' objects
     context = communicator()
     with context.calls.call(_NAME):
@@ -125,13 +125,15 @@ def _try(call: Callable[[], T], size: int) -> tuple[bool, T]:
     return True, value
 
 
-def _is_of_memory(error: BaseException | None) -> bool:
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether an error means that the host or a device is out of memory."""
     if isinstance(error, CollectiveMismatchError):
         return False
     while isinstance(error, UnisonoError):  # such as evaluate's, whose cause is the original
         error = error.__cause__
-    is_told = isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
-    return is_told or isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
 
 
 def _free() -> None:
@@ -140,9 +142,8 @@ def _free() -> None:
     kind = accelerator()
     if kind is not None:
         module: Any = torch.get_device_module(kind)
-        empty = getattr(module, "empty_cache", None)
-        if empty is not None:
-            empty()
+        if hasattr(module, "empty_cache"):
+            module.empty_cache()
 
 
 def get_current_memory_gb() -> float:
@@ -157,7 +158,6 @@ def get_current_memory_gb() -> float:
         >>> 0 < idist.get_current_memory_gb() < 1000
         True
     """
-    psutil: Any = importlib.import_module("psutil")
     process = psutil.Process()
     try:
         used = process.memory_full_info().uss
@@ -182,9 +182,7 @@ def get_device_memory_gb(peak: bool = False) -> float:
     """
     device = current_model().device
     name = "max_memory_allocated" if peak else "memory_allocated"
-    # until torch 2.9 torch.accelerator doesn't have it, but the device's own module does
-    measure: Any = getattr(torch.accelerator, name, None)
-    measure = measure or getattr(getattr(torch, device.type, None), name, None)
-    if device.type == "cpu" or measure is None:
+    measure: Any = getattr(getattr(torch, device.type, None), name, None)
+    if measure is None:
         return 0.0
     return float(measure(device) / _GIB)

@@ -149,7 +149,8 @@ def convert_sync_batchnorm(
         implementation: ``"unisono"`` works on every model; ``"torch"`` is
             ``torch.nn.SyncBatchNorm``, which works on native with an accelerator; a name passed to
             `register_sync_batchnorm` or an entry point of the group ``unisono.batchnorms``; or a
-            callable from module to module. None takes torch's where it works, else ours.
+            callable from module to module. None takes torch's where it works, else
+            unisono's.
 
     Returns:
         `model`; a new module if it is itself a batch norm.
@@ -182,19 +183,22 @@ def convert_sync_batchnorm(
     return convert(model)
 
 
-def _convert(module: nn.Module, made: dict[nn.Module, nn.Module], one: Converter) -> nn.Module:
-    """Convert the batch norms of a module with `one`; a shared module stays shared."""
+def _convert(
+    module: nn.Module, made: dict[nn.Module, nn.Module], convert_norm: Converter
+) -> nn.Module:
+    """Convert all batch norms in a module; one that is there twice stays one."""
     if isinstance(module, _BatchNorm):
-        made[module] = made.get(module) or one(module)
+        made[module] = made.get(module) or convert_norm(module)
     elif module not in made:
         made[module] = module
         for name, child in module._modules.items():
             if child is not None:
-                setattr(module, name, _convert(child, made, one))
+                setattr(module, name, _convert(child, made, convert_norm))
     return made[module]
 
 
 def _synchronised(module: nn.Module) -> nn.Module:
+    """Return a `SyncBatchNorm` with the parameters and buffers of a batch norm."""
     if isinstance(module, SyncBatchNorm):
         return module
     assert isinstance(module, _BatchNorm)

@@ -22,17 +22,16 @@ MEGABYTE = 2**20
 # another collective; more in flight than the second gain nothing.
 _LARGE_BYTES = MEGABYTE
 _IN_FLIGHT = 8
-_BUCKET_BYTES = 16 * MEGABYTE
+BUCKET_BYTES = 16 * MEGABYTE
 
-Work = tuple[Tensor, torch.memory_format | None]
-"""A tensor, and its memory format if all ranks share it, so that its memory can be used."""
+Work = tuple[Tensor, bool]
+"""A tensor, and whether all ranks have its elements in one order without gaps, to be sent as is."""
 
 
-def as_memory(tensor: Tensor, layout: torch.memory_format | None) -> Tensor | None:
-    """Return a view [numel] of a tensor in memory order, or None if `layout` is None."""
-    if layout is None:
-        return None
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
+def _in_memory_order(work: Work) -> Tensor | None:
+    """Return a view [numel] of a tensor, or None if the ranks have it in different orders."""
+    tensor, is_ordered_alike = work
+    return tensor.detach().as_strided((tensor.numel(),), (1,)) if is_ordered_alike else None
 
 
 def buckets(tensors: Sequence[Tensor], limit_bytes: int) -> Iterator[list[Tensor]]:
@@ -72,7 +71,7 @@ def packed(
     if copies_back:
         for tensor, part in zip(tensors, torch.split(flat, sizes), strict=True):
             tensor.detach().copy_(part.view(tensor.shape))
-    if len(tensors) > 1 or buffer.nbytes <= _BUCKET_BYTES:  # else a huge buffer would be kept
+    if len(tensors) > 1 or buffer.nbytes <= BUCKET_BYTES:  # else a huge buffer would be kept
         context.flat_buffers[key] = buffer
 
 
@@ -82,8 +81,8 @@ def _split(
     """Split tensors into large ones, as memory [numel], and those for buckets."""
     alone, together = [], []
     model = context.model
-    for tensor, layout in works:
-        memory = as_memory(tensor, layout)
+    for work in works:
+        tensor, memory = work[0], _in_memory_order(work)
         is_large = tensor.nbytes >= min(_LARGE_BYTES, bucket_bytes)
         # Other tensors must be copied anyway, so they may as well go into a bucket.
         is_ready = tensor.dtype in model.dtypes and tensor.device == model.transport_device
@@ -109,11 +108,12 @@ def _reduce_on_host(
     small: list[Tensor] = []
     others: list[Work] = []
     host = None
-    for tensor, layout in works:
-        carrier, memory = memory_of(context, tensor, group), as_memory(tensor, layout)
+    for work in works:
+        tensor, memory = work[0], _in_memory_order(work)
+        carrier = memory_of(context, tensor, group)
         is_taken = carrier is not None and tensor.numel() and is_direct(carrier, tensor, op)
         if carrier is None or memory is None or not is_taken:
-            others.append((tensor, layout))
+            others.append(work)
             continue
         host = carrier
         is_large = memory.nbytes >= min(host.large_bytes, bucket_bytes)
@@ -134,18 +134,16 @@ def reduce_all(
     context: ContextState,
     works: Sequence[Work],
     op: ReduceOp,
-    size: int,
-    bucket_bytes: int | None,
+    bucket_bytes: int,
     group: Group | None,
 ) -> None:
-    """Reduce tensors in place; with op MEAN their sums are divided by `size`."""
-    # Collective over `group`.
-    limit = _BUCKET_BYTES if bucket_bytes is None else bucket_bytes
-    works = _reduce_on_host(context, works, op, limit, group)
+    """Reduce tensors in place. Collective over `group`."""
+    works = _reduce_on_host(context, works, op, bucket_bytes, group)
     is_mean = op is ReduceOp.AVERAGE
     step = ReduceOp.SUM if is_mean else op
+    size = context.model.topology.size(group)
     before, after = mean_factors(size) if is_mean else (1.0, 1.0)
-    alone, together = _split(context, works, limit)
+    alone, together = _split(context, works, bucket_bytes)
     under_way: list[Handle[Tensor]] = []
 
     def start(memory: Tensor) -> None:
@@ -162,7 +160,7 @@ def reduce_all(
     for memory in alone:
         finish(_IN_FLIGHT - 1)
         start(memory)
-    for run in buckets(together, limit):
+    for run in buckets(together, bucket_bytes):
         with packed(context, run) as flat:
             start(flat)
             finish(0)  # leaving `packed` copies the result back
@@ -173,10 +171,10 @@ def broadcast_all(
     context: ContextState, works: Sequence[Work], src: int, group: Group | None
 ) -> None:
     """Overwrite tensors on every rank with those of `src`. Collective over `group`."""
-    alone, together = _split(context, works, _BUCKET_BYTES)
+    alone, together = _split(context, works, BUCKET_BYTES)
     for memory in alone:
         broadcast_(memory, src, group)
     is_src = context.model.topology.rank == src
-    for run in buckets(together, _BUCKET_BYTES):
+    for run in buckets(together, BUCKET_BYTES):
         with packed(context, run, copies_back=not is_src) as flat:
             broadcast_(flat, src, group)

@@ -102,6 +102,7 @@ class CheckpointManager:
         return self._chosen(self._best)
 
     def _chosen(self, choose: Callable[[list[_Kept]], list[_Kept]]) -> Path | None:
+        """Return the path of the checkpoint that rank 0 chooses. Collective over all ranks."""
         names = run_on_rank(lambda: [path.name for *_, path in choose(self._found())])
         return self._folder / names[0] if names else None
 

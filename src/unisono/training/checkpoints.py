@@ -19,7 +19,7 @@ import torch
 
 from unisono.collectives.broadcasts import broadcast
 from unisono.collectives.membership import check_rank
-from unisono.collectives.outcomes import together
+from unisono.collectives.outcomes import agreed, together
 from unisono.context import ContextState, communicator, current, current_model
 from unisono.errors import (
     ArgumentError,
@@ -34,7 +34,7 @@ from unisono.sections import run_on_rank
 from unisono.training.atomic_files import check_archive, write_whole
 from unisono.training.equality import differing, digest
 from unisono.training.loader import moved
-from unisono.training.restoring import Plan, refuse_lost_states
+from unisono.training.restoring import Plan
 from unisono.training.states import (
     BY_RANK,
     ByRank,
@@ -100,21 +100,21 @@ def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | Non
     """
     target, context = Path(path), communicator()
     refusal = f"rank {context.model.topology.rank} can't save its checkpoint: "
-    collect = partial(_collected, obj, sharded)
+    collect = partial(_states_and_digests, obj, sharded)
     (states, is_sharded), of_ranks = together(context, _SAVE, collect, refusal=refusal)
     _merge_ranks(context, obj, states, of_ranks)
     if is_sharded:
         _save_shards(context, obj, states, target, refusal)
         return
-    _save_file(obj, states, target, rank)
+    _save_file(context, obj, states, target, rank)
     # An existing file keeps its mode, which may forbid its writer to read it.
-    is_own = context.model.topology.rank == rank
-    unread = _unread(target) if is_own and os.access(target, os.R_OK) else ""
+    is_writer = context.model.topology.rank == rank
+    unread = _why_unread(target) if is_writer and os.access(target, os.R_OK) else ""
     if unread:
         warnings.warn(f"{target}: {unread}", UserWarning, stacklevel=2)
 
 
-def _collected(obj: Any, sharded: bool | None) -> tuple[tuple[dict[int, Any], bool], Any]:
+def _states_and_digests(obj: Any, sharded: bool | None) -> tuple[tuple[dict[int, Any], bool], Any]:
     """Return states and whether to shard, and for the other ranks digests and states by rank."""
     states = own_states(obj)
     named = entries(obj, states)
@@ -135,15 +135,15 @@ def _merge_ranks(
 ) -> None:
     """Raise if states differ between ranks; set all ranks' states for each `ByRank`."""
     named = entries(obj, states)
-    own = {name: states[id(item)] for name, item in named.items()}
-    found = differing(context, _SAVE, own, [digests for digests, _ in of_ranks])
+    values = {name: states[id(item)] for name, item in named.items()}
+    found = differing(context, _SAVE, values, [digests for digests, _ in of_ranks])
     if found:
         raise CollectiveMismatchError(
             f"save_checkpoint would save the state of only one rank, but {found}. Wrap states that "
             "differ in ByRank(...), which saves those of all ranks, or make them equal on all ranks"
         )
     splits = [split for _, split in of_ranks]
-    for name in {name: None for split in splits for name in split}:
+    for name in dict.fromkeys(name for split in splits for name in split):
         without = [rank for rank, split in enumerate(splits) if name not in split]
         if without:
             raise CollectiveMismatchError(
@@ -154,25 +154,27 @@ def _merge_ranks(
         states[id(named[name])] = {BY_RANK: tuple(split[name] for split in splits)}
 
 
-def _save_file(obj: Any, states: dict[int, Any], target: Path, rank: int) -> None:
-    kept: list[Exception] = []
+def _save_file(
+    context: ContextState, obj: Any, states: dict[int, Any], target: Path, rank: int
+) -> None:
+    check_rank(context, None, rank, "rank")
+    error: BaseException | None = None
+    try:
+        if context.model.topology.rank == rank:
+            _write_state(target, plain(obj, states), rank)
+    except BaseException as raised:  # of any kind: the other ranks must not wait forever
+        error = raised
+    agreed(context, _SAVE, error, call=f"{_SAVE} by rank {rank}", refusal="")
 
-    def write() -> str | None:
-        state = plain(obj, states)
-        try:
-            write_whole(target, partial(torch.save, state))
-        except OSError:
-            raise
-        except Exception as error:  # raised by the value's classes
-            # Returned, so that every rank raises a PayloadError instead of a PeerFailedError.
-            kept.append(error)
-            return f"{type(error).__qualname__}: {error}"
-        return None
 
-    refused = run_on_rank(write, rank)
-    if refused is not None:
-        cause = kept[0] if kept else None
-        raise PayloadError(f"{target} can't be saved by rank {rank}: {refused}") from cause
+def _write_state(target: Path, state: Any, rank: int) -> None:
+    try:
+        write_whole(target, partial(torch.save, state))
+    except OSError:
+        raise
+    except Exception as error:  # raised by the value's classes
+        text = f"{type(error).__qualname__}: {error}"
+        raise PayloadError(f"{target} can't be saved by rank {rank}: {text}") from error
 
 
 def _save_shards(
@@ -294,7 +296,7 @@ def load_checkpoint(
         refuse_pickle("load_checkpoint with weights_only=False")
     if src is not None:
         check_rank(current(), None, src, "src")
-    sent = None if src is None else run_on_rank(partial(_sent, target), src)
+    sent = None if src is None else run_on_rank(partial(_content, target), src)
     is_folder = target.is_dir() if src is None else sent is True
     where = f"checkpoint {target} can't be read (rank {topology.rank} of {topology.world_size})"
     step = partial(_step, where, is_folder or src is not None)
@@ -303,7 +305,7 @@ def load_checkpoint(
             state, absent = _from_shards(target, into, weights_only, strict, step)
             plan = step(lambda: Plan(into, state, strict, undo, absent))
         else:
-            file = _opened(target, src, sent)
+            file = _open_file(target, src, sent)
             read = partial(_read, file, weights_only, map_location)
             plan = step(lambda: Plan(into, read(), strict, undo))
         # No rank has failed, and filling can't fail.
@@ -330,7 +332,7 @@ def _step(where: str, is_together: bool, call: Callable[[], T]) -> T:
     return together(communicator(), "load_checkpoint", read, refusal="")[0]
 
 
-def _opened(target: Path, src: int | None, sent: Any) -> IO[bytes]:
+def _open_file(target: Path, src: int | None, sent: Any) -> IO[bytes]:
     """Open a file, or the bytes that `src` sent."""
     if src is not None:
         if sent is None:
@@ -348,7 +350,7 @@ def _opened(target: Path, src: int | None, sent: Any) -> IO[bytes]:
         ) from error
 
 
-def _sent(target: Path) -> Any:
+def _content(target: Path) -> Any:
     """Return a file's bytes as a tensor, True for a folder, None if missing."""
     if target.is_dir() or not target.exists():
         return target.is_dir() or None
@@ -373,11 +375,11 @@ def _read(file: IO[bytes], weights_only: bool, map_location: Any) -> Any:
             state = torch.load(file, map_location=map_location, weights_only=weights_only)
         except pickle.UnpicklingError as error:
             file.seek(0)
-            raise PayloadError(_unread(file) or str(error)) from error
+            raise PayloadError(_why_unread(file) or str(error)) from error
     return state if map_location is device else moved(state, device)
 
 
-def _unread(file: Path | IO[bytes]) -> str:
+def _why_unread(file: Path | IO[bytes]) -> str:
     """Return an error text if a file has values that weights_only=True rejects, else ''."""
     names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
     if not names:
@@ -398,30 +400,26 @@ def _from_shards(
     """Return a state for `into` from shards, and the paths that the shards lack."""
     # Collective over all ranks.
     library = _shard_library()
-    point = partial(_pointed, target, into)
+    point = partial(_current_shards, target, into)
     name, refusals = together(communicator(), "load_checkpoint", point)
     # Errors come as texts, since `together` would turn an ArgumentError into a PeerFailedError.
     if any(refusals):
         raise ArgumentError(next(filter(None, refusals)))
 
-    def read() -> tuple[Any, list[tuple[Any, ...]]]:
+    def read() -> Any:
         states = own_states(into)  # first, as it may be collective
         # A path could lead out of the checkpoint's folder.
         if not name.startswith(_SHARDS) or os.path.basename(name) != name:
             raise PayloadError(
                 f"{target / _POINTER} contains an invalid shard folder name: {name!r}"
             )
-        shards = library.metadata_of(target / name)
-        state = library.blank(into, (), states, shards)
-        refuse_lost_shards(into, state)
-        refuse_lost_states(into, library.flat(state), shards.state_dict_metadata)
-        return state, library.read(state, target / name, shards, weights_only, is_strict)
+        return library.read(target / name, into, states, weights_only, is_strict)
 
     made: tuple[Any, list[tuple[Any, ...]]] = step(read)
     return made
 
 
-def _pointed(target: Path, into: Any) -> tuple[str, str]:
+def _current_shards(target: Path, into: Any) -> tuple[str, str]:
     """Return the name of the current shards, or an error text."""
     topology = current_model().topology
     try:

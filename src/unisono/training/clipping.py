@@ -96,8 +96,9 @@ def _largest(tensors: list[Tensor]) -> Tensor:
     """Return the largest absolute gradient of all ranks, whose shards may be empty."""
     grads: list[Any] = [item.grad.detach() for item in tensors if item.grad is not None]
     parts = [grad.to_local() if is_sharded(grad) else grad for grad in grads]
-    own = [part.abs().amax() for part in parts if part.numel()]
-    return all_reduce(torch.stack(own).amax() if own else tensors[0].new_zeros(()), "max")
+    largest = [part.abs().amax() for part in parts if part.numel()]
+    mine = torch.stack(largest).amax() if largest else tensors[0].new_zeros(())
+    return all_reduce(mine, "max")
 
 
 def _settle(model: ComputationModel, optimizer: Optimizer) -> None:

@@ -26,7 +26,7 @@ from unisono.errors import (
 )
 from unisono.model.handle import Handle
 from unisono.topology import Group
-from unisono.training.averaging import all_reduce_grads, broadcast_params
+from unisono.training.averaging import broadcast_params
 from unisono.training.buckets import MEGABYTE, buckets
 
 
@@ -111,7 +111,8 @@ class Averager:
         self._runs = runs = list(buckets(parameters, bucket_bytes))
         self.name: str = name or name_of_gradients(context, module, None)
         self._bucket_of = {id(p): i for i, run in enumerate(runs) for p in run}
-        self.release: weakref.finalize[..., Any] = _hook(self, parameters, self)
+        self.release: weakref.finalize[..., Any]
+        self.release = hook_gradients(self.on_gradient, parameters, self)
         self.is_syncing = True
         self._touched: set[int] = set()  # since the last sum, also while not syncing
         self._fired: set[int] = set()  # in this backward
@@ -121,7 +122,9 @@ class Averager:
         self._next = 0
 
     @cached_property
-    def _buckets(self) -> list[_Bucket]:  # lazily: averaging weights never needs their memory
+    def _buckets(self) -> list[_Bucket]:
+        # Made late, since a copy for averages of weights has no backward and needs no memory. The
+        # last one has a count of late gradients for each.
         notes = [0] * (len(self._runs) - 1) + [len(self._runs)]
         return [
             _Bucket(f"{self.name}, bucket {i}", run, count)
@@ -141,7 +144,7 @@ class Averager:
                     bucket.wait()
         self._is_running = False
 
-    def on_gradient(self, key: int, parameter: Tensor) -> None:
+    def on_gradient(self, parameter: Tensor) -> None:
         """Record a gradient, and start the sum of its bucket once that is complete."""
         # Collective over all ranks in the context of its creation; else a no-op.
         if not self.is_current:
@@ -151,6 +154,7 @@ class Averager:
                 f"a gradient of shape {list(parameter.shape)} is sparse, and gradients are "
                 "averaged dense: use sparse=False"
             )
+        key = id(parameter)
         self._touched.add(key)
         if not self.is_syncing:
             return
@@ -160,7 +164,7 @@ class Averager:
             self._fired.clear()
             self._late.clear()
             self._missing = [len(run) for run in self._runs]
-            _queue(self._end)
+            call_after_backward(self._end)
         index = self._bucket_of[key]
         if key not in self._fired:
             self._fired.add(key)
@@ -207,96 +211,34 @@ class Averager:
         self._finish(None)
 
 
-class UnannouncedAverager:
-    """Averages after a backward whose forward ``DistributedDataParallel`` did not see."""
-
-    # ``DistributedDataParallel`` averages in the first backward after its own forward outside of
-    # ``no_sync``. If the forward ran in ``no_sync``, or on the inner module, or was an earlier one,
-    # gradients would silently stay local. `Replicated` averages in every backward, and with this
-    # class ``DistributedDataParallel`` does, too.
-
-    def __init__(self, module: nn.parallel.DistributedDataParallel, group: Group | None) -> None:
-        self._module, self._group = weakref.ref(module), group
-        parameters = [p for p in module.parameters() if p.requires_grad]
-        _hook(self, parameters, module)
-        module.register_forward_pre_hook(self)
-        self._is_announced, self._announced = False, 0
-        self._backward = -1
-
-    def __call__(self, module: Any, inputs: Any) -> None:
-        """Record a forward that prepares an average."""
-        if torch.is_grad_enabled() and module.require_backward_grad_sync:
-            self._is_announced = True
-            self._announced += 1
-
-    def on_gradient(self, key: int, parameter: Tensor) -> None:
-        """Queue an average for the end of this backward, unless torch averages."""
-        backward: int = torch._C._current_graph_task_id()
-        module = self._module()
-        # One average for each backward, though each parameter has this hook.
-        if backward == self._backward or module is None or not module.require_backward_grad_sync:
-            return
-        self._backward = backward
-        if self._is_announced:
-            # Twice: torch queues its own callback after this hook, and before the second one.
-            _queue(lambda: _queue(self._note_end))
-        else:
-            _queue(self._average)
-
-    def _note_end(self) -> None:
-        """Record that torch has averaged; within reentrant checkpointing it has not yet."""
-        module = self._module()
-        if module is None or (module.static_graph and self._announced == 1):
-            return  # the end of the first backward of a static graph is unknown
-        with suppress(RuntimeError):  # not finished yet
-            module._check_reducer_finalized()  # type: ignore[no-untyped-call]
-            self._is_announced = False
-
-    def _average(self) -> None:
-        module = self._module()
-        # In torch's join, ranks without batches only take part in torch's own averages.
-        if module is not None and not module._join_config.enable:
-            all_reduce_grads(module.parameters(), group=self._group)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Forgotten, ()
-
-
-class _Forgotten:
-    """Placeholder in a copy of a module: copied parameters lose their hooks."""
-
-    def __call__(self, module: Any, inputs: Any) -> None:
-        pass
-
-
-def _hook(
-    averager: Averager | UnannouncedAverager, parameters: Sequence[Tensor], owner: object
+def hook_gradients(
+    on_gradient: Callable[[Tensor], None], parameters: Sequence[Tensor], owner: object
 ) -> weakref.finalize[..., Any]:
-    """Hook gradients; the hooks keep nothing alive, and are removed by a call or with `owner`."""
-    reference = weakref.ref(averager)
+    """Call a method after each gradient, until the returned function is called or `owner` ends."""
+    method = weakref.WeakMethod(on_gradient)  # the parameters must not keep its object alive
 
-    def on_gradient(parameter: Tensor) -> None:
-        alive = reference()
+    def call(parameter: Tensor) -> None:
+        alive = method()
         if alive is not None:
-            alive.on_gradient(id(parameter), parameter)
+            alive(parameter)
 
     hooks: list[RemovableHandle] = [
-        parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
+        parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
         for parameter in parameters
     ]
-    remove = weakref.finalize(owner, _remove, hooks)
-    remove.atexit = False  # useless at exit
-    return remove
+
+    def remove() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    finalizer = weakref.finalize(owner, remove)
+    finalizer.atexit = False  # useless at exit
+    return finalizer
 
 
-def _queue(call: Callable[[], None]) -> None:
+def call_after_backward(call: Callable[[], None]) -> None:
     """Call a function at the end of the running backward."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
-
-
-def _remove(hooks: list[RemovableHandle]) -> None:
-    while hooks:
-        hooks.pop().remove()
 
 
 _JOIN = "a step of join"
@@ -338,10 +280,10 @@ class Replicated(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        foreign = sorted(set(options) - _NEEDLESS)
-        if foreign:
+        unsupported = ", ".join(sorted(set(options) - _NEEDLESS))
+        if unsupported:
             raise UnsupportedOperation(
-                current_model().name, f"option {', '.join(foreign)} of auto_model", "leave it out"
+                current_model().name, f"option {unsupported} of auto_model", "leave it out"
             )
         # DistributedDataParallel's default.
         size_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
@@ -371,17 +313,19 @@ class Replicated(nn.Module):
                     f"({current_model().name}): call auto_model again after initialize"
                 )
             self._averager.reset()
+            mark = _ACCUMULATES
+            if self._averager.is_syncing:
+                mark = _SYNCS if self.training else _SYNCS_IN_EVAL
             src = 0
             if self._is_joining:
-                word = _SYNCS if self.training else _SYNCS_IN_EVAL
-                word = word if self._averager.is_syncing else _ACCUMULATES
-                src = self._first_active(swap(communicator(), _JOIN, word, None))
-            if self._averager.is_syncing and self.training:
+                src = self._first_active(swap(communicator(), _JOIN, mark, None))
+            if mark == _SYNCS:
                 self._broadcast_buffers(src)
         return self.module(*args, **kwargs)
 
     def _first_active(self, marks: list[bytes]) -> int:
-        """Record and return the first rank with batches left; in the end all get its values."""
+        """Record and return the first rank with batches left, of which there must be one."""
+        # At the end of `join` all ranks get its parameters.
         self._leader = next(rank for rank, mark in enumerate(marks) if mark != _HAS_ENDED)
         return self._leader
 
@@ -433,8 +377,9 @@ class Replicated(nn.Module):
         made = memo[id(self)] = type(self).__new__(type(self))
         state = {name: item for name, item in self.__dict__.items() if name != "_averager"}
         made.__dict__.update(copy.deepcopy(state, memo))
-        own = self._averager  # the others need not create one, so the number is the same
-        made._averager = Averager(made.module, own.bucket_bytes, own.name)
+        # Its name is kept: a new one would count the copy, which other ranks may not make.
+        averager = self._averager
+        made._averager = Averager(made.module, averager.bucket_bytes, averager.name)
         _alive.add(made)
         return made
 

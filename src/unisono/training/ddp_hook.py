@@ -1,9 +1,10 @@
-"""Communication hook for ``DistributedDataParallel``: shared memory, named collectives."""
+"""Gradients of ``DistributedDataParallel``: in shared memory, named, averaged every time."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,46 +19,61 @@ from unisono.model.handle import Handle
 from unisono.model.reduction import ReduceOp
 from unisono.recording.records import plane_is
 from unisono.topology import Group
-from unisono.training.data_parallel import name_of_gradients
+from unisono.training.averaging import all_reduce_grads
+from unisono.training.data_parallel import call_after_backward, hook_gradients, name_of_gradients
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-def average_by_name(
+def average_gradients(
     module: nn.parallel.DistributedDataParallel, context: ContextState, group: Group | None
 ) -> None:
-    """Average a module's CPU gradients by the facade, unless the user registers a hook."""
-    # Local. On one host buckets go through shared memory, and are compared with other ranks' calls;
-    # between hosts torch's group reduces them, with our call name and deadline. Gradients on an
-    # accelerator are left to torch, as host memory cannot hold such tensors.
-    # ``DistributedDataParallel`` accepts one communication hook, before the first backward: ours is
-    # registered by the first forward with gradients.
-    if all(p.device.type == "cpu" for p in module.parameters()):
-        name = name_of_gradients(context, module.module, group)
-        module.register_forward_pre_hook(Averaging(group, name))
+    """Average a module's gradients in every backward outside of ``no_sync``."""
+    averager = DDPAverager(group, name_of_gradients(context, module.module, group))
+    averager.module = weakref.ref(module)
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    hook_gradients(averager.on_gradient, parameters, module)
+    module.register_forward_pre_hook(averager)
 
 
-class Averaging:
-    """Registers the hook and is its state; looks up the active context at each call."""
+class DDPAverager:
+    """Averages the gradients of a ``DistributedDataParallel`` in every backward."""
+
+    # It is the state of a communication hook, `average`, unless the user registers one. On one host
+    # buckets go through shared memory, and are compared with other ranks' calls; between hosts
+    # torch's group reduces them, with our call name and deadline. Gradients on an accelerator are
+    # left to torch, as host memory cannot hold such tensors.
+    # torch averages in the first backward after the module's forward outside of ``no_sync``. If the
+    # forward ran in ``no_sync``, or on the inner module, or was an earlier one, gradients would
+    # silently stay local: they are averaged after such a backward, as `Replicated` does.
+    # It keeps no context, but looks up the active one at each call.
 
     def __init__(self, group: Group | None = None, name: str = "") -> None:
         self.group: Group | None = group
         self._name = name
         self.module: Callable[[], Any] = lambda: None
-        self._is_live = False
+        self._was_called = False
+        self._is_live = False  # whether this rank has inputs in this step
         self._started: list[tuple[Handle[Tensor], torch.futures.Future[Tensor]]] = []
+        self._is_announced = False  # whether torch will average in the next backward
+        self._announced = 0
+        self._backward = -1  # the one whose end is waited for
 
     def __call__(self, module: Any, inputs: Any) -> None:
-        """Register the hook at the first forward; record that this rank has inputs."""
+        """Record a forward with gradients; register the communication hook at the first one."""
         if not torch.is_grad_enabled():
             return
-        self._is_live, is_done = True, self.module() is not None
+        self._is_live = True
         self._started.clear()  # of a backward that failed
-        if is_done:
+        if module.require_backward_grad_sync:
+            self._is_announced = True
+            self._announced += 1
+        if self._was_called:
             return
-        self.module = weakref.ref(module)
-        if not module._comm_hooks:
+        # ``DistributedDataParallel`` accepts one hook, before the first backward.
+        self._was_called, self.module = True, weakref.ref(module)
+        if not module._comm_hooks and all(p.device.type == "cpu" for p in module.parameters()):
             try:
                 module.register_comm_hook(self, average)
             except RuntimeError as error:  # torch's own hooks aren't in that list
@@ -65,6 +81,35 @@ class Averaging:
                 module._comm_hooks.clear()
                 if "once" not in str(error):
                     raise
+
+    def on_gradient(self, parameter: Tensor) -> None:
+        """Queue an average for the end of this backward, unless torch averages."""
+        backward: int = torch._C._current_graph_task_id()
+        module = self.module()
+        # One average for each backward, though each parameter has this hook.
+        if backward == self._backward or module is None or not module.require_backward_grad_sync:
+            return
+        self._backward = backward
+        if self._is_announced:
+            # Twice: torch queues its own callback after this hook, and before the second one.
+            call_after_backward(lambda: call_after_backward(self._note_end))
+        else:
+            call_after_backward(self._average_all)
+
+    def _note_end(self) -> None:
+        """Record that torch has averaged; within reentrant checkpointing it has not yet."""
+        module = self.module()
+        if module is None or (module.static_graph and self._announced == 1):
+            return  # the end of the first backward of a static graph is unknown
+        with suppress(RuntimeError):  # not finished yet
+            module._check_reducer_finalized()
+            self._is_announced = False
+
+    def _average_all(self) -> None:
+        module = self.module()
+        # In torch's join, ranks without batches only take part in torch's own averages.
+        if module is not None and not module._join_config.enable:
+            all_reduce_grads(module.parameters(), group=self.group)
 
     def reduce(
         self, index: int, flat: Tensor, op: ReduceOp, host: HostCollectives | None
@@ -108,6 +153,7 @@ class Averaging:
         for handle, done in started:
             done.set_result(handle.wait())
 
+    # A copy of the module calls the hook, too, but its parameters lose theirs.
     def __deepcopy__(self, memo: object) -> Self:
         return type(self)(self.group, self._name)
 
@@ -115,7 +161,7 @@ class Averaging:
         return (type(self), ())
 
 
-def average(state: Averaging, bucket: Any) -> torch.futures.Future[Tensor]:
+def average(state: DDPAverager, bucket: Any) -> torch.futures.Future[Tensor]:
     """Average one bucket of gradients in place: a communication hook. Collective over the group."""
     flat, group = bucket.buffer(), state.group
     if flat.layout is not torch.strided:  # sparse gradients
@@ -137,4 +183,4 @@ def average(state: Averaging, bucket: Any) -> torch.futures.Future[Tensor]:
     return done
 
 
-average.__annotations__.clear()  # torch compares them with its classes; ours are strings
+average.__annotations__.clear()  # torch compares them with its classes; these are strings

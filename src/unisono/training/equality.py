@@ -60,7 +60,7 @@ def assert_equal(tree: Any, group: GroupLike = None) -> None:
 
     def described() -> bytes:
         try:
-            opened = _opened(tree)
+            opened = _with_fields_as_dicts(tree)
         except RecursionError as error:
             text = "a container contains itself, or is nested too deep"
             raise PayloadError(text) from error
@@ -131,14 +131,14 @@ def _leaves(tree: Any) -> dict[str, Leaf]:
     return {**leaves, **dict.fromkeys(empty, ("", b"empty"))}
 
 
-def _opened(node: Any) -> Any:
+def _with_fields_as_dicts(node: Any) -> Any:
     """Replace dataclasses without a state by dicts of their fields."""
     if has_state(node):
         return node
     if is_dataclass(node) and not isinstance(node, type):
         names = [item.name for item in fields(node) if hasattr(node, item.name)]
-        return {f".{name}": _opened(getattr(node, name)) for name in names}
-    return mapped(node, _opened) if isinstance(node, (dict, list, tuple)) else node
+        return {f".{name}": _with_fields_as_dicts(getattr(node, name)) for name in names}
+    return mapped(node, _with_fields_as_dicts) if isinstance(node, (dict, list, tuple)) else node
 
 
 def _leaf(value: Any) -> Leaf:

@@ -256,7 +256,7 @@ def _results(fn: Callable[[Any], Any], loader: Any) -> list[Columns]:
     """Return the results of each batch by name."""
     made: list[Columns] = []
     left = len(loader.sampler)
-    with torch.no_grad(), _evaluating(fn):
+    with torch.no_grad(), _in_evaluation_mode(fn):
         for batch in loader:
             count = min(loader.batch_size or 1, left)  # None for single samples
             left -= count
@@ -305,7 +305,7 @@ def _joined(batches: list[Columns]) -> Columns:
 
 
 @contextmanager
-def _evaluating(fn: Any) -> Iterator[None]:
+def _in_evaluation_mode(fn: Any) -> Iterator[None]:
     modules = [part for part in fn.modules() if part.training] if isinstance(fn, nn.Module) else []
     if modules:
         fn.eval()

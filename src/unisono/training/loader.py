@@ -89,9 +89,10 @@ class ReplicaLoader(DataLoader[Any]):
 
     @property
     def _index_sampler(self) -> Any:  # read by torch's loader and its iterators
+        batches = super()._index_sampler
         # A stream has no indices to leave out: `_Batches` leaves out its batches.
-        is_drawn_from = not isinstance(self.dataset, IterableDataset)
-        return _Rest(self._position if is_drawn_from else _Position(), super()._index_sampler)
+        is_stream = isinstance(self.dataset, IterableDataset)
+        return batches if is_stream else _Rest(self._position, batches)
 
     def __iter__(self) -> Any:
         at = self._position
@@ -144,7 +145,7 @@ class ReplicaLoader(DataLoader[Any]):
             UnsupportedOperation: an epoch is under way, and the sampler can't repeat its order.
         """
         at = self._position
-        if at.batches and not self._repeats():
+        if at.batches and not self._order_is_repeatable():
             if self._has_own_batches():
                 kind = type(self.batch_sampler)
                 remedy = "give it a set_epoch that chooses the order"
@@ -157,20 +158,27 @@ class ReplicaLoader(DataLoader[Any]):
                 "each time",
                 remedy,
             )
-        is_dealt = self._is_dealt_in_turn()
-        position = (at.order - self._passed, at.order, at.batches, is_dealt, *self._shape())
-        return dict(zip(_KEYS, position, strict=True))
+        return {
+            "epoch": at.order - self._passed,
+            "order": at.order,
+            "batches": at.batches,
+            "is_dealt_in_turn": self._is_dealt_in_turn(),
+            **self._sizes(),
+        }
 
     def _has_own_batches(self) -> bool:
         return type(self.batch_sampler) not in (BatchSampler, type(None))
 
-    def _shape(self) -> tuple[int | None, int, int | None]:
+    def _sizes(self) -> dict[str, int | None]:
         """Return the batch size over all ranks, the number of ranks, and that of samples."""
-        size = None if self.batch_size is None else self.batch_size * self._world_size
-        dataset: Any = self.dataset
-        return size, self._world_size, len(dataset) if isinstance(dataset, Sized) else None
+        return {
+            "batch_size": None if self.batch_size is None else self.batch_size * self._world_size,
+            "world_size": self._world_size,
+            "samples": len(self.dataset) if isinstance(self.dataset, Sized) else None,
+        }
 
-    def _repeats(self) -> bool:
+    def _order_is_repeatable(self) -> bool:
+        """Return whether the next pass of the same epoch has the same order."""
         sampler = self._position.sampler
         if sampler is None:
             inner = getattr(self.batch_sampler, "sampler", self.sampler)
@@ -194,43 +202,42 @@ class ReplicaLoader(DataLoader[Any]):
             ArgumentError: it isn't a position, or belongs to other data or batches.
             UnsupportedOperation: the order differs with the number of ranks.
         """
-        if not isinstance(state, dict) or set(state) != set(_KEYS):
-            raise ArgumentError(f"invalid position {state!r}: expected the keys {', '.join(_KEYS)}")
-        epoch, order, batches, *shape = _checked(state)
-        self._begin = (epoch, self._batches_here(batches, *shape) if batches else 0)
+        _check_position(state)
+        epoch, order = state["epoch"], state["order"]
+        self._begin = (epoch, self._batches_here(state))
         self._passed, self._counts = order - epoch, False
         self._position.begin(order, self._begin[1])
         self._pass_epoch_on()
 
-    def _batches_here(
-        self,
-        batches: int,
-        is_dealt_in_turn: bool,
-        size: int | None,
-        world_size: int,
-        samples: int | None,
-    ) -> int:
-        """Convert a number of saved batches to this loader's batches of the same samples."""
-        own_size, own_world_size, own_samples = self._shape()
-        if samples != own_samples:
+    def _batches_here(self, state: dict[str, Any]) -> int:
+        """Convert the number of saved batches to this loader's batches of the same samples."""
+        here = self._sizes()
+        batches: int = state["batches"]
+        if not batches:
+            return 0
+        if state["samples"] != here["samples"]:
             raise ArgumentError(
-                f"the position is for {samples} samples, but the dataset has {own_samples}"
+                f"the position is for {state['samples']} samples, but the dataset has "
+                f"{here['samples']}"
             )
-        if (size, world_size) == (own_size, own_world_size):
+        if here == {key: state[key] for key in here}:
             return batches
-        is_dealt_in_turn = is_dealt_in_turn and self._is_dealt_in_turn()
-        if world_size != own_world_size and not is_dealt_in_turn:
+        is_dealt_in_turn = state["is_dealt_in_turn"] and self._is_dealt_in_turn()
+        if state["world_size"] != here["world_size"] and not is_dealt_in_turn:
             raise UnsupportedOperation(
                 current_model().name,
-                f"a position of {world_size} ranks on {own_world_size} within an epoch",
+                f"a position of {state['world_size']} ranks on {here['world_size']} within an "
+                "epoch",
                 "use the sampler of auto_dataloader, or begin the epoch again with set_epoch",
             )
-        if size is None or own_size is None or batches * size % own_size:
+        size, size_here = state["batch_size"], here["batch_size"]
+        if size is None or size_here is None or batches * size % size_here:
             raise ArgumentError(
                 f"the position is after {batches} batches of {size} samples of all ranks, which "
-                f"are not whole batches of {own_size}: use the batch size it was saved with"
+                f"are not whole batches of {size_here}: use the batch size it was saved with"
             )
-        return batches * size // own_size
+        seen: int = batches * size
+        return seen // size_here
 
     def _is_dealt_in_turn(self) -> bool:
         """Return whether the first batches of all ranks are the first samples of one order."""
@@ -238,8 +245,9 @@ class ReplicaLoader(DataLoader[Any]):
         return kind is DistributedSampler or getattr(kind, "deals_in_turn", False)
 
 
-def _checked(state: dict[str, Any]) -> list[Any]:
-    """Check a position, and return its values in the order of `_KEYS`."""
+def _check_position(state: Any) -> None:
+    if not isinstance(state, dict) or set(state) != set(_KEYS):
+        raise ArgumentError(f"invalid position {state!r}: expected the keys {', '.join(_KEYS)}")
     for key, value in state.items():
         if key == "is_dealt_in_turn":
             if not isinstance(value, bool):
@@ -247,7 +255,6 @@ def _checked(state: dict[str, Any]) -> list[Any]:
         # None if the batch size isn't fixed, or the dataset has no length.
         elif value is not None or key not in ("batch_size", "samples"):
             check_count(key, value, 1 if key in ("batch_size", "world_size") else 0)
-    return [state[key] for key in _KEYS]
 
 
 def _with_epochs(dataset: Any) -> list[Any]:
@@ -308,12 +315,12 @@ class _Batches:
         return len(self.inner)
 
     def __next__(self) -> Any:
-        position, is_new = self.position, False
+        position = self.position
+        is_new = False  # `begin` has counted the batches left out
         try:
             while self.left_out:
                 self.left_out -= 1
                 next(self.inner)
-            # `begin` has counted the batches left out.
             is_new = True
             batch = next(self.inner)
         except StopIteration:
@@ -328,7 +335,9 @@ class _Batches:
         return batch if self.target is None else moved(batch, self.target, self.non_blocking)
 
     def _count(self, is_new: bool) -> None:
-        self.position.batches += is_new and self._turn == self.position.turn
+        """Count a new batch, unless a later iterator moves the position."""
+        if is_new and self._turn == self.position.turn:
+            self.position.batches += 1
 
 
 @dataclass(eq=False)
@@ -373,11 +382,11 @@ def moved(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
         return mapped(batch, lambda item: moved(item, device, non_blocking))
     if not is_dataclass(batch) or isinstance(batch, type):
         return batch
-    own = {
+    fields_before = {
         item.name: getattr(batch, item.name) for item in fields(batch) if hasattr(batch, item.name)
     }
-    made = {name: moved(value, device, non_blocking) for name, value in own.items()}
-    if all(made[name] is own[name] for name in own):
+    made = {name: moved(value, device, non_blocking) for name, value in fields_before.items()}
+    if all(made[name] is fields_before[name] for name in fields_before):
         return batch
     new = copy.copy(batch)
     for name, value in made.items():

@@ -104,15 +104,17 @@ def auto_dataloader(
             # ignite.distributed.
             if workers >= n_local:
                 kwargs["num_workers"] = math.ceil(workers / n_local)
-    _order(dataset, kwargs, world_size)
+    _set_sampler(dataset, kwargs, world_size)
     kwargs.setdefault("pin_memory", hooks.can_pin_memory)
     device = context.model.device if to_device and context.model.device.type != "cpu" else None
     loader: ReplicaLoader = hooks.wrap_loader(ReplicaLoader(dataset, device, **kwargs))
     return loader
 
 
-_SAME = ("num_workers", "collate_fn", "timeout", "worker_init_fn", "multiprocessing_context")
-_TAKEN = (*_SAME, "generator", "prefetch_factor", "persistent_workers")
+_TAKEN = (
+    "num_workers", "collate_fn", "timeout", "worker_init_fn", "multiprocessing_context",
+    "generator", "prefetch_factor", "persistent_workers",
+)  # fmt: skip
 
 
 def _taken_apart(
@@ -134,24 +136,24 @@ def _taken_apart(
         kwargs["num_workers"] *= facts.get_nproc_per_node()
         if kwargs.get("batch_size") is not None:
             kwargs["batch_size"] *= world_size
-    if given.keys() & {"sampler", "shuffle", "batch_sampler"}:
-        for name in ("sampler", "shuffle", "batch_sampler"):
-            kwargs.pop(name, None)
+    orders = {"sampler", "shuffle", "batch_sampler"}
+    dropped = orders if given.keys() & orders else set()
     # DataLoader rejects these options beside a batch sampler.
     if given.get("batch_sampler") is not None:
-        kwargs = {name: kwargs[name] for name in kwargs if name not in ("batch_size", "drop_last")}
-    return loader.dataset, {**kwargs, **given}
+        dropped = dropped | {"batch_size", "drop_last"}
+    kept = {name: value for name, value in kwargs.items() if name not in dropped}
+    return loader.dataset, {**kept, **given}
 
 
 def _batches_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return the arguments that define a loader's batches."""
     batches: Any = loader.batch_sampler
-    source: Any = loader
-    if batches is not None and (loader.batch_size is None or type(batches) is not BatchSampler):
-        # A given batch sampler: the loader's own batch_size, drop_last and sampler mean nothing.
-        if type(batches) is not BatchSampler or not isinstance(batches.sampler, Sampler):
-            return {"batch_sampler": batches}
-        source = batches
+    is_of_torch = type(batches) is BatchSampler
+    is_given = batches is not None and (loader.batch_size is None or not is_of_torch)
+    if is_given and not (is_of_torch and isinstance(batches.sampler, Sampler)):
+        return {"batch_sampler": batches}
+    # Beside a given one, the loader's batch_size, drop_last and sampler mean nothing.
+    source: Any = batches if is_given else loader
     made = {"batch_size": source.batch_size, "drop_last": source.drop_last}
     is_iterable = isinstance(loader.dataset, IterableDataset)
     return made if is_iterable else {**made, **_order_of(source.sampler)}
@@ -161,20 +163,18 @@ def _order_of(sampler: Any) -> dict[str, Any]:
     """Return the arguments that define a loader's sampler."""
     if type(sampler) is SequentialSampler:
         return {"shuffle": False}
-    is_plain = type(sampler) is RandomSampler and (sampler.replacement, sampler.generator) == (
-        False,
-        None,
-    )
-    if is_plain and sampler.num_samples == len(sampler.data_source):
-        return {"shuffle": True}
+    if type(sampler) is RandomSampler:
+        draws_all = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+        if draws_all and sampler.generator is None:
+            return {"shuffle": True}
     return {"sampler": sampler}
 
 
-def _order(dataset: Any, kwargs: dict[str, Any], world_size: int) -> None:
-    """Set a sampler that splits the samples among replicas."""
+def _set_sampler(dataset: Any, kwargs: dict[str, Any], world_size: int) -> None:
+    """Set in `kwargs` a sampler that splits the samples among replicas."""
     if kwargs.get("batch_sampler") is not None:
         if world_size > 1:
-            kwargs["batch_sampler"] = _dealt(kwargs["batch_sampler"], world_size)
+            kwargs["batch_sampler"] = _own_batches(kwargs["batch_sampler"], world_size)
     elif isinstance(dataset, IterableDataset):
         if world_size > 1 and facts.is_main_process() and not isinstance(dataset, Shard):
             _log.warning(
@@ -187,8 +187,9 @@ def _order(dataset: Any, kwargs: dict[str, Any], world_size: int) -> None:
 
 
 def _share(batch_size: int, world_size: int) -> int:
+    """Return the batch size of each replica; warn if these don't add up to `batch_size`."""
     # As in ignite.distributed, each replica takes a size below the number of replicas whole.
-    share = max(1, batch_size // world_size) if batch_size >= world_size else batch_size
+    share = batch_size // world_size if batch_size >= world_size else batch_size
     if share * world_size != batch_size:
         warnings.warn(
             f"batch_size={batch_size} can't be divided among {world_size} replicas: each loads "
@@ -199,8 +200,8 @@ def _share(batch_size: int, world_size: int) -> int:
     return share
 
 
-def _dealt(batch_sampler: Any, world_size: int) -> Any:
-    """Return a batch sampler of this rank's batches."""
+def _own_batches(batch_sampler: Any, world_size: int) -> Any:
+    """Return a batch sampler of this rank's batches; warn if the given one can't be split."""
     holders: list[Any] = [batch_sampler, getattr(batch_sampler, "sampler", None)]
     shares = [item.num_replicas for item in holders if hasattr(item, "num_replicas")]
     if world_size in shares:
@@ -219,6 +220,7 @@ def _dealt(batch_sampler: Any, world_size: int) -> Any:
 
 
 def _sampler(dataset: Any, kwargs: dict[str, Any]) -> Any:
+    """Return a sampler of this rank's samples; a given one that isn't distributed is wrapped."""
     topology = current_model().topology
     share = topology.world_size, topology.rank
     sampler = kwargs.get("sampler")

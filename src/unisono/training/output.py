@@ -51,8 +51,8 @@ def print(*args: Any, all: bool = False, **kwargs: Unpack[_PrintOptions]) -> Non
     out: TextIO | None = sys.stdout if file is None else file
     if out is None:  # there is no console; print() ignores that, too
         return
-    is_passed_on = out in (sys.stdout, sys.stderr) and os.environ.get(PREFIXED)
-    is_marked = isinstance(out, RankStream) or is_passed_on == str(topology.rank)
+    prefixed_rank = os.environ.get(PREFIXED) if out in (sys.stdout, sys.stderr) else None
+    is_marked = isinstance(out, RankStream) or prefixed_rank == str(topology.rank)
     mark = f"[rank {topology.rank}] " if topology.world_size > 1 and not is_marked else ""
     out.write(mark + text.getvalue())
     if flush:

@@ -14,8 +14,8 @@ from unisono.context import communicator
 from unisono.errors import ArgumentError, UnsupportedOperation
 
 _watched: dict[int, Any] = {}  # recorded signals, with their previous handlers
-_received: list[int] = []  # signals received
-_reported: list[int] = []  # signals reported by a preemption_point, received or not
+_received: set[int] = set()  # signals received
+_reported: set[int] = set()  # signals reported by a preemption_point, received or not
 _NO, _YES, _CANNOT = b"n", b"y", b"c"
 
 
@@ -54,34 +54,31 @@ def preemptible(*signals: int) -> Iterator[None]:
             _watch(number)
         yield
     finally:
-        unreported = [
-            number for number in _received if number in before and number not in _reported
-        ]
+        unreported = (_received - _reported) & before.keys()
         for number, handler in before.items():
             # Outer blocks still watch the other signals.
             if handler is None and number in _watched:
                 signal.signal(number, _watched.pop(number))
-        _received[:] = [number for number in _received if number in _watched]
-        _reported[:] = [number for number in _reported if number in _watched]
-        for number in unreported:
-            # Sent again to the handler that is back, unless an outer block watches the signal.
-            if number not in _watched:
-                os.kill(os.getpid(), number)
+        _received.intersection_update(_watched)
+        _reported.intersection_update(_watched)
+        # Sent again to the handler that is back, unless an outer block watches the signal.
+        for number in unreported - _watched.keys():
+            os.kill(os.getpid(), number)
 
 
 def _watch(number: int) -> None:
     if number in _watched:
         return
     try:
-        before = signal.signal(number, _note)
+        before = signal.signal(number, _record)
     except (OSError, TypeError, ValueError) as error:
         raise ArgumentError(f"signal {number!r} can't be handled: {error}") from error
     # None is a handler of C, which Python can't set again.
     _watched[number] = signal.SIG_DFL if before is None else before
 
 
-def _note(number: int, frame: Any) -> None:
-    _received.append(number)
+def _record(number: int, frame: Any) -> None:
+    _received.add(number)
 
 
 def _after_fork() -> None:
@@ -131,7 +128,8 @@ def preemption_point() -> bool:
     if not _watched and _is_main():
         _watch(signal.SIGTERM)
     # Later signals count in the next call, as this one's answer is sent now.
-    _reported[:] = _received
+    _reported.clear()
+    _reported.update(_received)
     mark = _CANNOT if not _watched else _YES if _reported else _NO
     with context.calls.call("preemption_point", None):
         marks = [bytes(each) for each in swap(context, "preemption_point", mark, None)]
@@ -145,5 +143,5 @@ def preemption_point() -> bool:
             "file on rank 0 and broadcast the result: idist.broadcast(path.exists())",
         )
     if _YES in marks:
-        _reported[:] = _watched  # a signal sent to all ranks may reach some later
+        _reported.update(_watched)  # a signal sent to all ranks may reach some later
     return _YES in marks

@@ -62,7 +62,7 @@ def _logged(iterable: Iterable[T], total: int | None, label: str, out: TextIO) -
     begin, count = time.monotonic(), 0
 
     def write(progress: str) -> None:
-        rate = count / max(time.monotonic() - begin, 1e-9)
+        rate = count / max(time.monotonic() - begin, 1e-9)  # a clock may not have moved
         out.write(f"{label}{progress}, {rate:.1f}/s\n")
         out.flush()
 

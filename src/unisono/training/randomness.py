@@ -100,15 +100,12 @@ def _generators() -> dict[
     }
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
-        draws = numpy.random
-        made["numpy"] = (draws.get_state, draws.set_state, draws.seed)
+        made["numpy"] = (numpy.random.get_state, numpy.random.set_state, numpy.random.seed)
     device = current_model().device
     module: Any = getattr(torch, device.type, None)
     if device.type != "cpu" and hasattr(module, "get_rng_state"):
-        get, put = (
-            partial(module.get_rng_state, device),
-            partial(module.set_rng_state, device=device),
-        )
+        get = partial(module.get_rng_state, device)
+        put = partial(module.set_rng_state, device=device)
         made["device"] = (get, put, module.manual_seed)
     return made
 
@@ -116,9 +113,10 @@ def _generators() -> dict[
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seed the global generators in a block, and restore their states afterwards."""
-    before = [(put, get()) for get, put, _ in _generators().values()]
-    for _, _, draw_from in _generators().values():
-        draw_from(seed % _LIMIT)
+    generators = _generators().values()
+    before = [(put, get()) for get, put, _ in generators]
+    for _, _, set_seed in generators:
+        set_seed(seed % _LIMIT)
     try:
         yield
     finally:

@@ -64,10 +64,10 @@ class Plan:
 
     def of(self, into: Any, saved: Any, where: str) -> Any:
         """Plan the load of `saved` into `into`; return the object that replaces `into`."""
-        _check_split(into, isinstance(saved, Mapping) and saved.keys() == {BY_RANK}, where)
+        _check_by_rank(into, isinstance(saved, Mapping) and saved.keys() == {BY_RANK}, where)
         load: Step
         if isinstance(into, ByRank):
-            load = partial(into.load, _own(saved[BY_RANK], where))
+            load = partial(into.load, _state_of_this_rank(saved[BY_RANK], where))
             self._add_trial(load, _loads_copy(into.state, into.load), where)
         elif isinstance(into, nn.Module):
             self._module(hidden_module(into), saved, where)
@@ -100,24 +100,24 @@ class Plan:
         self.trials.append((_with_place(load, where), undo))
 
     def _module(self, module: nn.Module, saved: Any, where: str) -> None:
-        own = module.state_dict()
-        made = with_own_keys(module, own, saved, where)
+        current = module.state_dict()
+        made = with_own_keys(module, current, saved, where)
         if not self.is_strict:
-            misfits = [key for key in made if not _fits(own.get(key), made[key])]
+            misfits = [key for key in made if not _fits(current.get(key), made[key])]
             for key in misfits:
                 del made[key]
-            absent = [key for key in own if key not in made]
+            absent = [key for key in current if key not in made]
             self.left_out += [f"{where}[{key!r}]" for key in dict.fromkeys((*absent, *misfits))]
         for key in made:
-            made[key] = local_part(own.get(key), made[key], f"{where}[{key!r}]")
+            made[key] = local_part(current.get(key), made[key], f"{where}[{key!r}]")
         load = partial(module.load_state_dict, made, strict=self.is_strict)
-        is_sure = all(_fits(own.get(key), item) for key, item in made.items())
-        if is_sure and (not self.is_strict or made.keys() == own.keys()):
+        is_sure = all(_fits(current.get(key), item) for key, item in made.items())
+        if is_sure and (not self.is_strict or made.keys() == current.keys()):
             self.fills.append(_with_place(load, where))  # without a copy of the module in memory
             return
         before = {
             key: item.detach().clone() if isinstance(item, Tensor) else copy.deepcopy(item)
-            for key, item in own.items()
+            for key, item in current.items()
         }
         self._add_trial(load, partial(module.load_state_dict, before), where)
 
@@ -182,9 +182,11 @@ def _with_place(load: Step, where: str) -> Step:
     return step
 
 
-def _fits(own: Any, saved: Any) -> bool:
-    """Return whether a module certainly accepts a saved tensor for its own."""
-    return isinstance(own, Tensor) and isinstance(saved, Tensor) and own.shape == saved.shape
+def _fits(current: Any, saved: Any) -> bool:
+    """Return whether a module certainly accepts a saved tensor for its current one."""
+    if not (isinstance(current, Tensor) and isinstance(saved, Tensor)):
+        return False
+    return current.shape == saved.shape
 
 
 def _entry(saved: Any, key: Any) -> Any:
@@ -206,14 +208,15 @@ def _entry(saved: Any, key: Any) -> Any:
     return part if names else _MISSING
 
 
-def _check_split(into: Any, is_split: bool, where: str) -> None:
-    if is_split and has_state(into):
+def _check_by_rank(into: Any, is_by_rank: bool, where: str) -> None:
+    """Raise unless a state that was saved by rank is loaded into a `ByRank`, and no other is."""
+    if is_by_rank and has_state(into):
         raise PayloadError(f"{where} was saved by rank: load it into ByRank(...)")
-    if isinstance(into, ByRank) and not is_split:
+    if isinstance(into, ByRank) and not is_by_rank:
         raise PayloadError(f"{where} was not saved by rank: load it without ByRank(...)")
 
 
-def _own(states: Sequence[Any], where: str) -> Any:
+def _state_of_this_rank(states: Sequence[Any], where: str) -> Any:
     """Return this rank's state; raise if the number of ranks differs."""
     topology = current_model().topology
     if len(states) != topology.world_size:
@@ -289,7 +292,7 @@ def refuse_lost_states(into: Any, there: Mapping[str, Any], saved: Mapping[str, 
     """Raise if a saved part of a state would not be read from shards."""
     for path, leaf in leaves(into):
         start = "".join(f"{key}." for key in path)
-        _check_split(leaf, start + BY_RANK in saved, _place(path))
+        _check_by_rank(leaf, start + BY_RANK in saved, _place(path))
         if has_state(leaf) and not isinstance(leaf, nn.Module):
             lost = [key for key in saved if key.startswith(start) and key not in there]
             if lost:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError
 from unisono.payload.codec import decode, encode, failure, raise_failures
 from unisono.payload.tensors import is_dense, reach_bytes
 from unisono.topology import Group
+from unisono.training.buckets import Work
 
 OVERLAPS = -1
 """The owner of a tensor that overlaps another in part, or itself."""
@@ -60,7 +60,7 @@ def aliases(names: Sequence[object], tensors: Sequence[Tensor | None]) -> list[i
 
 
 _NONE = b"n"
-_SPARSE, _SHARDED, _FOREIGN, _OVERLAPPING = b"s", b"h", b"f", b"v"
+_SPARSE, _SHARDED, _NO_MEMORY, _OVERLAPPING = b"s", b"h", b"f", b"v"
 _REFUSED = {
     _SPARSE: ("is sparse", "use sparse=False, or make it dense with to_dense()"),
     _SHARDED: (
@@ -68,53 +68,21 @@ _REFUSED = {
         "each rank has a part of it; give its to_local() or full_tensor(). Under fully_shard "
         "backward averages the gradients itself",
     ),
-    _FOREIGN: ("has no memory of its own", "give a plain tensor"),
+    _NO_MEMORY: ("has no memory of its own", "give a plain tensor"),
     _OVERLAPPING: (
         "overlaps another one of the list in memory, or itself",
         "leave one of them out, or give a clone(), or the tensor that both are views of",
     ),
 }
-_LAYOUTS = (  # code, memory format, and the number of dimensions that it needs
+_ORDERS = (  # code, memory format, and the number of dimensions that it needs
     (b"c", torch.contiguous_format, None),
     (b"l", torch.channels_last, 4),
     (b"d", torch.channels_last_3d, 5),
 )
-_OTHER = b"o"
+_OTHER_ORDER = b"o"
 _LIST = b"l"
 _DIGEST_BYTES = 16
 _START = len(_LIST) + _DIGEST_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class Described:
-    """The result of `agree`."""
-
-    present: list[bool]  # whether any rank has the tensor
-    layouts: list[torch.memory_format | None]  # None if memory orders differ
-    alone: list[bool]  # whether it owns its memory
-
-
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """This rank's input of `agree`."""
-
-    likes: Sequence[Tensor]
-    tensors: Sequence[Tensor | None]
-    error: ArgumentError | None = None
-
-
-def listed(params: object, *, of_grads: bool = False) -> Listed:
-    """List the tensors of `params`, or the gradients of those that have any."""
-    try:
-        likes = as_tensors(params)
-    except ArgumentError as error:
-        return Listed([], [], error)
-    except Exception as error:  # the user's own iterable may raise anything
-        text = f"it can't be listed: {type(error).__name__}: {error}"
-        return Listed([], [], ArgumentError(text))
-    if of_grads:
-        return Listed(likes, [item.grad if item.requires_grad else None for item in likes])
-    return Listed(likes, likes)
 
 
 def is_sharded(value: object) -> bool:
@@ -128,7 +96,7 @@ def as_tensors(params: object) -> list[Tensor]:
         return list(params.parameters())
     if isinstance(params, Tensor):
         return [params]
-    values = params.values() if isinstance(params, dict) else params
+    values = params.values() if isinstance(params, Mapping) else params
     if not isinstance(values, Iterable):
         raise ArgumentError(
             f"a module or an iterable of tensors is needed, not a {type(params).__qualname__}"
@@ -148,13 +116,13 @@ def _state(tensor: Tensor | None, owner: int) -> bytes:
     if is_sharded(tensor):
         return _SHARDED
     if not is_dense(tensor):
-        return _SPARSE if tensor.layout is not torch.strided else _FOREIGN
+        return _SPARSE if tensor.layout is not torch.strided else _NO_MEMORY
     if owner == OVERLAPS:
         return _OVERLAPPING
-    for code, layout, dims in _LAYOUTS:
-        if dims in (None, tensor.dim()) and tensor.is_contiguous(memory_format=layout):
+    for code, memory_format, dims in _ORDERS:
+        if dims in (None, tensor.dim()) and tensor.is_contiguous(memory_format=memory_format):
             return code
-    return _OTHER
+    return _OTHER_ORDER
 
 
 def _line(index: int, like: Tensor, owner: int) -> str:
@@ -165,20 +133,32 @@ def _line(index: int, like: Tensor, owner: int) -> str:
 def agree(
     context: ContextState,
     call: str,
-    listed: Listed,
+    params: object,
     group: Group | None = None,
-) -> Described:
-    """Check that all ranks have the same list; return which tensors exist on any rank."""
+    *,
+    of_grads: bool = False,
+) -> list[Work]:
+    """Check that all ranks list the same tensors; return these, or their gradients, to be sent."""
     # Collective over `group`: one exchange, and another one where the lists differ.
-    owners = aliases(listed.likes, [item if is_dense(item) else None for item in listed.tensors])
-    lines = [_line(i, *each) for i, each in enumerate(zip(listed.likes, owners, strict=True))]
-    states = b"".join(map(_state, listed.tensors, owners))
+    likes: list[Tensor] = []
+    error: ArgumentError | None = None
+    try:
+        likes = as_tensors(params)
+    except ArgumentError as raised:
+        error = raised
+    except Exception as raised:  # the user's own iterable may raise anything
+        error = ArgumentError(f"it can't be listed: {type(raised).__name__}: {raised}")
+    tensors: list[Tensor | None] = [*likes]
+    if of_grads:
+        tensors = [like.grad if like.requires_grad else None for like in likes]
+    owners = aliases(likes, [item if is_dense(item) else None for item in tensors])
+    lines = [_line(i, *each) for i, each in enumerate(zip(likes, owners, strict=True))]
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=_DIGEST_BYTES).digest()
-    blob = _LIST + digest + states if listed.error is None else failure(str(listed.error))
-    frames = swap(context, call, blob, group)
-    if listed.error is not None:
+    blob = _LIST + digest + b"".join(map(_state, tensors, owners))
+    frames = swap(context, call, blob if error is None else failure(str(error)), group)
+    if error is not None:
         # Only now, so that the other ranks raise, too.
-        raise listed.error
+        raise error
     ranks = list(context.model.topology.members(group))
     raise_failures(frames, lambda: ranks, call)
     if any(frame[:_START] != blob[:_START] for frame in frames):
@@ -188,12 +168,23 @@ def agree(
     columns = list(zip(*(frame[_START:] for frame in frames), strict=True))
     for index, column in enumerate(columns):
         _check(column, f"tensor {index} of {len(lines)} ({lines[index]})", call, ranks)
-    table = {code[0]: layout for code, layout, _ in _LAYOUTS}
-    return Described(
-        [any(code != _NONE[0] for code in column) for column in columns],
-        [table.get(column[0]) if len(set(column)) == 1 else None for column in columns],
-        [owner == index for index, owner in enumerate(owners)],
-    )
+    return _works(likes, owners, columns, of_grads)
+
+
+def _works(
+    likes: Sequence[Tensor], owners: Sequence[int], columns: Sequence[Sequence[int]], of_grads: bool
+) -> list[Work]:
+    """Return the tensors that some rank has, without aliases; zeros for a missing gradient."""
+    works: list[Work] = []
+    for index, (like, column) in enumerate(zip(likes, columns, strict=True)):
+        codes = set(column)
+        if owners[index] != index or codes == {_NONE[0]}:
+            continue
+        if of_grads and like.grad is None:  # another rank has one
+            like.grad = torch.zeros_like(like)
+        tensor: Any = like.grad if of_grads else like
+        works.append((tensor, len(codes) == 1 and _OTHER_ORDER[0] not in codes))
+    return works
 
 
 def _check(column: Sequence[int], name: str, call: str, ranks: Sequence[int]) -> None:
@@ -208,13 +199,11 @@ def _check(column: Sequence[int], name: str, call: str, ranks: Sequence[int]) ->
 
 def _difference(call: str, lists: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:
     longest = max(len(lines) for lines in lists)
-    index = next(
-        i for i in range(longest + 1) if len({tuple(lines[i : i + 1]) for lines in lists}) > 1
-    )
+    padded = [[*lines, *["nothing"] * (longest - len(lines))] for lines in lists]
+    index = next(i for i, column in enumerate(zip(*padded, strict=True)) if len(set(column)) > 1)
     shown = [
-        f"rank {rank} has {lines[index] if index < len(lines) else 'nothing'} there "
-        f"({len(lines)} in all)"
-        for rank, lines in zip(ranks, lists, strict=True)
+        f"rank {rank} has {there[index]} there ({len(lines)} in all)"
+        for rank, there, lines in zip(ranks, padded, lists, strict=True)
     ]
     return (
         f"{call}: the lists differ between ranks from tensor {index} on: {'; '.join(shown)}: give "

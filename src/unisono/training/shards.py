@@ -24,7 +24,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as save
 
 from unisono.errors import PayloadError
 from unisono.training.atomic_files import check_archive, write_whole
+from unisono.training.restoring import refuse_lost_states
 from unisono.training.same_tensors import is_sharded
+from unisono.training.states import refuse_lost_shards
 
 KeyPath = tuple[Any, ...]  # keys from a state to a value in it
 _Unpickler: Any = vars(pickle)["_Unpickler"]
@@ -45,7 +47,6 @@ _CLASSES: dict[tuple[str, str], Any] = {
         filesystem._StoragePrefix,
     )
 }
-_PATHS = frozenset({"Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"})
 
 
 def seal(folder: Path) -> None:
@@ -54,13 +55,7 @@ def seal(folder: Path) -> None:
     write_whole(folder / _SEAL, lambda file: file.write(digest))
 
 
-def flat(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict with the flat keys of shards."""
-    made: dict[str, Any] = flatten_state_dict(state)[0]
-    return made
-
-
-def metadata_of(folder: Path) -> metadata.Metadata:
+def _metadata_of(folder: Path) -> metadata.Metadata:
     """Read the metadata of the shards, and check its checksum."""
     data = (folder / _METADATA).read_bytes()
     # Shards that torch itself wrote have no checksum.
@@ -74,7 +69,7 @@ def metadata_of(folder: Path) -> metadata.Metadata:
     return read
 
 
-def blank(obj: Any, path: KeyPath, states: Mapping[int, Any], shards: metadata.Metadata) -> Any:
+def _blank(obj: Any, path: KeyPath, states: Mapping[int, Any], shards: metadata.Metadata) -> Any:
     """Return the state of an object, with new memory for the tensors that were saved."""
     if isinstance(obj, torch.optim.Optimizer):
         return _state_of_optimizer(obj, path, shards)
@@ -85,7 +80,7 @@ def blank(obj: Any, path: KeyPath, states: Mapping[int, Any], shards: metadata.M
     if isinstance(obj, (Mapping, list)):
         made: Any = copy(obj)
         for key, item in obj.items() if isinstance(obj, Mapping) else enumerate(obj):
-            made[key] = blank(item, (*path, key), states, shards)
+            made[key] = _blank(item, (*path, key), states, shards)
         return made
     return obj
 
@@ -105,7 +100,7 @@ def _state_of_optimizer(
             if part in ((), ("state",)):
                 raise PayloadError(f"{key} was saved as a value, not as the state of an optimizer")
             param = param_of.get(part[1]) if part[0] == "state" else None
-            set_element(made, part, _memory(shards.state_dict_metadata[key], param))
+            set_element(made, part, _memory_for(shards.state_dict_metadata[key], param))
     if not made:
         return own
     # The optimizer moves states to the device of their parameters, but not options, such as a rate.
@@ -118,7 +113,7 @@ def _state_of_optimizer(
     return {**own, **made, "state": state}
 
 
-def _memory(entry: Any, param: Any) -> Tensor | None:
+def _memory_for(entry: Any, param: Any) -> Tensor | None:
     """Return memory for a saved tensor: this rank's part if its parameter is sharded."""
     if not isinstance(entry, metadata.TensorStorageMetadata):
         return None
@@ -130,16 +125,17 @@ def _memory(entry: Any, param: Any) -> Tensor | None:
 
 
 def read(
-    into: dict[str, Any],
-    folder: Path,
-    shards: metadata.Metadata,
-    weights_only: bool,
-    is_strict: bool,
-) -> list[KeyPath]:
-    """Fill a state from `blank` with this rank's parts; return the paths that weren't saved."""
+    folder: Path, into: Any, states: Mapping[int, Any], weights_only: bool, is_strict: bool
+) -> tuple[dict[str, Any], list[KeyPath]]:
+    """Return this rank's parts of the saved state of `into`, and the paths that weren't saved."""
     # Each rank reads its parts itself, so that ranks exchange no pickles.
+    shards = _metadata_of(folder)
+    saved = shards.state_dict_metadata
+    state = _blank(into, (), states, shards)
+    refuse_lost_shards(into, state)
+    refuse_lost_states(into, flatten_state_dict(state)[0], saved)
     planner = DefaultLoadPlanner(allow_partial_load=not is_strict)
-    planner.set_up_planner(into, shards)
+    planner.set_up_planner(state, shards)
     for item in planner.create_local_plan().items:
         info = shards.storage_data[item.storage_index]
         name = str(info.relative_path)
@@ -151,19 +147,18 @@ def read(
         check_archive(data, f"shard {name}")
         value = torch.load(data, weights_only=weights_only)
         if item.type is LoadItemType.BYTE_IO:
-            _set(into, planner.mappings[item.dest_index.fqn], value)
+            _set_at(state, planner.mappings[item.dest_index.fqn], value)
         else:
             part = narrow_tensor_by_index(value, item.storage_offsets, item.lengths)
             planner.resolve_tensor(item).detach().copy_(part)
-    saved = shards.state_dict_metadata
-    return [path for key, path in planner.mappings.items() if key not in saved]
+    return state, [path for key, path in planner.mappings.items() if key not in saved]
 
 
-def _set(state: Any, path: KeyPath, value: Any) -> None:
+def _set_at(state: Any, path: KeyPath, value: Any) -> None:
     """Set a value by torch's path, which has strings for keys of any type."""
     for depth, key in enumerate(path, 1):
         if isinstance(state, Mapping) and key not in state:
-            key = next(own for own in state if str(own) == key)
+            key = next(name for name in state if str(name) == key)  # the path is made of these
         if depth == len(path):
             state[key] = value
         else:
@@ -182,9 +177,8 @@ class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
         allowed = _CLASSES.get((module, name))
         if allowed is not None:
             return allowed
-        if module.partition(".")[0] == "pathlib" and name in _PATHS:
-            # The classes of another system's paths can't be created here.
-            return lambda *parts: Path(*parts)
+        if module.partition(".")[0] == "pathlib" and name in ("Path", "PosixPath"):
+            return Path
         allowed = getattr(torch, name, None) if module == "torch" else None
         if isinstance(allowed, torch.dtype) or allowed is torch.Size:
             return allowed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from operator import methodcaller
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,7 +18,7 @@ from unisono.training.same_tensors import is_sharded
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, Replicated)
 _COMPILED = "_orig_mod"  # where torch.compile keeps the module
-_SHOWN = ("module.", f"{_COMPILED}.")
+_PREFIXES = ("module.", f"{_COMPILED}.")
 BY_RANK = "by_rank"
 """The key in a checkpoint beside the states of all ranks."""
 _custom: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # where custom wrappers keep it
@@ -82,8 +83,8 @@ def _hidden_name(module: nn.Module) -> str | None:
     return None if own or has_extra else name
 
 
-def _names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the keys of a module's state, mapped to the keys without wrapper prefixes."""
+def _without_wrappers(module: nn.Module) -> Callable[[str], str]:
+    """Return a function that removes the prefixes of wrappers from a key of a module's state."""
     prefixes = []
     # A module used twice has keys under both of its paths.
     for path, part in module.named_modules(remove_duplicate=False):
@@ -93,28 +94,23 @@ def _names(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
             prefixes.append((f"{start}{inner}.", start))
     # Longest first: the prefixes of outer wrappers are still there within those of inner ones.
     prefixes.sort(key=lambda pair: len(pair[0]), reverse=True)
-    names = {}
-    for key in _keys(state):
-        name = key
+
+    def unwrapped(key: str) -> str:
         for prefix, start in prefixes:
-            if name.startswith(prefix):
-                name = start + name[len(prefix) :]
-        names[key] = name
-    return names
+            if key.startswith(prefix):
+                key = start + key[len(prefix) :]
+        return key
+
+    return unwrapped
 
 
-def _keys(state: Mapping[str, Any]) -> list[str]:
-    """List the keys of a module's state, and the prefixes of its submodules."""
-    return [*state, *(f"{path}." for path in getattr(state, "_metadata", ()) if path)]
-
-
-def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> OrderedDict[str, Any]:
+def _renamed(state: Mapping[str, Any], rename: Callable[[str], str]) -> OrderedDict[str, Any]:
     """Return a state dict with renamed keys, also in its ``_metadata``, the modules' versions."""
-    renamed: Any = OrderedDict((names.get(key, key), value) for key, value in state.items())
+    renamed: Any = OrderedDict((rename(key), value) for key, value in state.items())
     versions: Any = getattr(state, "_metadata", None)
-    if versions is not None:  # by module path; `names` has paths with a final dot
+    if versions is not None:  # by module path, which is a prefix of keys with a final dot
         renamed._metadata = OrderedDict(
-            (names.get(f"{path}.", f"{path}.")[:-1] if path else path, version)
+            (rename(f"{path}.")[:-1] if path else path, version)
             for path, version in versions.items()
         )
     made: OrderedDict[str, Any] = renamed
@@ -128,13 +124,15 @@ def with_own_keys(
     if not isinstance(saved, Mapping):
         kind = type(saved).__qualname__
         raise PayloadError(f"{where} has no state of a module: a value of type {kind} was saved")
-    names = {name: key for key, name in _names(module, own).items()}
-    while saved and not names.keys() & saved.keys():  # saved with the prefixes of other wrappers
-        starts = [text for text in _SHOWN if all(str(key).startswith(text) for key in saved)]
+    unwrapped = _without_wrappers(module)
+    paths = [f"{path}." for path in getattr(own, "_metadata", ()) if path]
+    own_key_of = {unwrapped(key): key for key in (*own, *paths)}
+    while saved and not own_key_of.keys() & saved.keys():  # it has prefixes of other wrappers
+        starts = [text for text in _PREFIXES if all(str(key).startswith(text) for key in saved)]
         if not starts:
             break
-        saved = _renamed(saved, {key: key.removeprefix(starts[0]) for key in _keys(saved)})
-    return _renamed(saved, names)
+        saved = _renamed(saved, methodcaller("removeprefix", starts[0]))
+    return _renamed(saved, lambda key: own_key_of.get(key, key))
 
 
 class ByRank:
@@ -187,7 +185,7 @@ def own_states(obj: Any) -> dict[int, Any]:
         if isinstance(leaf, nn.Module) and id(leaf) not in states:
             module = hidden_module(leaf)
             state = module.state_dict()
-            states[id(leaf)] = _renamed(state, _names(module, state))
+            states[id(leaf)] = _renamed(state, _without_wrappers(module))
     for leaf in found:
         if isinstance(leaf, ByRank):
             states[id(leaf)] = {BY_RANK: ()}  # all ranks' states are known later

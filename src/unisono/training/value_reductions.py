@@ -148,19 +148,19 @@ def _reduced(value: Any, op: ReduceOp) -> Any:
         leaves, paths = flatten(value)
     except Exception:  # raised by the value's class; all_reduce reports it on every rank
         return all_reduce(value, op)
-    leaves = _whole(leaves, paths)
-    if op in (ReduceOp.SUM, ReduceOp.AVERAGE):
-        try:
-            sent = [_widened(leaf, op) for leaf in leaves]
-        except Exception:  # as above
-            return all_reduce(value, op)
-        totals, _ = flatten(all_reduce(unflatten(value, sent), op))
-        leaves = [_narrowed(total, leaf, op) for total, leaf in zip(totals, leaves, strict=True)]
-        return unflatten(value, leaves)
-    return all_reduce(unflatten(value, leaves), op)
+    leaves = _with_full_tensors(leaves, paths)
+    if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+        return all_reduce(unflatten(value, leaves), op)
+    try:
+        sent = [_widened(leaf, op) for leaf in leaves]
+    except Exception:  # as above
+        return all_reduce(value, op)
+    totals, _ = flatten(all_reduce(unflatten(value, sent), op))
+    rows = zip(totals, leaves, strict=True)
+    return unflatten(value, [_narrowed(total, leaf, op) for total, leaf in rows])
 
 
-def _whole(leaves: list[Any], paths: list[str]) -> list[Any]:
+def _with_full_tensors(leaves: list[Any], paths: list[str]) -> list[Any]:
     """Gather DTensors, which must be at the same paths on all ranks, into full tensors."""
     sharded = [path for leaf, path in zip(leaves, paths, strict=True) if is_sharded(leaf)]
     if not sharded:
@@ -170,7 +170,8 @@ def _whole(leaves: list[Any], paths: list[str]) -> list[Any]:
     return [leaf.full_tensor() if is_sharded(leaf) else leaf for leaf in leaves]
 
 
-def _is_whole(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
+    """Return whether a value is a dense tensor of integers or bools."""
     return is_dense(value) and not (value.is_floating_point() or value.is_complex())
 
 
@@ -184,7 +185,7 @@ def _widened(value: Any, op: ReduceOp) -> Any:
         return int(value)
     if _is_half(value):
         return value.to(torch.float32)
-    if not _is_whole(value):
+    if not _is_integer(value):
         return value
     if op is ReduceOp.AVERAGE:
         return value.cpu().to(torch.float64)  # some accelerators have no float64
@@ -195,7 +196,7 @@ def _narrowed(total: Any, like: Any, op: ReduceOp) -> Any:
     """Convert a result to the type and device for a value like `like`; raise if it overflows."""
     if _is_half(like):
         return total.to(like.dtype)
-    if not _is_whole(like):
+    if not _is_integer(like):
         return total
     if op is ReduceOp.AVERAGE:
         return total.to(torch.float32).to(like.device)

@@ -29,15 +29,14 @@ from unisono.plugins import PluginRegistry, check_callable
 from unisono.topology import Group
 from unisono.training.averaging import broadcast_optimizer_state
 from unisono.training.batchnorm import convert_sync_batchnorm
-from unisono.training.data_parallel import Replicated, UnannouncedAverager, owners
-from unisono.training.ddp_hook import average_by_name
+from unisono.training.data_parallel import Replicated, owners
+from unisono.training.ddp_hook import average_gradients
 from unisono.training.states import remember_wrapper
 
 Wrapper = Callable[..., nn.Module]
 _DDP = nn.parallel.DistributedDataParallel
-_DDP_OPTIONS = frozenset(inspect.signature(_DDP).parameters) - {
-    *("module", "device_ids", "output_device", "dim", "device_mesh")
-}
+_CHOSEN_HERE = {"module", "device_ids", "output_device", "dim", "device_mesh"}
+_DDP_OPTIONS = frozenset(inspect.signature(_DDP).parameters) - _CHOSEN_HERE
 # Optimizers whose step averages, in order of creation, which is the same on every rank.
 _averaging: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
 _wrappers: PluginRegistry[Wrapper | None] = PluginRegistry(
@@ -86,7 +85,7 @@ def auto_model(
         Linear(in_features=2, out_features=1, bias=True)
     """
     _check_module(model)
-    custom = _find(wrapper)
+    custom = _custom_wrapper(wrapper)
     if wrapper == "ddp":
         check_names('auto_model(wrapper="ddp")', kwargs, _DDP_OPTIONS)
     context = communicator()
@@ -107,8 +106,7 @@ def auto_model(
         kwargs["process_group"] = _library_group(current, group)
     wrapped = hooks_of(current).wrap_module(model, str(wrapper), **kwargs)
     if isinstance(wrapped, _DDP):
-        average_by_name(wrapped, context, group)
-        UnannouncedAverager(wrapped, group)  # the hook it registers keeps it alive
+        average_gradients(wrapped, context, group)
     if wrapped is not None:
         return wrapped
     if wrapper != "ddp":
@@ -178,7 +176,7 @@ def _check_module(model: nn.Module) -> None:
             )
 
 
-def _find(wrapper: str | Wrapper) -> Wrapper | None:
+def _custom_wrapper(wrapper: str | Wrapper) -> Wrapper | None:
     """Return the callable of a custom wrapper, None for built-in ones."""
     if callable(wrapper):
         return wrapper
@@ -288,9 +286,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         >>> with idist.no_sync(model):
         ...     model(torch.ones(1, 2)).sum().backward()
     """
-    own: Any = getattr(model, "no_sync", None)  # a compiled model has its inner module's
-    if own is not None:
-        with own():
+    method: Any = getattr(model, "no_sync", None)  # a compiled model has its inner module's
+    if method is not None:
+        with method():
             yield
         return
     switch = getattr(model, "set_requires_gradient_sync", None)
@@ -325,9 +323,9 @@ def join(model: nn.Module) -> Iterator[None]:
         >>> with idist.join(model):
         ...     model(torch.ones(1, 2)).sum().backward()
     """
-    own: Any = getattr(model, "join", None)  # as in no_sync; a module's may be something else
-    if isinstance(getattr(own, "__self__", None), (_DDP, Replicated)):
-        with own():
+    method: Any = getattr(model, "join", None)  # as in no_sync; a module's may be something else
+    if isinstance(getattr(method, "__self__", None), (_DDP, Replicated)):
+        with method():
             yield
     elif current_model().topology.world_size == 1:
         yield
