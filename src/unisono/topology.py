@@ -171,14 +171,8 @@ class ContextHint:
     environment: RankInfo | None = None
 
 
-class _Referable:
-    """Base class for weak references."""  # `weakref_slot` of dataclass: from Python 3.11 on
-
-    __slots__ = ("__weakref__",)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Group(_Referable):
+@dataclass(frozen=True, eq=False)  # without slots, which would rule out weak references
+class Group:
     """Some ranks of one context, in an order of their own.
 
     Args:
@@ -247,11 +241,12 @@ def named(ranks: Iterable[int]) -> str:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    parts = []
+    parts: list[str] = []
     for first, last in runs:
-        parts += (
-            [f"{first}-{last}"] if last > first + 1 else [str(n) for n in range(first, last + 1)]
-        )
+        if last > first + 1:
+            parts.append(f"{first}-{last}")
+        else:
+            parts += map(str, range(first, last + 1))
     return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(parts)}"
 
 
