@@ -16,13 +16,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from unisono.control.absent_ranks import Absent
+from unisono.control.absent_ranks import Absent, Wait
 from unisono.control.hub import Hub
 from unisono.control.peers import Peers
 from unisono.control.rendezvous import checks_by, connect_group
 from unisono.control.signatures import SequenceNumbers, call_head, site, unpack
-from unisono.control.waiting import Wait
-from unisono.deadlines import end_of_call
+from unisono.deadlines import allowed_s, end_of_call
 from unisono.errors import GroupMembershipError
 from unisono.host.arena import Check
 from unisono.host.collectives import HostCollectives
@@ -207,9 +206,7 @@ class SocketControlPlane(ControlPlane):
         hub = self.hubs.get(EVERYBODY if group is None else group.name) or self._hub(group)
         if hub is None:
             return fallback.exchange(self.model, blob, group)
-        timeout_s = None if group is None else group.timeout_s
-        until = end_of_call(self.timeout_s if timeout_s is None else timeout_s)
-        blobs, sizes = hub.exchange(blob, until)
+        blobs, sizes = hub.exchange(blob, end_of_call(allowed_s(self.timeout_s, group)))
         if max(sizes) <= hub.inline_bytes:
             return list(blobs)
         host = self.host(group)

@@ -37,7 +37,7 @@ from unisono.control.handshake import accept, answer, call, receive
 from unisono.control.hub import Hub
 from unisono.control.peers import Peers
 from unisono.control.tree import links
-from unisono.deadlines import host_s, limit_of
+from unisono.deadlines import end_of_call, host_s
 from unisono.errors import CollectiveError, EnvironmentDetectionError, PeerRefusedError
 from unisono.host import arena, mailbox, memory
 from unisono.host.arena import Arena
@@ -396,9 +396,7 @@ class _Connector:
         self._links = links(self.hosts, self.position)
         keys = "".join(advert.key for advert in adverts).encode()
         self._secret = hashlib.sha256((control.secret or b"") + keys).digest()
-        limit_s = limit_of(control.timeout_s)
-        limit_s = _SET_UP_S if limit_s is None else min(limit_s, _SET_UP_S)
-        self._until = time.monotonic() + host_s(limit_s)
+        self._until = min(end_of_call(control.timeout_s), time.monotonic() + host_s(_SET_UP_S))
         self._arena: Arena | None = None
         self._arena_fd: int | None = None
 

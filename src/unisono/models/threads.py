@@ -220,7 +220,8 @@ class ThreadsModel(ComputationModel, LaunchHooks):
     def _swap(self, call: str, item: T, group: Group | None) -> list[T]:
         handle = None if group is None else group.handle
         ranks, rank = self._topology.members(group), self._topology.rank
-        return self._world.swap(handle, ranks, rank, call, item, allowed_s(self._world, group))
+        timeout_s = allowed_s(self._world.timeout_s, group)
+        return self._world.swap(handle, ranks, rank, call, item, timeout_s)
 
     # Other replicas read what one has submitted after its call has returned, when the caller may
     # overwrite its tensor: hence the clones.
@@ -253,8 +254,8 @@ class ThreadsModel(ComputationModel, LaunchHooks):
 
     def recv(self, into: Tensor, src: int, group: Group | None = None) -> Tensor:
         owner = None if group is None else group.handle
-        rank = self._topology.rank
-        return self._world.fetch((owner, src, rank), rank, allowed_s(self._world, group))
+        rank, timeout_s = self._topology.rank, allowed_s(self._world.timeout_s, group)
+        return self._world.fetch((owner, src, rank), rank, timeout_s)
 
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
         timeout_s = only_timeout_s("new_group on threads", options)
