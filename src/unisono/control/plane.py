@@ -148,11 +148,11 @@ class ControlPlane:
     def interrupt(self, how: str) -> None:
         """Report to the other ranks that this one was interrupted in a collective."""
 
-    def say_farewell(self, how: str) -> None:
+    def report_departure(self, how: str) -> None:
         """Report to the other ranks that this one makes no more calls."""
 
-    def close(self, farewell: str = "left") -> None:
-        """Close the connections."""
+    def close(self, how: str = "left") -> None:
+        """Report that this rank has left, unless `how` is empty, and close the connections."""
 
     def disown(self) -> None:
         """Close the inherited connections in a forked child; its parent keeps its own."""
@@ -361,14 +361,14 @@ class SocketControlPlane(ControlPlane):
         for hub in self._connected():
             hub.peers.interrupt(how)
 
-    def say_farewell(self, how: str) -> None:
+    def report_departure(self, how: str) -> None:
         """Report to the other ranks that this one makes no more calls."""
         for hub in self._connected():
-            hub.peers.say_farewell(how)
+            hub.peers.report_departure(how)
 
-    def close(self, farewell: str = "left") -> None:
-        """Close the connections."""
-        self._let_go(list(self.hubs), lambda peers: peers.close(farewell))
+    def close(self, how: str = "left") -> None:
+        """Report that this rank has left, unless `how` is empty, and close the connections."""
+        self._let_go(list(self.hubs), lambda peers: peers.close(how))
 
     def disown(self) -> None:
         """Close the inherited connections in a forked child; its parent keeps its own."""
@@ -388,7 +388,7 @@ class SocketControlPlane(ControlPlane):
         return Wait(self, group, call, self.steps.begin(name_of(group), call))
 
     def gone(self, group: Group | None, step: int = 0) -> Absent | None:
-        """Return a rank of a group known to be gone, if any, after waiting for its farewell."""
+        """Return a rank of a group known to be gone, if any; waits for its report."""
         group, step = self._whole(group, step)
         name = name_of(group)
         for key in dict.fromkeys((name, EVERYBODY)):  # a group may have no connections of its own

@@ -148,7 +148,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
         hvd.shutdown()
 
     def abort(self) -> None:
-        self.control.close(farewell="")
+        self.control.close(how="")
         if self._is_owner and self.is_alive():
             _leave(hvd.shutdown, _LEAVE_S)
 

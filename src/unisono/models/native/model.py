@@ -212,7 +212,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
             dist.destroy_process_group()
 
     def abort(self) -> None:
-        self.control.close(farewell="")
+        self.control.close(how="")
         if not (self._is_owner and self.is_alive()):
             return
         abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
