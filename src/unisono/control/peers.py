@@ -483,7 +483,7 @@ class Peers:
             further = [far for far in state.waits_for if 0 <= far < len(self.ranks)]
             states |= self._ask(further)
             missing += [self._missing(far, states) for far in further]
-        return report(signatures.name(self._blob), by_rank, missing)
+        return report(signatures.call_of(self._blob), by_rank, missing)
 
     def _next_hop(self, position: int) -> int:
         """Return the neighbour through which a rank is reached; -1 for none."""

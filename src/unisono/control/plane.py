@@ -195,7 +195,7 @@ class SocketControlPlane(ControlPlane):
         """Ends a group of the model's library, given its handle; None if it can't."""
         self._handles: dict[str, tuple[Callable[[], Any], int]] = {}
         """By name, a weak reference to the library's group, and its first reference count."""
-        self._over: dict[str, tuple[int, ...]] = {}
+        self._ending: dict[str, tuple[int, ...]] = {}
         """The ranks of groups that this one has dropped, until all of them have."""
 
     def exchange(self, blob: bytes, group: Group | None = None) -> list[bytes]:
@@ -221,8 +221,8 @@ class SocketControlPlane(ControlPlane):
     def inline_bytes(self, group: Group | None, folds: bool = False) -> int:
         """Return a part of the rounds' longest blob."""
         hub = self.hubs.get(EVERYBODY if group is None else group.name)
-        if hub is None:  # -1: no tensor, as in the base class
-            return -1 if folds else fallback.INLINE_TENSOR_BYTES
+        if hub is None:
+            return super().inline_bytes(group, folds)
         return hub.inline_bytes // _TENSOR_PART
 
     def checks(self, group: Group | None) -> bool | None:
@@ -235,13 +235,8 @@ class SocketControlPlane(ControlPlane):
 
     def compares_calls(self, group: Group | None) -> bool:
         """Return whether all ranks share memory, with tensors on the CPU: it costs 20 us then."""
-        # Collective at creation: the first call of a group connects it.
+        self.memory(group)  # collective at creation: connects a group with tensors on the CPU
         hub = self.hubs.get(EVERYBODY if group is None else group.name)
-        if hub is None:
-            model = self.model
-            if model.transport_device.type != "cpu" or model.topology.size(group) == 1:
-                return False
-            hub = self._hub(group)
         return hub is not None and hub.compares_calls
 
     def memory(self, group: Group | None) -> MemoryCollectives | None:
@@ -285,16 +280,17 @@ class SocketControlPlane(ControlPlane):
     def begin_group(self, ranks: tuple[int, ...]) -> None:
         """End groups that all of their ranks have dropped. Collective over all ranks."""
         while self._dropped:
-            self._over.update([self._dropped.popleft()])
+            name, members = self._dropped.popleft()
+            self._ending[name] = members
         head = call_head(f"new_group {list(ranks)}", site())
         # A dropped group that is still in use, as by DDP, ends later.
-        mine = [name for name in self._over if not self._is_lent(name)]
+        mine = [name for name in self._ending if not self._is_lent(name)]
         blobs = self.exchange(head + json.dumps(mine).encode())
         everybody = range(len(blobs))
         dropped = [json.loads(bytes(each)) for each in unpack(blobs, head, lambda: everybody)]
-        for name in sorted(self._over):  # in the same order on all ranks
-            if all(name in dropped[rank] for rank in self._over[name]):
-                del self._over[name]
+        for name in sorted(self._ending):  # in the same order on all ranks
+            if all(name in dropped[rank] for rank in self._ending[name]):
+                del self._ending[name]
                 handle = self._handles.get(name, _NO_HANDLE)[0]()
                 if self.destroy is not None and handle is not None:
                     self.destroy(handle)
@@ -311,12 +307,13 @@ class SocketControlPlane(ControlPlane):
         known = self._handles.get(group.name)
         if known is not None and known[0]() is group.handle:
             return
-        over = [name for name, (handle, _) in self._handles.items() if self._is_over(handle())]
-        for name in over:
-            self.end(name)
+        for name, (handle, _) in list(self._handles.items()):
+            if self._is_destroyed(handle()):
+                self.end(name)
         self._handles[group.name] = weakref.ref(group.handle), 0  # 0: lent as long as it lives
 
-    def _is_over(self, handle: object) -> bool:
+    def _is_destroyed(self, handle: object) -> bool:
+        """Return whether the library's group was destroyed; None is one without references."""
         try:
             return self.model.adopt_group(handle) is None
         except GroupMembershipError:
@@ -331,6 +328,7 @@ class SocketControlPlane(ControlPlane):
         super().end(name)
 
     def _let_go(self, names: list[str], leave: Callable[[Peers], object]) -> None:
+        """Close the memory of groups, and leave their peers."""
         # Hubs first: a thread that waits in that memory raises once it finds no hub.
         hubs = [self.hubs.pop(name, None) for name in names]
         for memory in [self._memories.pop(name, None) for name in names]:
@@ -379,7 +377,7 @@ class SocketControlPlane(ControlPlane):
         super().take_over(other)
         self.hubs, self.secret, self._memories = other.hubs, other.secret, other._memories
         self.proved, self._parts, self.is_one_host = other.proved, other._parts, other.is_one_host
-        self._handles, self._over = other._handles, other._over
+        self._handles, self._ending = other._handles, other._ending
         for memory in self._memories.values():
             memory.belong_to(self)
 

@@ -237,8 +237,8 @@ def _connect_all(
             raise _foreign_host_error(adverts, ranks, connector.position)
         reasons, hub = _reasons_of(adverts), None
         if not reasons:
-            hub, vote = connector.hub(inline_bytes)
-            votes = _vote(control.model, vote, group, hub)
+            hub, vote = connector.connect(inline_bytes)
+            votes = _exchange_votes(control.model, vote, group, hub)
             reasons = _reasons_of(votes)
     if hub is not None and not reasons:
         hub.all_share_memory = all(vote.shares_memory for vote in votes)
@@ -293,7 +293,7 @@ class _RefusedError(OSError):
         self.position = position
 
 
-def _vote(
+def _exchange_votes(
     model: ComputationModel, vote: _Vote, group: Group | None, hub: Hub | None
 ) -> list[_Vote]:
     """Return the votes of all ranks; raise on every rank if one refused a process."""
@@ -400,10 +400,10 @@ class _Connector:
         self._arena: Arena | None = None
         self._arena_fd: int | None = None
 
-    def hub(self, inline_bytes: int) -> tuple[Hub | None, _Vote]:
+    def connect(self, inline_bytes: int) -> tuple[Hub | None, _Vote]:
         """Connect to the neighbours; return the hub and this rank's vote."""
         try:
-            hub = self._hub(inline_bytes)
+            hub = self._build_hub(inline_bytes)
         except _RefusedError as error:
             instead = self._control.model.topology.members(self._group)[error.position]
             return None, _Vote(refused=str(error), instead=instead)
@@ -412,17 +412,16 @@ class _Connector:
         has_arena = hub.arena is not None or len(self._here) == 1
         return hub, _Vote(shares_memory=hub.shares_memory, has_arena=has_arena)
 
-    def _hub(self, inline_bytes: int) -> Hub:
-        ranks, made = self._control.model.topology.members(self._group), self._connect()
+    def _build_hub(self, inline_bytes: int) -> Hub:
+        ranks = self._control.model.topology.members(self._group)
+        made = self._connect_neighbours()
         limit_bytes = max(MAILBOX_BYTES, len(ranks) * (inline_bytes + _ENTRY_BYTES))
         rounds, sideband = (
             {at: Connection(*ends, limit) for (at, kind), ends in made.items() if kind == channel}
             for channel, limit in ((_ROUNDS, limit_bytes), (_SIDEBAND, 1 << 20))
         )
-        peers = Peers(
-            *(ranks, self.position, self._links, (rounds, sideband), self._pids()),
-            self._control.steps,
-        )
+        channels, steps = (rounds, sideband), self._control.steps
+        peers = Peers(ranks, self.position, self._links, channels, self._pids(), steps)
         return Hub(peers, self._arena, self._adverts[self.position].warn_after_s)
 
     def _pids(self) -> dict[int, int]:
@@ -432,7 +431,8 @@ class _Connector:
         shared = [at for at in others if self._adverts[at].pid_namespace == namespace]
         return {at: self._adverts[at].pid for at in shared}
 
-    def _connect(self) -> dict[tuple[int, int], Endpoint]:
+    def _connect_neighbours(self) -> dict[tuple[int, int], Endpoint]:
+        """Return the connections to the ranks above and below, by position and channel."""
         made: dict[tuple[int, int], Endpoint] = {}
         up = self._links.up
         try:

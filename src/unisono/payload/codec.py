@@ -229,9 +229,9 @@ def reason(error: Exception) -> str:
 
 # Raised by unpickling and unpacking, not by a device that is out of memory.
 _DAMAGE: tuple[type[Exception], ...] = (
-    *(LookupError, TypeError, ValueError, EOFError, AttributeError, RecursionError, ImportError),
-    *(struct.error, pickle.UnpicklingError),
-)
+    LookupError, TypeError, ValueError, EOFError, AttributeError, RecursionError, ImportError,
+    struct.error, pickle.UnpicklingError,
+)  # fmt: skip
 
 
 def decode(blob: bytes, device: torch.device) -> Any:

@@ -79,7 +79,7 @@ def _build(node: Tree, source: Iterator[Any]) -> Tree:
     children = _children(node)
     if children is None:
         return next(source)
-    built = [
+    built = [  # simple leaves without a call, as in `_visit`
         next(source) if type(child) in _LEAVES else _build(child, source) for _, child in children
     ]
     try:
@@ -94,7 +94,7 @@ def _rebuild(node: Tree, children: list[tuple[str, Tree]], built: Iterator[Tree]
         return like(node, dict(zip(node, built, strict=True)))
     if isinstance(node, (list, tuple)):
         return like(node, built)
-    return replace(node, **{name[1:]: next(built) for name, _ in children})
+    return replace(node, **{name[1:]: next(built) for name, _ in children})  # without the dot
 
 
 def like(node: Tree, made: Any) -> Tree:

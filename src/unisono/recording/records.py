@@ -30,9 +30,9 @@ from unisono.recording.status_page import (
     STATE,
     Lane,
     StatusPage,
+    encode_call,
+    encode_ranks,
     short_name,
-    shortened,
-    text_of,
 )
 from unisono.topology import EVERYBODY, Group, RankInfo, members_of_pair, pair
 from unisono.tracebacks import hides, summary
@@ -221,11 +221,11 @@ class Token:
 
     def started(self, handle: Handle[T], is_started: bool = True) -> Handle[T]:
         """Record the end of the call when its handle has been waited for."""
-        if not self.goes_on(_planes.plane if is_started else ""):
+        if not self.defer_end(_planes.plane if is_started else ""):
             return handle
         return Handle(partial(self.wait, handle.wait), handle.is_completed)
 
-    def goes_on(self, plane: str) -> bool:
+    def defer_end(self, plane: str) -> bool:
         """Defer the end of the call to `wait`; return whether the call is recorded at all."""
         if self is UNRECORDED:
             return False
@@ -343,10 +343,11 @@ class CallLog:
         if own is None:
             file, _, number = signatures.carried_line().rpartition(":")
             line = int(number) if number.isdecimal() else 0  # of the thread that started this one
-            return _Site(frame.f_code, name, key, file, line, text_of(name, key, file, line), b"")
+            text = encode_call(name, key, file, line)
+            return _Site(frame.f_code, name, key, file, line, text, b"")
         code, line = own.f_code, own.f_lineno or 0  # generated code may lack it
         file = code.co_filename
-        text, known = text_of(name, key, file, line), signatures.named(file, line)
+        text, known = encode_call(name, key, file, line), signatures.encode_site(file, line)
         site = _Site(code, name, key, file, line, text, known)
         if own is frame:
             if len(self._sites) >= _MAX_SITES:
@@ -372,7 +373,7 @@ class CallLog:
         """Record the members of a new group."""
         self._members[group.name] = group.ranks
         if self._page is not None and not members_of_pair(group.name):  # their names contain them
-            ranks = {short_name(group.name): shortened(group.ranks)}
+            ranks = {short_name(group.name): encode_ranks(group.ranks)}
             self._page.update(groups={**self._page.facts["groups"], **ranks})
 
     def forget(self, group: str) -> None:

@@ -75,7 +75,7 @@ def folder() -> Path | None:
     return Path("/dev/shm", f"unisono-{os.getuid()}") if os.path.isdir("/dev/shm") else None
 
 
-def _private(path: Path, *, makes: bool) -> bool:
+def _is_private(path: Path, *, makes: bool) -> bool:
     """Return whether a folder is this user's alone, so that its pages can be trusted."""
     try:
         if makes:
@@ -115,14 +115,14 @@ class StatusPage:
     def make(cls, facts: Mapping[str, Any]) -> StatusPage | None:
         """Create a page; return None if that fails."""
         place, pid, fd = folder(), os.getpid(), -1
-        if place is None or not _private(place, makes=True):
+        if place is None or not _is_private(place, makes=True):
             return None
         path = place / f"{pid}-{start_ticks(pid)}-{next(_numbers)}"
         try:
             _sweep(place)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             os.posix_fallocate(fd, 0, _PAGE_BYTES)  # else a full file system ends the process
-            memory, pids = mmap.mmap(fd, _PAGE_BYTES), _pids()
+            memory, pids = mmap.mmap(fd, _PAGE_BYTES), _pid_namespace()
         except OSError:
             if fd >= 0:
                 path.unlink(missing_ok=True)
@@ -268,10 +268,10 @@ def pages() -> list[PageReader]:
     # Containers and hosts may share the folder and number their processes alike: pages of another
     # one are left out, as the state of its processes isn't known here.
     place = folder()
-    if place is None or not _private(place, makes=False):
+    if place is None or not _is_private(place, makes=False):
         return []
     try:
-        here = _pids()
+        here = _pid_namespace()
     except OSError:  # without /proc
         return []
     found = []
@@ -281,13 +281,13 @@ def pages() -> list[PageReader]:
     return [page for page in found if page.facts.get("pids") == here]
 
 
-def _pids() -> int:
+def _pid_namespace() -> int:
     """Return an id of the pid namespace: hosts and containers have one each."""
     # The inode alone is the same on all hosts, outside of containers.
     return zlib.crc32(f"{boot_id()} {os.readlink('/proc/self/ns/pid')}".encode())
 
 
-def text_of(name: str, group: str, file: str, line: int) -> bytes:
+def encode_call(name: str, group: str, file: str, line: int) -> bytes:
     """Encode the place and the name of a call for a record; a long path loses its start."""
     head = name.encode("utf-8", "replace")[:_BEGINNING]
     head += f"\0{short_name(group)}\0{line}\0".encode("utf-8", "replace")
@@ -304,9 +304,8 @@ def short_name(group: str) -> str:
     return f"{name[:_BEGINNING].decode('utf-8', 'ignore')}... {digest}"
 
 
-def shortened(ranks: Sequence[int]) -> list[int] | dict[str, list[int]]:
+def encode_ranks(ranks: Sequence[int]) -> list[int] | dict[str, list[int]]:
     """Encode ranks for the facts, which lack room for those of many large groups."""
-    # `ranks_of` decodes them.
     if len(ranks) > 2:
         evenly = range(ranks[0], ranks[-1] + 1, max(ranks[1] - ranks[0], 1))
         if tuple(evenly) == tuple(ranks):
@@ -314,8 +313,8 @@ def shortened(ranks: Sequence[int]) -> list[int] | dict[str, list[int]]:
     return list(ranks)
 
 
-def ranks_of(written: list[int] | dict[str, list[int]]) -> tuple[int, ...]:
-    """Decode ranks from `shortened`."""
+def decode_ranks(written: list[int] | dict[str, list[int]]) -> tuple[int, ...]:
+    """Decode ranks from `encode_ranks`."""
     return tuple(range(*written["range"]) if isinstance(written, dict) else written)
 
 

@@ -137,7 +137,9 @@ class _Tracer:
                 self._waiting.clear()
                 _log.warning(
                     "the trace in %s ends here, the program goes on: %s: %s",
-                    *(self.folder, type(error).__name__, error),
+                    self.folder,
+                    type(error).__name__,
+                    error,
                 )
 
     def _write(self) -> None:

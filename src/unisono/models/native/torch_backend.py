@@ -432,7 +432,7 @@ for _name in set(dir(_Work)) - set(dir(object)) - set(vars(_Recorded)) - {"boxed
 
 def _start_recorded(token: Token, start: Callable[[], Any]) -> Any:
     """Start a call that gloo carries; return the handle whose end is that of the call."""
-    return _Recorded(start(), token) if token.goes_on("data") else start()
+    return _Recorded(start(), token) if token.defer_end("data") else start()
 
 
 def _is_ours(frame: FrameType | None) -> bool:
