@@ -66,6 +66,7 @@ def deadline(timeout: float | timedelta) -> Iterator[None]:
 
 @contextmanager
 def _until_sooner(until: float) -> Iterator[None]:
+    """Set the deadline of a block, unless that of an outer block is sooner."""
     outer = end_of_block()
     token = _until.set(until if outer is None else min(until, outer))
     try:

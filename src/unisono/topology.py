@@ -155,7 +155,8 @@ class RankInfo:
             self.node_rank,
             self.nnodes,
         )
-        return topology.or_else(Topology(0, 1, 0, 1, 0, 1)) if self.world_size == 1 else topology
+        alone = Topology(0, 1, local_rank=0, local_world_size=1, node_rank=0, nnodes=1)
+        return topology.or_else(alone) if self.world_size == 1 else topology
 
 
 @dataclass(frozen=True, slots=True)

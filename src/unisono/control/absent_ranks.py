@@ -199,6 +199,7 @@ class Wait:
         raise kind(f"{where} failed: {text}") from error
 
     def _find_end(self) -> float:
+        """Return the first of the deadlines that apply."""
         ends = [end_of_block(), self._until]
         timeout_s = allowed_s(self._control.timeout_s, self._group)
         if timeout_s is not None:

@@ -113,6 +113,7 @@ class Hub:
                 pass
 
     def _round(self, blob: bytes, size: int, until: float) -> Blobs:
+        """Pass blobs up the tree and all of them down again; `size` is that of the whole blob."""
         links = self.peers.links
         up, downs = links.up, links.downs
         gathered: Blobs = (blob,), (size,)
@@ -217,6 +218,7 @@ class Hub:
                 self._take(position)
 
     def _on_event(self, fd: int) -> None:
+        """Process a readable connection, or a readable pidfd: its process has ended."""
         position = self._position_of[fd]
         if position in self._connections:
             self._take(position, is_gone=fd != self._connections[position].fd)  # else its pidfd

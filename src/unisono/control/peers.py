@@ -269,6 +269,7 @@ class Peers:
         return [at for at, rank in enumerate(self.ranks) if ranks is None or rank in ranks]
 
     def _has_ended(self, position: int) -> bool:
+        """Return whether the process of a rank of this host is known to have ended."""
         if position not in self.pidfds:
             return False
         readable = select.poll()
@@ -458,6 +459,7 @@ class Peers:
         return {at: state for at in asked if (state := self._answers.get(at)) is not None}
 
     def _missing(self, position: int, states: Mapping[int, State]) -> Missing:
+        """Return the description of a missing rank, given states from `_ask`."""
         state = states.get(position, State())
         # A silent rank may wait for one below it. The first of `below` is the rank itself.
         behind = () if position in states else self.links.below.get(position, ())[1:]
@@ -520,6 +522,7 @@ class Peers:
             connection.close()
 
     def _serve_neighbour(self, position: int, readable: select.poll) -> None:
+        """Process a neighbour's frames; stop watching it once its connection has closed."""
         connection = self.sideband[position]
         try:
             while (frame := connection.take()) is not None:

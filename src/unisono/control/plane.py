@@ -203,7 +203,7 @@ class SocketControlPlane(ControlPlane):
         # Collective over `group`.
         if self._is_alone or (group is not None and len(group.ranks) == 1):
             return [blob]
-        hub = self.hubs.get(EVERYBODY if group is None else group.name) or self._hub(group)
+        hub = self.hubs.get(EVERYBODY if group is None else group.name) or self._hub_of(group)
         if hub is None:
             return fallback.exchange(self.model, blob, group)
         blobs, sizes = hub.exchange(blob, end_of_call(allowed_s(self.timeout_s, group)))
@@ -229,7 +229,7 @@ class SocketControlPlane(ControlPlane):
         """Return the setting that all ranks of `group` agreed on. Collective at creation."""
         key = EVERYBODY if group is None else group.name
         if key not in self.hubs and self.model.topology.size(group) > 1:
-            self._hub(group)
+            self._hub_of(group)
         hub = self.hubs.get(key)
         return super().checks(group) if hub is None else hub.checks
 
@@ -246,10 +246,11 @@ class SocketControlPlane(ControlPlane):
             model = self.model
             if model.transport_device.type != "cpu" or model.topology.size(group) == 1:
                 return None
-            self._hub(group)
+            self._hub_of(group)
         return self._memories.get(key)
 
-    def _hub(self, group: Group | None) -> Hub | None:
+    def _hub_of(self, group: Group | None) -> Hub | None:
+        """Return the hub of a group, which this connects at its first call."""
         key = name_of(group)
         with self._connects.setdefault(key, threading.RLock()):
             if key not in self.hubs:
@@ -262,6 +263,7 @@ class SocketControlPlane(ControlPlane):
         return self.hubs[key]
 
     def _share_tensors(self, hub: Hub, key: str, group: Group | None) -> None:
+        """Create the collectives through memory, where the ranks of a group share some."""
         hosts = hub.hosts
         if len(hosts) == 1 and hub.arena is not None:
             # A copy without the handle: a reference to the group itself would keep it alive.
@@ -348,20 +350,20 @@ class SocketControlPlane(ControlPlane):
     @property
     def shared_bytes(self) -> int:
         """Bytes that this rank's groups share for tensors."""
-        arenas = [hub.arena for hub in self._connected()]
+        arenas = [hub.arena for hub in self._connected_hubs()]
         return sum(arena.layout.size_bytes for arena in arenas if arena is not None)
 
-    def _connected(self) -> list[Hub]:
+    def _connected_hubs(self) -> list[Hub]:
         return [hub for hub in list(self.hubs.values()) if hub is not None]  # threads add to them
 
     def interrupt(self, how: str) -> None:
         """Report to the other ranks that this one was interrupted in a collective."""
-        for hub in self._connected():
+        for hub in self._connected_hubs():
             hub.peers.interrupt(how)
 
     def report_departure(self, how: str) -> None:
         """Report to the other ranks that this one makes no more calls."""
-        for hub in self._connected():
+        for hub in self._connected_hubs():
             hub.peers.report_departure(how)
 
     def close(self, how: str = "left") -> None:
@@ -417,5 +419,5 @@ class SocketControlPlane(ControlPlane):
 
     def warn_after_s(self) -> float:
         """Return the seconds after which a wait on the data plane logs the missing ranks."""
-        hub = next(iter(self._connected()), None)
+        hub = next(iter(self._connected_hubs()), None)
         return math.inf if hub is None else hub.warn_after_s

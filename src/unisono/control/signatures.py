@@ -83,12 +83,14 @@ class CallHistory:
             their_old, their_new = others.pop()
             is_behind, is_ahead = new == their_old, their_new == old
             if is_behind and is_ahead:  # a swap: it has made as many calls as the others
-                self._warn(ranks[position], call, old, new)
+                self._warn_of_swap(ranks[position], call, old, new)
                 return
             if is_behind or is_ahead:
-                raise _shifted(ranks[position], is_behind, call, (old, new), (their_old, their_new))
+                raise _shift_error(
+                    ranks[position], is_behind, call, (old, new), (their_old, their_new)
+                )
 
-    def _warn(self, rank: int, call: str, one: str, other: str) -> None:
+    def _warn_of_swap(self, rank: int, call: str, one: str, other: str) -> None:
         if frozenset((one, other)) not in self._swaps:
             self._swaps.add(frozenset((one, other)))
             _log.warning(
@@ -101,9 +103,10 @@ class CallHistory:
             )
 
 
-def _shifted(
+def _shift_error(
     rank: int, is_behind: bool, call: str, own: tuple[str, str], others: tuple[str, str]
 ) -> CollectiveMismatchError:
+    """Return the error for a rank and the others, each with the lines of their last two rounds."""
     extra, count = (own[0], "more") if is_behind else (others[0], "less")
     return CollectiveMismatchError(
         f"rank {rank} has made one call {count} than the others, probably at {extra}, so the ranks "

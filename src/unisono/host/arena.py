@@ -184,6 +184,7 @@ class Arena:
         return token != 0 and all(words[line + _TOKEN] == token for line in self._lines)
 
     def _wait(self, line: int, interval: int, check: Check) -> None:
+        """Wait until the rank of a line has entered an interval: spin first, then sleep."""
         words, give_way = self._words, os.sched_yield
         for _ in range(_LOOKS):
             if words[line] >= interval:

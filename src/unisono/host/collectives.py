@@ -212,6 +212,7 @@ class HostCollectives(Turns):
     def _reduce_blocks(
         self, source: Tensor, target: Tensor | None, op: ReduceOp, check: Check
     ) -> None:
+        """Reduce [n] of all ranks into `target` on the ranks that have one."""
         arena, count = self._arena, source.numel()
         # Each rank reduces the whole of a short tensor, which saves the second barrier.
         if count * source.itemsize <= arena.layout.whole_bytes:
@@ -229,6 +230,7 @@ class HostCollectives(Turns):
     def _reduce_block(
         self, source: Tensor, target: Tensor | None, op: ReduceOp, check: Check
     ) -> None:
+        """Reduce one block: each rank its slice; then copy the others' slices into `target`."""
         arena = self._arena
         both = arena.slices(source.dtype, source.numel())
         now = both[arena.interval & 1]
@@ -427,7 +429,7 @@ class HostCollectives(Turns):
     def _give_cells(
         self, sources: Sequence[Sequence[Tensor]], cells: Sequence[Sequence[Sequence[Tensor]]]
     ) -> Copy:
-        """Return the copy of blocks, by receiver, to the receivers' cells of this rank's slot."""
+        """Return a function that copies blocks, by receiver, to their cells of this rank's slot."""
         others, me = self._arena.others, self._arena.position
 
         def give(block: int, parity: int) -> None:

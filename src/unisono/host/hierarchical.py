@@ -111,6 +111,7 @@ class TwoLevels(Turns):
         return tensor
 
     def _reduce_whole(self, flat: Tensor, op: ReduceOp) -> None:
+        """Reduce to the first rank of each host and then between these, which broadcast the result."""
         leader, leaders = self._ranks[0], self._twins_at(0, 1)
         step, after = op, 1.0
         if op is ReduceOp.AVERAGE:
@@ -127,6 +128,7 @@ class TwoLevels(Turns):
             self._host.broadcast(flat, leader)
 
     def _reduce_slices(self, flat: Tensor, op: ReduceOp) -> None:
+        """Reduce one slice in each rank of a host, and each slice between the hosts."""
         assert self._host is not None  # as hosts have equally many ranks, and one has several
         twins = self._twins_at(self._position, len(self._ranks))
         mine = self._host.reduce_slice(flat, op)

@@ -256,6 +256,7 @@ def _check(data: memoryview, blob: bytes) -> None:
 
 
 def _blocks(blob: bytes) -> list[memoryview]:
+    """Return the blocks of a frame of `_packed`."""
     data, at = memoryview(blob), _PICKLE.size
     blocks: list[memoryview] = []
     while at < len(data):
@@ -301,6 +302,7 @@ def _failure_of(blob: bytes, _: torch.device) -> NoReturn:
 
 
 def _constant(value: Any) -> Callable[[bytes, Any], Any]:
+    """Return the reader of a frame that is only its tag."""
     def read(blob: bytes, _: Any) -> Any:
         if len(blob) != 1:  # the byte of the kind is all
             raise PayloadError("received a damaged frame: bytes are left over")

@@ -53,6 +53,7 @@ def survey(tree: Tree) -> tuple[list[Any], list[str], list[str]]:
 
 
 def _visit(node: Tree, path: str, leaves: list[Any], paths: list[str], empty: list[str]) -> None:
+    """Append the leaves and paths of a node and of all nodes below it."""
     # Not a closure: a recursive one is a reference cycle, left to the garbage collector.
     children = _children(node)
     if children is None:

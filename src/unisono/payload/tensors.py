@@ -219,6 +219,7 @@ def to_bytes(tensor: Tensor) -> bytes:
 
 
 def _address(tensor: Tensor) -> int:
+    """Return the address of a contiguous CPU tensor; raise for memory that needs a conversion."""
     address = tensor.data_ptr()
     is_plain = (
         tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())

@@ -96,7 +96,8 @@ class CollectiveRecord(NamedTuple):
 
 
 Hook = Callable[[CollectiveRecord], object]
-_hooks: tuple[tuple[Hook | None, Hook | None], ...] = ()  # before and after
+_hooks: tuple[tuple[Hook | None, Hook | None], ...] = ()
+_BEFORE, _AFTER = 0, 1  # the places of each pair
 _lock = threading.Lock()
 
 
@@ -146,11 +147,11 @@ def add_hook(*, before: Hook | None = None, after: Hook | None = None) -> Callab
     return remove
 
 
-def _run_hooks(at: int, record: CollectiveRecord) -> None:
+def _run_hooks(when: int, record: CollectiveRecord) -> None:
     """Run all hooks, even if some raise; raise the first error."""
     errors: list[Exception] = []
     for hooks in _hooks:
-        hook = hooks[at]
+        hook = hooks[when]
         try:
             if hook is not None:
                 hook(record)
@@ -205,7 +206,7 @@ class Token:
             overlap_ns = passed_ns if overlap_ns is None else min(overlap_ns, passed_ns)
             facts = (*record[:9], self.plane or _planes.plane, *record[10:14])  # up to its arrival
             done = (*facts, passed_ns, text, overlap_ns)
-            _run_hooks(1, tuple.__new__(CollectiveRecord, done))  # twice as fast as calling it
+            _run_hooks(_AFTER, tuple.__new__(CollectiveRecord, done))  # twice as fast as calling it
 
     def __enter__(self) -> None:
         pass
@@ -334,7 +335,7 @@ class CallLog:
                 name, self.rank, self.world_size, self.job, key, self._members[key], number,
                 size, _dtype_of(value), "", site.file, site.line, here.thread_id, now, -1, "", 0,
             ))  # fmt: skip
-            self._run_before(token, token.record)
+            self._run_before_hooks(token, token.record)
         return token
 
     def _site_of(self, frame: FrameType, name: str, key: str) -> _Site:
@@ -355,10 +356,10 @@ class CallLog:
             self._sites[id(code) + frame.f_lasti] = site
         return site
 
-    def _run_before(self, token: Token, record: CollectiveRecord) -> None:
+    def _run_before_hooks(self, token: Token, record: CollectiveRecord) -> None:
         _planes.plane = "control"
         try:
-            _run_hooks(0, record)
+            _run_hooks(_BEFORE, record)
         except BaseException as error:  # Ctrl-C in a hook too: the call isn't made, nor counted
             if self._numbers[record.group] == record.number:  # else another thread has made a call
                 self._numbers[record.group] -= 1  # as on the other ranks

@@ -228,6 +228,7 @@ class PageReader:
         self.facts: dict[str, Any] = self._read_facts()
 
     def _read_facts(self) -> dict[str, Any]:
+        """Read the newest edition; retry if another was written meanwhile."""
         while True:
             edition = self._words[_EDITION]
             start = _HEAD_BYTES + edition % 2 * _FACTS_BYTES
@@ -250,6 +251,7 @@ class PageReader:
         return sorted(found, key=lambda record: record.begin_ns)
 
     def _record(self, lane: int, at: int) -> PageRecord | None:
+        """Read one record; return None if there is none, or if it is just being written."""
         start = _LANES_AT + lane * _LANE_BYTES
         first = start + _HEAD_BYTES + at * _RECORD.size
         last = self._words[first // _WORD + STATE]
