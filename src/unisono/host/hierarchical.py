@@ -111,7 +111,7 @@ class TwoLevels(Turns):
         return tensor
 
     def _reduce_whole(self, flat: Tensor, op: ReduceOp) -> None:
-        """Reduce to the first rank of each host and then between these, which broadcast the result."""
+        """Reduce to the first rank of each host, then between these; broadcast in each host."""
         leader, leaders = self._ranks[0], self._twins_at(0, 1)
         step, after = op, 1.0
         if op is ReduceOp.AVERAGE:
