@@ -147,10 +147,10 @@ def format_s(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:.0f} s"
 
 
-def overdue(late: Sequence[int], world_size: int, name: str = "the function") -> str:
+def overdue(late: Sequence[int], world_size: int) -> str:
     """Return the message on ranks that weren't done at the end of a block."""
     return (
-        f"the block's deadline is over, and {name} wasn't done on ranks {list(late)} of "
+        f"the block's deadline is over, and the function wasn't done on ranks {list(late)} of "
         f"{world_size}: they are told to end"
     )
 

@@ -195,7 +195,8 @@ class Hub:
             if kind == ALL and self._ended and now >= suspect_at:
                 suspect_at = now + _SUSPECT_S
                 state = peers.ask().get(positions[0])
-                if state is not None and state.seq < peers.seq:  # so it left without an answer
+                # Without the rank above no round is over: the ended rank left within this one.
+                if state is not None and state.seq < peers.seq:
                     raise peers.fail_gone(self._ended[0])
             if now >= warn_at:
                 warn_at = _NEVER

@@ -80,8 +80,8 @@ class TensorHeader:
         extent = math.prod(max(size, 1) for size in shape)
         # An empty tensor takes no memory: only its strides must fit.
         most = _LARGEST_BYTES // dtype.itemsize if 0 not in shape else 2**62
-        requires_grad = flags & 4 and not (dtype.is_floating_point or dtype.is_complex)
-        if extent > most or any(size < 0 for size in shape) or requires_grad:
+        has_no_grad = not (dtype.is_floating_point or dtype.is_complex)
+        if extent > most or any(size < 0 for size in shape) or (flags & 4 and has_no_grad):
             raise PayloadError(f"received a damaged frame: {dtype} of shape {shape}")
         parameter = bool(flags & 4) if flags & 2 else None
         return cls(dtype, shape, bool(flags & 1), parameter), at + _HEAD.size + sizes.size

@@ -256,6 +256,7 @@ class PageReader:
         first = start + _HEAD_BYTES + at * _RECORD.size
         last = self._words[first // _WORD + STATE]
         stamp, begin, end, number, size, text, _ = _RECORD.unpack_from(self._memory, first)
+        # The stamp at the end, read first, is still the one at the beginning.
         if not 0 < stamp == last & ~IN_FLIGHT == self._words[first // _WORD]:
             return None
         name, group, line, file = text.decode("utf-8", "replace").split("\0")[:4]
