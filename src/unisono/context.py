@@ -363,7 +363,7 @@ def activate(
         plugins.begin_trace()  # before the first call, `initialize`
         calls = record()
         try:
-            with calls.call("initialize"):
+            with calls.begin("initialize"):
                 model = make()
         except BaseException:  # Ctrl-C too: there is no context that would remove the page
             calls.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,6 +35,14 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return gethostname()
+
+
+def pid_namespace() -> str:
+    """Return an id of the namespace of this process's pid, empty if unknown."""
+    # The link's number alone is the same on all hosts, outside of containers.
+    with contextlib.suppress(OSError):  # Linux only
+        return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ def agreed(
     if refusal is not None and isinstance(error, PayloadError):
         how = (f"{refusal}{error}", "")
     is_in_turn = isinstance(error, CollectiveMismatchError)
-    with context.calls.call(name, group):
+    with context.calls.begin(name, group):
         try:
             replies = exchange(context, call or name, (how, is_in_turn, fact), group, misses)
         except CollectiveMismatchError as mismatch:

@@ -45,7 +45,7 @@ from unisono.host.mailbox import MAILBOX_BYTES, Mailbox
 from unisono.model import fallback
 from unisono.model.contract import ComputationModel
 from unisono.payload.tensors import from_bytes, to_bytes
-from unisono.topology import Group, boot_id, name_of, usable_cores
+from unisono.topology import Group, boot_id, name_of, pid_namespace, usable_cores
 
 if TYPE_CHECKING:
     from unisono.control.plane import SocketControlPlane
@@ -111,7 +111,7 @@ def _advertise(control: SocketControlPlane) -> _Advertisement:
         host=host_of_this_process(),
         pid=os.getpid(),
         user=os.getuid() if hasattr(os, "getuid") else None,
-        pid_namespace=_pid_namespace(),
+        pid_namespace=pid_namespace(),
         key=secrets.token_bytes(16).hex(),
         debug=control.setting,
     )
@@ -148,13 +148,6 @@ def _foreign_host_error(
         "other than the loopback",
         ranks[other],
     )
-
-
-def _pid_namespace() -> str:
-    """Return the pid namespace of this process, empty if unknown."""
-    with contextlib.suppress(OSError):  # Linux only
-        return os.readlink("/proc/self/ns/pid")
-    return ""
 
 
 def connect_group(

@@ -34,7 +34,7 @@ from unisono.recording.status_page import (
     encode_ranks,
     short_name,
 )
-from unisono.topology import EVERYBODY, Group, RankInfo, members_of_pair, pair
+from unisono.topology import EVERYBODY, Group, RankInfo, members_of_pair
 from unisono.tracebacks import hides, summary
 
 __tracebackhide__ = hides
@@ -299,7 +299,7 @@ class CallLog:
         value: object = None,
         state: int = CALLED,
     ) -> Token:
-        """Record the start of a call."""
+        """Record the start of a call; its end is that of a with statement, or `Token.end`."""
         key = EVERYBODY if group is None else group.name
         number = self._numbers[key] = self._numbers.get(key, 0) + 1
         if group is not None and number == 1:
@@ -386,14 +386,6 @@ class CallLog:
             groups = dict(self._page.facts["groups"])
             groups.pop(short_name(group), None)
             self._page.update(groups=groups)
-
-    def call(self, name: str, group: Group | None = None, value: object = None) -> Token:
-        """Record the body of a with statement as one call. Arguments are those of `begin`."""
-        return self.begin(name, group, value)
-
-    def message(self, name: str, src: int, dst: int, value: object = None) -> Token:
-        """Record the body of a with statement as a message between two ranks."""
-        return self.begin(name, pair(src, dst), value)
 
     def close(self) -> None:
         """Remove the page; a second call does nothing."""

@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 import weakref
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.plugins import load
-from unisono.topology import boot_id
+from unisono.topology import pid_namespace
 
 _log = logging.getLogger(__name__)
 # The page, in words of 8 bytes, of the host's order:
@@ -122,7 +121,7 @@ class StatusPage:
             _sweep(place)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             os.posix_fallocate(fd, 0, _PAGE_BYTES)  # else a full file system ends the process
-            memory, pids = mmap.mmap(fd, _PAGE_BYTES), _pid_namespace()
+            memory = mmap.mmap(fd, _PAGE_BYTES)
         except OSError:
             if fd >= 0:
                 path.unlink(missing_ok=True)
@@ -130,8 +129,8 @@ class StatusPage:
         finally:
             if fd >= 0:
                 os.close(fd)
-        own = {"pid": pid, "start_ticks": start_ticks(pid), "made_ns": time.monotonic_ns()}
-        return cls(path, memory, {**facts, **own, "pids": pids})
+        own = {"pid": pid, "pids": pid_namespace(), "start_ticks": start_ticks(pid)}
+        return cls(path, memory, {**facts, **own, "made_ns": time.monotonic_ns()})
 
     def update(self, **facts: Any) -> None:
         """Update facts."""
@@ -273,21 +272,12 @@ def pages() -> list[PageReader]:
     place = folder()
     if place is None or not _is_private(place, makes=False):
         return []
-    try:
-        here = _pid_namespace()
-    except OSError:  # without /proc
-        return []
     found = []
     for path in sorted(place.iterdir()):
         with contextlib.suppress(OSError, ValueError):  # it was closed meanwhile, or isn't a page
             found.append(PageReader(path))
-    return [page for page in found if page.facts.get("pids") == here]
-
-
-def _pid_namespace() -> int:
-    """Return an id of the pid namespace: hosts and containers have one each."""
-    # The inode alone is the same on all hosts, outside of containers.
-    return zlib.crc32(f"{boot_id()} {os.readlink('/proc/self/ns/pid')}".encode())
+    here = pid_namespace()
+    return [page for page in found if here and page.facts.get("pids") == here]
 
 
 def encode_call(name: str, group: str, file: str, line: int) -> bytes:

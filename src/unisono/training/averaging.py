@@ -81,7 +81,7 @@ def reduce_params(
     name = "all_reduce_grads" if of_grads else "all_reduce_params"
     # Part of the compared call, since buckets of other sizes mean other collectives.
     buckets_text = "our buckets" if limit is None else f"buckets of {limit} bytes"
-    with context.calls.call(name, group):
+    with context.calls.begin(name, group):
         described = agree(context, f"{name} {operation.name} in {buckets_text}", mine, group)
         tensors: Sequence[Tensor | None] = mine.likes
         if of_grads:

@@ -222,18 +222,19 @@ def test_pages_of_another_container_are_not_read_and_stay() -> None:
     """It has process ids of its own, and may share the folder: ``--ipc=host`` does that."""
     page = made(job="elsewhere")
     there = of_the_dead(page)  # which lives there, and nothing says so here
-    page.update(pids=page.facts["pids"] + 1)
+    here = page.facts["pids"]
+    page.update(pids="another")
     assert pages() == []
     made(job="b").close()
     assert there.exists()
-    page.update(pids=page.facts["pids"] - 1)
+    page.update(pids=here)
     assert [reader.path for reader in pages()] == [there]
 
 
 def test_pages_of_another_host_are_not_read_and_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may share the folder, too, on a file server; its processes aren't to be seen here."""
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(status_page, "boot_id", lambda: "another")
+        elsewhere.setattr(status_page, "pid_namespace", lambda: "another")
         there = of_the_dead(made(job="elsewhere"))
     assert pages() == []
     made(job="b").close()
