@@ -1,12 +1,12 @@
 """Tensors that lie in memory of all ranks of a group, so that collectives on them copy nothing.
 
-Such a tensor is one of n for n ranks, one behind the other in one memory. Each rank has its own,
-and uses the others' only in collectives.
+The tensors of n ranks lie one behind the other in one memory. Each rank has its own, and uses the
+others' only in collectives.
 
-Once a group has created any, its ranks compare, before each collective of a large tensor, which
-one they pass and where in it, by a word of the arena and a barrier: then all take the same path,
-and all are inside the call. Another barrier ends the call: a rank leaves when no other rank uses
-its tensor any more, or by an error: then others may still write to it.
+Once a group has created any, its ranks compare before each collective of a large tensor which one
+they pass, and its offset, by a token in the arena and a barrier. So all take the same path, and all
+have entered the call. Another barrier ends it: a rank leaves when no other rank uses its tensor any
+more, or by an error: then others may still write to it.
 """
 
 from __future__ import annotations

@@ -327,7 +327,7 @@ def _sweep(place: Path) -> None:
 def _exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError) as error:  # a file's name may have any number
         return isinstance(error, PermissionError)  # the process is another user's
     return True
 
