@@ -132,7 +132,7 @@ def _max_shared_bytes(control: SocketControlPlane) -> int:
     return max(0, limit_bytes - held_bytes) // (_PART_OF_REST if held_bytes else 1)
 
 
-def _foreign_host_error(
+def _other_host_error(
     adverts: Sequence[_Advertisement], ranks: Sequence[int], position: int
 ) -> PeerRefusedError:
     """Return the error for a rank on another host, or another user's, in a one-host job."""
@@ -227,7 +227,7 @@ def _connect_all(
         connector = _Connector(control, group, adverts, listeners)
         is_one_host = len(connector.hosts) == 1
         if control.is_one_host and not is_one_host:
-            raise _foreign_host_error(adverts, ranks, connector.position)
+            raise _other_host_error(adverts, ranks, connector.position)
         reasons, hub = _reasons_of(adverts), None
         if not reasons:
             hub, vote = connector.connect(inline_bytes)

@@ -45,10 +45,7 @@ class _Inside:
         self._ranks = ranks
 
     def begin(self, group: Group | None, call: str) -> Check:
-        return self._look
-
-    def _look(self, position: int) -> None:
-        self.check(self._ranks[position])
+        return lambda position: self.check(self._ranks[position])
 
     def interrupt(self, how: str) -> None:
         """Ignore it: the operation of all ranks reports it."""
