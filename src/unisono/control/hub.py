@@ -195,7 +195,7 @@ class Hub:
             if kind == ALL and self._ended and now >= suspect_at:
                 suspect_at = now + _SUSPECT_S
                 state = peers.ask().get(positions[0])
-                # Without the rank above the round can't be over: the ended rank left before its end.
+                # The round isn't over without the rank above, so the ended rank left too early.
                 if state is not None and state.seq < peers.seq:
                     raise peers.fail_gone(self._ended[0])
             if now >= warn_at:

@@ -228,9 +228,7 @@ class Peers:
         if self.failure is not None:
             raise type(self.failure)(*self.failure.args)
 
-    def gone(
-        self, ranks: Collection[int] | None = None, group: str = "", step: int = 0
-    ) -> Absent | None:
+    def gone(self, ranks: Collection[int] | None, group: str, step: int) -> Absent | None:
         """Return a rank known to be gone, if any; waits 1.1 s at most for its report."""
         if self._absent is None:
             try:  # an interrupt may come just after the acquire: the lock knows its owner

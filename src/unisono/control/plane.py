@@ -387,7 +387,7 @@ class SocketControlPlane(ControlPlane):
         """Record the start of an operation through memory; return the check for its waits."""
         return Wait(self, group, call, self.steps.begin(name_of(group), call))
 
-    def gone(self, group: Group | None, step: int = 0) -> Absent | None:
+    def gone(self, group: Group | None, step: int) -> Absent | None:
         """Return a rank of a group known to be gone, if any; waits for its report."""
         group, step = self._whole(group, step)
         name = name_of(group)
