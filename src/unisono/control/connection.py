@@ -149,7 +149,7 @@ class Connection:
             frame = None if mailbox is None else mailbox.take()
             if frame is None:
                 frame = self._parse()
-            if frame is not None and frame[0] != WAKE:
+            if frame is not None and frame[0] != WAKE:  # WAKE: look into the mailbox again
                 return frame
             if frame is None and not self._fill():
                 return None

@@ -301,10 +301,10 @@ class Peers:
         reported = self._reported(group, step)
         if reported:
             return reported
-        absent = [p for p in asked if p in states and states[p].step < step]
-        silent = [p for p in asked if p not in states]
+        absent = [at for at in asked if at in states and states[at].step < step]
+        silent = [at for at in asked if at not in states]
         # If the next rank on the way to a silent one is silent too, the silent one may be well.
-        absent += [p for p in silent if self._next_hop(p) in (p, *states)]
+        absent += [at for at in silent if self._next_hop(at) in (at, *states)]
         if not absent:
             reported = self._reported(group, step, _LATE_S) if is_over else ""
             absent = silent

@@ -146,7 +146,7 @@ class StatusPage:
             self._words[_EDITION] = edition  # last: it shows readers the new facts
 
     def lane(self) -> Lane | None:
-        """Return a lane without a live thread; None if there isn't one."""
+        """Return a lane for this thread, which no live thread has; None if there isn't one."""
         thread = threading.current_thread()
         with self._lock:
             for place, owner in enumerate(self._owners):
