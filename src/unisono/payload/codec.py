@@ -303,6 +303,7 @@ def _failure_of(blob: bytes, _: torch.device) -> NoReturn:
 
 def _constant(value: Any) -> Callable[[bytes, Any], Any]:
     """Return the reader of a frame that is only its tag."""
+
     def read(blob: bytes, _: Any) -> Any:
         if len(blob) != 1:  # the byte of the kind is all
             raise PayloadError("received a damaged frame: bytes are left over")
