@@ -113,8 +113,8 @@ class StatusPage:
     @classmethod
     def make(cls, facts: Mapping[str, Any]) -> StatusPage | None:
         """Create a page; return None if that fails."""
-        place, pid, fd = folder(), os.getpid(), -1
-        if place is None or not _is_private(place, makes=True):
+        place, pid, pids, fd = folder(), os.getpid(), pid_namespace(), -1
+        if place is None or not pids or not _is_private(place, makes=True):
             return None
         path = place / f"{pid}-{start_ticks(pid)}-{next(_numbers)}"
         try:
@@ -129,7 +129,7 @@ class StatusPage:
         finally:
             if fd >= 0:
                 os.close(fd)
-        own = {"pid": pid, "pids": pid_namespace(), "start_ticks": start_ticks(pid)}
+        own = {"pid": pid, "pids": pids, "start_ticks": start_ticks(pid)}
         return cls(path, memory, {**facts, **own, "made_ns": time.monotonic_ns()})
 
     def update(self, **facts: Any) -> None:
@@ -277,7 +277,7 @@ def pages() -> list[PageReader]:
         with contextlib.suppress(OSError, ValueError):  # it was closed meanwhile, or isn't a page
             found.append(PageReader(path))
     here = pid_namespace()
-    return [page for page in found if here and page.facts.get("pids") == here]
+    return [page for page in found if page.facts.get("pids") == here]
 
 
 def encode_call(name: str, group: str, file: str, line: int) -> bytes:
