@@ -358,7 +358,7 @@ def activate(
         plugins.begin_trace()  # before the first call, `initialize`
         calls = record()
         try:
-            with calls.call("initialize"):
+            with calls.begin("initialize"):
                 model = make()
         except BaseException:  # Ctrl-C too: there is no context that would remove the page
             calls.close()
@@ -455,11 +455,11 @@ def _after_fork() -> None:
 
 
 def _at_exit() -> None:
-    """Send peers a farewell, unless an exception ended the program."""
+    """Report an orderly departure to peers, unless an exception ended the program."""
     # `sys.last_type` is set after an uncaught exception, which peers must see as a failure.
     if not hasattr(sys, "last_type"):
         for context in filter(None, {_process, _previous}):
-            context.control.say_farewell("ended its program")
+            context.control.report_departure("ended its program")
         close_pages()
 
 

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
 
 from unisono.arguments import seconds
 from unisono.errors import CollectiveTimeoutError
@@ -18,7 +17,6 @@ from unisono.topology import Group, boot_id
 __all__ = (
     "DEFAULT_TIMEOUT_S",
     "Limit",
-    "Limited",
     "allowed_s",
     "deadline",
     "end_of_block",
@@ -68,6 +66,7 @@ def deadline(timeout: float | timedelta) -> Iterator[None]:
 
 @contextmanager
 def _until_sooner(until: float) -> Iterator[None]:
+    """Set the deadline of a block, unless that of an outer block is sooner."""
     outer = end_of_block()
     token = _until.set(until if outer is None else min(until, outer))
     try:
@@ -109,35 +108,25 @@ def end_of_block() -> float | None:
     return _until.get()
 
 
-class Limited(Protocol):
-    """A context whose collectives have a timeout."""
-
-    @property
-    def timeout_s(self) -> float | None:
-        """Seconds that a collective may take."""
-
-
-def allowed_s(job: Limited, group: Group | None) -> float | None:
+def allowed_s(timeout_s: float | None, group: Group | None) -> float | None:
     """Return the timeout of a collective over `group`: the group's own, else the job's."""
-    return job.timeout_s if group is None or group.timeout_s is None else group.timeout_s
+    return timeout_s if group is None or group.timeout_s is None else group.timeout_s
 
 
-def limit_of(timeout_s: float | None, until: float | None = None) -> float | None:
+def limit_of(timeout_s: float | None) -> float | None:
     """Return the seconds that a collective may take which starts now in this thread.
 
     Args:
         timeout_s: seconds that the job or the group allows; None for no limit.
-        until: the deadline of the thread that started it, if that was another one.
 
     Returns:
         `timeout_s`, or the seconds left until the block's deadline if that is sooner, at least 0.
     """
-    here = end_of_block()
-    if here is None and until is None:
+    until = end_of_block()
+    if until is None:
         return timeout_s
-    end = min(end for end in (here, until) if end is not None)
-    left = max(0.0, end - time.monotonic()) * _RATE
-    return left if timeout_s is None else min(left, timeout_s)
+    left_s = max(0.0, until - time.monotonic()) * _RATE
+    return left_s if timeout_s is None else min(left_s, timeout_s)
 
 
 def end_of_call(timeout_s: float | None) -> float:
@@ -154,14 +143,14 @@ def host_s(limit_s: float) -> float:
 
 
 def format_s(seconds: float) -> str:
-    """Write seconds with their unit, to three digits."""
+    """Return seconds as text with their unit, to three digits."""
     return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:.0f} s"
 
 
-def overdue(late: Sequence[int], world_size: int, name: str = "the function") -> str:
-    """Write which ranks weren't done at the end of a block."""
+def overdue(late: Sequence[int], world_size: int) -> str:
+    """Return the message on ranks that weren't done at the end of a block."""
     return (
-        f"the block's deadline is over, and {name} wasn't done on ranks {list(late)} of "
+        f"the block's deadline is over, and the function wasn't done on ranks {list(late)} of "
         f"{world_size}: they are told to end"
     )
 

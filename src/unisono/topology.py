@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,6 +35,14 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return gethostname()
+
+
+def pid_namespace() -> str:
+    """Return an id of the namespace of this process's pid, empty if unknown."""
+    # The link's number alone is the same on all hosts, outside of containers.
+    with contextlib.suppress(OSError):  # Linux only
+        return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +164,8 @@ class RankInfo:
             self.node_rank,
             self.nnodes,
         )
-        return topology.or_else(Topology(0, 1, 0, 1, 0, 1)) if self.world_size == 1 else topology
+        alone = Topology(0, 1, local_rank=0, local_world_size=1, node_rank=0, nnodes=1)
+        return topology.or_else(alone) if self.world_size == 1 else topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,14 +181,8 @@ class ContextHint:
     environment: RankInfo | None = None
 
 
-class _Referable:
-    """Base class for weak references."""  # `weakref_slot` of dataclass: from Python 3.11 on
-
-    __slots__ = ("__weakref__",)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Group(_Referable):
+@dataclass(frozen=True, eq=False)  # without slots, which would rule out weak references
+class Group:
     """Some ranks of one context, in an order of their own.
 
     Args:
@@ -247,11 +251,12 @@ def named(ranks: Iterable[int]) -> str:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    parts = []
+    parts: list[str] = []
     for first, last in runs:
-        parts += (
-            [f"{first}-{last}"] if last > first + 1 else [str(n) for n in range(first, last + 1)]
-        )
+        if last > first + 1:
+            parts.append(f"{first}-{last}")
+        else:
+            parts += map(str, range(first, last + 1))
     return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(parts)}"
 
 

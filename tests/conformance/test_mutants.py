@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from unisono import Group, ReduceOp, context, recording, registry
+from unisono import Group, ReduceOp, context, registry
 from unisono.collectives import (
     _dtype_emulation,
     _exact_sums,
@@ -29,6 +29,7 @@ from unisono.models.threads import ThreadsModel
 from unisono.observe import waits
 from unisono.payload import codec, pickling, tensors
 from unisono.payload.tensors import TensorHeader
+from unisono.recording import records
 from unisono.registry import register_model
 from unisono.testing import Outcome, check
 from unisono.training import equality, evaluation, loader, preemption
@@ -225,7 +226,7 @@ def _gathers_by_rank(part: Any, size: int, dst: Any) -> Any:
 
 _clipped = torch.nn.utils.clip_grad_norm_
 _gathered = evaluation.gather_results
-_begun, _ended = recording.CallLog.begin, recording.Token.end
+_begun, _ended = records.CallLog.begin, records.Token.end
 _object_encoded, _taken_apart = codec._encode_object, tensors.taken_apart
 _header_read = TensorHeader.unpack
 # Above the models: what breaks the law, wherever its name is used.
@@ -279,10 +280,10 @@ BREAKS: dict[str, list[tuple[Any, str, Any]]] = {
     ],
     "empty_tensors_of_any_shape_arrive": [(TensorHeader, "unpack", _counts_sizes_beside_a_zero)],
     "hooks_see_every_collective_with_name_bytes_group_and_number": [
-        (recording.Token, "end", _ends_in_silence)
+        (records.Token, "end", _ends_in_silence)
     ],
-    "hooks_see_the_group_of_a_call": [(recording.CallLog, "begin", _forgets_groups)],
-    "a_call_that_fails_is_recorded_with_its_error": [(recording, "summary", lambda error: "")],
+    "hooks_see_the_group_of_a_call": [(records.CallLog, "begin", _forgets_groups)],
+    "a_call_that_fails_is_recorded_with_its_error": [(records, "summary", lambda error: "")],
     "watching_names_the_rank_that_comes_late": [(waits, "_last_of", _is_fooled_by_durations)],
     "sums_have_the_same_bits_on_every_rank": [(ThreadsModel, "all_reduce", _begins_with_its_own)],
     "sums_have_the_same_bits_when_they_are_made_again": [

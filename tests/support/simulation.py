@@ -1,8 +1,8 @@
 """The control plane of 2 to 10,000 ranks in one process: the real code over connections in memory.
 
 Each simulated rank runs what a real one does: it meets the others, connects to its neighbours with
-both proofs, takes part in rounds, says farewell. What is counted are events: a message that was
-sent, a descriptor that was opened. `count` counts the same in a real rank, of a job whose ranks
+both proofs, takes part in rounds, reports its departure. What is counted are events: a message that
+was sent, a descriptor that was opened. `count` counts the same in a real rank, of a job whose ranks
 take themselves for those of several hosts.
 
 What isn't the control plane's is not simulated: records of the rendezvous, which the data plane
@@ -305,7 +305,7 @@ def row_of(job: Simulation) -> Row:
         "most descriptors": max(descriptors),
         "mean descriptors": sum(descriptors) / job.size,
         "most KB held": max(tally.held_bytes for tally in tallies) / 1000,
-        "farewells": sum(tally.messages["LEAVE"] for tally in tallies),
+        "departures": sum(tally.messages["LEAVE"] for tally in tallies),
         "seconds": job.seconds,
     }
 

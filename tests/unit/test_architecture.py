@@ -179,7 +179,7 @@ SPELLS_VARIABLES = {
     "models.mpi.world": "which rank of the host this is, as MPI doesn't tell",
     "models.native.model": "LOCAL_RANK alone, where nothing says who else is there",
     "models.native.rendezvous": "the attempt of torchrun that this is",
-    "recording": "ranks that meet at one address are of one job",
+    "recording.records": "ranks that meet at one address are of one job",
 }
 
 

@@ -159,7 +159,7 @@ def hub(place: int) -> Iterator[tuple[Hub, socket.socket, socket.socket]]:
 @given(bundles, st.integers(0, 1))
 def test_any_bundle_ends_a_round_with_blobs_or_names_the_peer(bundle: bytes, place: int) -> None:
     with hub(place) as (made, main, aside):
-        aside.shutdown(socket.SHUT_WR)  # so that no farewell is waited for
+        aside.shutdown(socket.SHUT_WR)  # so that no report is waited for
         kind = GIVE if place == 0 else ALL
         main.sendall(HEAD.pack(kind, 1, len(bundle)) + bundle)
         try:
@@ -175,7 +175,7 @@ def test_any_bundle_ends_a_round_with_blobs_or_names_the_peer(bundle: bytes, pla
 def test_any_bytes_on_its_lines_end_a_round_in_time(stream: bytes, beside: bytes) -> None:
     with hub(0) as (made, main, aside):
         aside.sendall(beside)
-        aside.shutdown(socket.SHUT_WR)  # so that no farewell is waited for
+        aside.shutdown(socket.SHUT_WR)  # so that no report is waited for
         main.sendall(stream)
         main.shutdown(socket.SHUT_WR)
         try:

@@ -54,7 +54,7 @@ def new_group(ranks: Sequence[int], **options: Unpack[GroupOptions]) -> Group:
     given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
     if "timeout" in given:
         given["timeout"] = seconds("timeout", given["timeout"])
-    with context.calls.call("new_group"):
+    with context.calls.begin("new_group"):
         return make(context, checked(context, ranks), **given)
 
 
@@ -80,7 +80,7 @@ def local_group() -> Group:
     own_group = context.groups.get(())  # the key of no list of ranks
     if own_group is None:
         node = (host_of_this_process(), context.model.topology.node_rank)
-        with context.calls.call("local_group"):
+        with context.calls.begin("local_group"):
             frames = swap(context, "local_group", encode(node), None)
         nodes = [decode(frame, context.model.device) for frame in frames]
         for other in dict.fromkeys(nodes):  # all ranks create the groups of all nodes, in order

@@ -57,7 +57,7 @@ def agreed(
     is_in_turn = isinstance(error, CollectiveMismatchError)
     # Mostly no rank has an error or a fact: None is encoded without a pickle.
     mine = None if how is None and fact is None else (how, is_in_turn, fact)
-    with context.calls.call(name, group):
+    with context.calls.begin(name, group):
         try:
             replies = exchange(context, call or name, mine, group, misses)
         except CollectiveMismatchError as mismatch:

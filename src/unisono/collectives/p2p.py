@@ -16,7 +16,7 @@ from unisono.errors import ArgumentError, GroupMembershipError
 from unisono.model.fallback import FRAME_BYTES, as_frame, inline_part, length_of
 from unisono.payload.codec import decode, frame_or_reason, raise_failures
 from unisono.payload.tensors import TensorHeader, from_bytes, to_bytes
-from unisono.topology import Group
+from unisono.topology import Group, pair
 from unisono.tracebacks import hides
 
 __tracebackhide__ = hides
@@ -48,7 +48,7 @@ def send(value: Any, dst: int, group: GroupLike = None) -> None:
         unisono.errors.ArgumentError: dst=0 is this rank itself
     """
     context, members = _pair(group, dst, "dst")
-    with context.calls.message("send", context.model.topology.rank, dst, value):
+    with context.calls.begin("send", pair(context.model.topology.rank, dst), value):
         frame = frame_or_reason(frame_of, context, value, members)
         # The head has a fixed size, as the peer doesn't know the length of the frame.
         head = as_frame(frame)
@@ -91,7 +91,7 @@ def recv(src: int, group: GroupLike = None) -> Any:
         unisono.errors.ArgumentError: src=0 is this rank itself
     """
     context, members = _pair(group, src, "src")
-    with context.calls.message("recv", src, context.model.topology.rank):
+    with context.calls.begin("recv", pair(src, context.model.topology.rank)):
         row = _as_row(context, bytes(FRAME_BYTES))
         head = to_bytes(context.model.recv(row, src, members).cpu())
         frame = inline_part(head)

@@ -75,12 +75,12 @@ def shared_empty(
         shape, kind = _shape_of(size), _dtype_of(dtype)
     except ArgumentError as error:
         if is_member:
-            with context.calls.call("shared_empty", members):
+            with context.calls.begin("shared_empty", members):
                 refuse_compared(context, "shared_empty", members, error)
         raise
     if not is_member:
         return torch.empty(shape, dtype=kind, device="cpu")
-    with context.calls.call("shared_empty", members):
+    with context.calls.begin("shared_empty", members):
         return _shared_empty(context, shape, kind, members)
 
 

@@ -1,19 +1,38 @@
-"""Descriptions of ranks that are late or gone."""
+"""Ranks that are late or gone: their descriptions, and the waits that look for them."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
+import re
 import threading
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
 
 from unisono.arguments import number_in
+from unisono.deadlines import allowed_s, end_of_block, format_s, host_s
+from unisono.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    ContextError,
+    PeerFailedError,
+    UnisonoError,
+)
 from unisono.model.handle import BACKGROUND
 from unisono.plugins import load
-from unisono.topology import named
-from unisono.tracebacks import frame_of, is_ours, place_of, where
+from unisono.topology import Group, name_of, named, ranks_by_value
+from unisono.tracebacks import frame_of, hides, is_ours, place_of, where as innermost_frame
 
+if TYPE_CHECKING:
+    from unisono.control.plane import SocketControlPlane
+
+__tracebackhide__ = hides
+
+_log = logging.getLogger(__name__)
 _WARN_AFTER_S = 30.0
 _STOPPED = "stopped"
 _STATES = {_STOPPED: "it is stopped by a signal", "zombie": "its process has ended"}
@@ -23,6 +42,9 @@ _WIDTH = 100  # of a line of source
 SIDEBAND = "unisono-sideband"
 """Start of the names of threads that serve sidebands."""
 _OWN_THREADS = (SIDEBAND, BACKGROUND)  # the user's code doesn't run in them
+LOOK_S = 0.3
+"""Seconds between two looks of a waiting rank for absent ones."""
+_AGAIN_S = 0.02
 
 
 def warn_after_s() -> float:
@@ -75,15 +97,13 @@ def report(call: str, arrived: Mapping[int, str], missing: Sequence[Missing]) ->
     lines = [late.text(call) for late in missing[:_MAX_NAMED]]
     if len(missing) > _MAX_NAMED:
         lines.append(f"nor did ranks {[late.rank for late in missing[_MAX_NAMED:]]}")
-    ranks_of: dict[str, list[int]] = {}
-    for rank, own_call in sorted(arrived.items()):
-        ranks_of.setdefault(own_call, []).append(rank)
-    for own_call, ranks in ranks_of.items():
+    for own_call, ranks in ranks_by_value(dict(sorted(arrived.items()))).items():
         lines.append(f"  {named(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {own_call}")
     return "\n".join(lines)
 
 
 def _state(pid: int) -> str:
+    """Return psutil's status of a process; empty if unknown."""
     # Without a free descriptor even psutil's import fails: the report then lacks the state.
     with contextlib.suppress(OSError), contextlib.suppress(load("psutil:Error")):
         return str(load("psutil:Process")(pid).status())
@@ -99,16 +119,17 @@ def stack_of(thread_id: int) -> str:
     """Return a thread's position and stack, without unisono's own frames."""
     by_id = {thread.ident: thread for thread in threading.enumerate()}
     thread, main = by_id.get(thread_id), threading.main_thread()
-    if thread is None or thread.name.startswith(_OWN_THREADS):  # the user's thread waits for it
-        thread_id = main.ident or thread_id
+    if thread is None or thread.name.startswith(_OWN_THREADS):
+        thread_id = main.ident or thread_id  # it has ended, or works for the main thread
     stack = traceback.extract_stack(frame_of(thread_id))
     if len(stack) > 1 and stack[0].filename == "<string>" and is_ours(stack[1].filename):
         del stack[0]  # the command line of the process that starts ranks
-    innermost, frames = where(stack), [each for each in stack if not is_ours(each.filename)]
+    innermost = innermost_frame(stack)
     if innermost is None:
         return ""
     source = f" ({innermost.line[:_WIDTH]})" if innermost.line else ""
     lines = [f"{place_of(innermost.filename, innermost.lineno or 0)}{source}"]
+    frames = [each for each in stack if not is_ours(each.filename)]
     if len(frames) > 1:
         lines += [
             f"    {place_of(each.filename, each.lineno or 0)}, in {each.name}: "
@@ -116,3 +137,102 @@ def stack_of(thread_id: int) -> str:
             for each in frames[-_FRAMES:]
         ]
     return "\n".join(lines)
+
+
+class Wait:
+    """One rank's wait within an operation, by its number in the group; 0 for none."""
+
+    def __init__(
+        self,
+        control: SocketControlPlane,
+        group: Group | None,
+        call: str,
+        step: int = 0,
+        until: float | None = None,
+    ) -> None:
+        self._control, self._group, self._call, self._step = control, group, call, step
+        self._begun, self._until = time.monotonic(), until
+        self._end: float | None = None  # found at the first look: mostly there is none
+        self._has_absent = self._is_warned = False
+
+    def __call__(self, position: int | None = None) -> None:
+        """Raise if a rank is gone, the group has failed or the deadline has passed."""
+        # `position` is that of the awaited rank, where shared memory shows it.
+        control, now = self._control, time.monotonic()
+        absent = control.gone(self._group, self._step)
+        if absent is not None and self._has_absent:
+            raise PeerFailedError(f"{control.where(self._call)}: {absent.how}", absent.rank)
+        if absent is not None:  # its last message may be on its way
+            self._has_absent = True
+            return
+        hub = control.hubs.get(name_of(self._group))
+        if hub is not None:
+            hub.peers.raise_failure()
+        elif position is not None:
+            raise ContextError("finalize() was called meanwhile, by another thread")
+        if self._end is None:
+            self._end = self._find_end()
+        if now >= self._end:
+            waited = format_s(max(0.0, self._end - self._begun) / host_s(1))  # the user's seconds
+            where = control.where(self._call)
+            text = f"{self._late(position)}\n  {where}: not done after {waited}"
+            if hub is not None:
+                hub.peers.give_up(text)  # the others can't go on without this rank
+            raise CollectiveTimeoutError(text)
+        if not self._is_warned and now >= self._begun + host_s(control.warn_after_s()):
+            self._is_warned = True
+            late = self._late(position, is_over=False)
+            _log.warning("%s is still waiting: %s", control.where(self._call), late)
+
+    def fail(self, table: Mapping[str, type[CollectiveError]], error: Exception) -> NoReturn:
+        """Raise our error for one of the backend's."""
+        if isinstance(error, UnisonoError):
+            raise error
+        where, text = self._control.where(self._call), str(error).strip()
+        kind = matching_error(table, text)
+        if kind is CollectiveTimeoutError:
+            raise kind(f"{self._late()}\n  {where}: {text}") from error
+        if kind is PeerFailedError:
+            absent = self._find_absent()
+            how = absent.how if absent.rank >= 0 else f"{absent.how}: {text}"
+            raise PeerFailedError(f"{where}: {how}", absent.rank) from error
+        raise kind(f"{where} failed: {text}") from error
+
+    def _find_end(self) -> float:
+        """Return the first of the deadlines that apply."""
+        ends = [end_of_block(), self._until]
+        timeout_s = allowed_s(self._control.timeout_s, self._group)
+        if timeout_s is not None:
+            ends.append(self._begun + host_s(timeout_s))
+        return min((end for end in ends if end is not None), default=math.inf)
+
+    def _late(self, position: int | None = None, is_over: bool = True) -> str:
+        """Return a description of the late ranks."""
+        late = self._control.late(self._group, self._step, is_over) if self._step else ""
+        if late or position is None:
+            return late or "some rank never arrived"
+        rank = self._control.model.topology.members(self._group)[position]
+        return f"rank {rank} arrived but did not continue"
+
+    def _find_absent(self) -> Absent:
+        """Return the absent rank; one of rank -1 if it isn't known."""
+        # Ranks that know it may report it only after their next look.
+        until = time.monotonic() + 3 * LOOK_S if self._control.hubs else 0.0
+        while True:
+            absent = self._control.gone(self._group, self._step)
+            if absent is not None:
+                return absent
+            hub = self._control.hubs.get(name_of(self._group))
+            if hub is not None:
+                hub.peers.raise_failure()  # which the last look has received
+            if time.monotonic() >= until:
+                return Absent(-1, "lost a peer")
+            time.sleep(_AGAIN_S)
+
+
+def matching_error(table: Mapping[str, type[CollectiveError]], text: str) -> type[CollectiveError]:
+    """Return the error of the first pattern that matches a library's text."""
+    for pattern, error in table.items():
+        if re.search(pattern, text, re.IGNORECASE):
+            return error
+    return CollectiveError

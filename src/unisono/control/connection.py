@@ -115,13 +115,14 @@ class Connection:
         self._transmit(kind, seq, body, until)
 
     def _transmit(self, kind: int, seq: int, body: bytes, until: float) -> None:
+        """Send one frame over the socket."""
         if self._is_within:  # what follows half a frame can't be read
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
             raise ConnectionClosed("this rank left a message half-way")
         self._is_within = True
         data = memoryview(_HEADER.pack(kind, seq, len(body)) + body)
-        data = data[self._put(data) :]
+        data = data[self._send_part(data) :]
         while data:
             writable = select.poll()
             writable.register(self.fd, select.POLLOUT)
@@ -129,10 +130,11 @@ class Connection:
             if left <= 0:
                 raise TimeoutError
             writable.poll(min(left, LONGEST_WAIT_S) * 1000)
-            data = data[self._put(data) :]
+            data = data[self._send_part(data) :]
         self._is_within = False
 
-    def _put(self, data: memoryview) -> int:
+    def _send_part(self, data: memoryview) -> int:
+        """Send the bytes that the socket takes at once; return their number."""
         try:
             return self._sock.send(data)
         except BlockingIOError:
@@ -147,7 +149,7 @@ class Connection:
             frame = None if mailbox is None else mailbox.take()
             if frame is None:
                 frame = self._parse()
-            if frame is not None and frame[0] != WAKE:
+            if frame is not None and frame[0] != WAKE:  # WAKE: look into the mailbox again
                 return frame
             if frame is None and not self._fill():
                 return None
@@ -188,11 +190,13 @@ class Connection:
             mailbox.sleep(is_asleep)
 
     def _missing(self) -> int:
+        """Return the number of bytes that complete the first frame; 0 if unknown."""
         if len(self._held) < _HEADER.size:
             return 0
         return int(_HEADER.unpack_from(self._held)[2]) + _HEADER.size - len(self._held)
 
     def _parse(self) -> Frame | None:
+        """Return the first frame of the bytes held, None if it isn't complete."""
         held = self._held
         if len(held) < _HEADER.size:
             return None

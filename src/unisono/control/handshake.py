@@ -28,7 +28,6 @@ from typing import Generic, TypeVar
 from unisono.control.addresses import peer
 
 _NONCE_BYTES, _PROOF_BYTES = 16, 32
-_CALLER, _LISTENER = b"caller", b"listener"
 _MAX_PENDING = 256  # handshakes at a time; the oldest one is closed for another
 LONGEST_WAIT_S = 3600.0
 """Longest timeout for `poll`, which accepts no infinity."""
@@ -37,36 +36,32 @@ T = TypeVar("T")
 
 def call(sock: socket.socket, secret: bytes, hello: bytes, until: float) -> bool:
     """Run the caller's handshake; return whether the listener proves itself, too."""
-    return _prove(sock, secret, hello, (_CALLER, _LISTENER), hello, until)
+    return _prove(sock, secret, hello, until, is_caller=True)
 
 
-def answer(
-    sock: socket.socket, secret: bytes, hello_bytes: int, until: float = math.inf
-) -> bytes | None:
+def answer(sock: socket.socket, secret: bytes, hello_bytes: int) -> bytes | None:
     """Run the listener's handshake; return the caller's hello, None without a proof."""
-    hello = receive(sock, hello_bytes, until)
-    return hello if _prove(sock, secret, hello, (_LISTENER, _CALLER), b"", until) else None
+    # Without a limit: `Pending` closes the connection.
+    hello = receive(sock, hello_bytes)
+    return hello if _prove(sock, secret, hello, math.inf, is_caller=False) else None
 
 
 def _prove(
-    sock: socket.socket,
-    secret: bytes,
-    hello: bytes,
-    sides: tuple[bytes, bytes],
-    first: bytes,
-    until: float,
+    sock: socket.socket, secret: bytes, hello: bytes, until: float, *, is_caller: bool
 ) -> bool:
     """Send a proof of the secret; return whether the other side has sent a valid one."""
+    side, other_side = (b"caller", b"listener") if is_caller else (b"listener", b"caller")
     mine = secrets.token_bytes(_NONCE_BYTES)
-    sock.sendall(first + mine)
+    sock.sendall(hello + mine if is_caller else mine)
     theirs = receive(sock, _NONCE_BYTES, until)
 
-    def proof(side: bytes, nonces: bytes) -> bytes:
-        return hmac.new(secret, side + hello + nonces, "sha256").digest()
+    def proof(of: bytes, nonces: bytes) -> bytes:
+        return hmac.new(secret, of + hello + nonces, "sha256").digest()
 
     # Each proof names its side, so that nobody can send back the proof that it has received.
-    sock.sendall(proof(sides[0], mine + theirs))
-    return hmac.compare_digest(receive(sock, _PROOF_BYTES, until), proof(sides[1], theirs + mine))
+    sock.sendall(proof(side, mine + theirs))
+    received = receive(sock, _PROOF_BYTES, until)
+    return hmac.compare_digest(received, proof(other_side, theirs + mine))
 
 
 def receive(sock: socket.socket, size: int, until: float = math.inf) -> bytes:

@@ -113,6 +113,7 @@ class Hub:
                 pass
 
     def _round(self, blob: bytes, size: int, until: float) -> Blobs:
+        """Pass blobs up the tree and all of them down again; `size` is that of the whole blob."""
         links = self.peers.links
         up, downs = links.up, links.downs
         gathered: Blobs = (blob,), (size,)
@@ -194,7 +195,8 @@ class Hub:
             if kind == ALL and self._ended and now >= suspect_at:
                 suspect_at = now + _SUSPECT_S
                 state = peers.ask().get(positions[0])
-                if state is not None and state.seq < peers.seq:  # so it left without an answer
+                # The round isn't over without the rank above, so the ended rank left too early.
+                if state is not None and state.seq < peers.seq:
                     raise peers.fail_gone(self._ended[0])
             if now >= warn_at:
                 warn_at = _NEVER
@@ -217,6 +219,7 @@ class Hub:
                 self._take(position)
 
     def _on_event(self, fd: int) -> None:
+        """Process a readable connection, or a readable pidfd: its process has ended."""
         position = self._position_of[fd]
         if position in self._connections:
             self._take(position, is_gone=fd != self._connections[position].fd)  # else its pidfd

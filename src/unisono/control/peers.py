@@ -46,7 +46,7 @@ _SEND_S = 1.0
 _ASK_S = 0.4  # short: a rank stuck in C never answers, and the caller is past its deadline
 _REPORT_S = 0.1  # where several ranks have ended: one may have reported why
 _LATE_S = 0.3  # for the report of a rank that knows more
-_FAREWELL_S = 1.0  # for the farewell of a rank that is gone, or the end of its connection
+_DEPARTURE_S = 1.0  # for the report of a rank that has left, or the end of its connection
 _MAX_ASKED = 64
 _NOTHING: tuple[tuple[int, ...], dict[int, Blobs]] = (), {}
 
@@ -63,8 +63,8 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class Farewell:
-    """A rank's orderly departure, and its count of operations begun in each group."""
+class Departure:
+    """A rank's report that it leaves in good order, with its operations begun in each group."""
 
     how: str
     steps: Mapping[str, int]
@@ -83,16 +83,16 @@ class Peers:
     #
     # A neighbour:
     #   connected --LEAVE--> left in good order
-    #   connected --its connection closes, its pidfd is readable--> gone without a farewell
+    #   connected --its connection closes, its pidfd is readable--> gone without a report
     # Another rank:
-    #   connected --LEAVE, forwarded--> left in good order, or gone without a farewell
+    #   connected --LEAVE, forwarded--> left in good order, or gone without a report
     #   connected --the neighbour towards it has left--> cut off: the backend notices its death
     # One that left, and had done its part in the step that this rank waits for, isn't missed.
     #
     # Frames of the sideband:
     #   ASK, ANSWER   name a rank: handled there, elsewhere forwarded one hop towards it
     #   FAIL, LATE    flooded: the first one is kept, and sent to all neighbours but its source
-    #   LEAVE         a farewell: kept; if it is of this host, sent to neighbours of this host
+    #   LEAVE         a departure: kept; of a rank of this host also sent to its neighbours here
     # The thread serves until `close` writes to its pipe; then it closes the connections.
 
     def __init__(
@@ -129,7 +129,7 @@ class Peers:
         self._concurrent_calls = ""
         self._unsent: tuple[bytes, int | None] | None = None  # where another thread may be sending
         self._next_hops = {far: down for down, fars in links.below.items() for far in fars}
-        self._departures: dict[int, Farewell | None] = {}  # None: gone without a farewell
+        self._departures: dict[int, Departure | None] = {}  # None: gone without a report
         self._answers: dict[int, State] = {}
         self._flooded: bytes | None = None
         self._late: dict[str, tuple[int, str]] = {}
@@ -141,10 +141,10 @@ class Peers:
     def __str__(self) -> str:
         return f"rank {self.ranks[self.position]} of {len(self.ranks)}"
 
-    def close(self, farewell: str = "") -> None:
-        """Close all connections; a second call does nothing."""
-        if farewell:
-            self.say_farewell(farewell)
+    def close(self, how: str = "") -> None:
+        """Report an orderly departure, if `how`; close all connections, unless closed before."""
+        if how:
+            self.report_departure(how)
         if not self._is_open:
             return
         self._is_open = False
@@ -169,16 +169,16 @@ class Peers:
         for fd in self.pidfds.values():
             os.close(fd)
 
-    def say_farewell(self, how: str) -> None:
+    def report_departure(self, how: str) -> None:
         """Report this rank's orderly departure to all others."""
-        # After a failure or within a round, the others learn of the departure without a farewell.
+        # After a failure or within a round it wouldn't be orderly.
         if self.failure is not None or self.is_in_round or not self._is_open:
             return
         text = f"{how} after {self._call() or 'its last collective'}"
         if not self.seq:
             text = f"{how} before its first collective"
-        farewell = Farewell(text, dict(self._steps.counts))
-        self._flood(LEAVE, _encode_farewell(self.position, farewell))
+        departure = Departure(text, dict(self._steps.counts))
+        self._flood(LEAVE, _encode_departure(self.position, departure))
 
     def enter(self, blob: bytes) -> None:
         """Start a round of this thread with its `blob`."""
@@ -228,9 +228,7 @@ class Peers:
         if self.failure is not None:
             raise type(self.failure)(*self.failure.args)
 
-    def gone(
-        self, ranks: Collection[int] | None = None, group: str = "", step: int = 0
-    ) -> Absent | None:
+    def gone(self, ranks: Collection[int] | None, group: str, step: int) -> Absent | None:
         """Return a rank known to be gone, if any; waits 1.1 s at most for its report."""
         if self._absent is None:
             try:  # an interrupt may come just after the acquire: the lock knows its owner
@@ -269,6 +267,7 @@ class Peers:
         return [at for at, rank in enumerate(self.ranks) if ranks is None or rank in ranks]
 
     def _has_ended(self, position: int) -> bool:
+        """Return whether the process of a rank of this host is known to have ended."""
         if position not in self.pidfds:
             return False
         readable = select.poll()
@@ -277,16 +276,16 @@ class Peers:
 
     def _is_done(self, position: int, group: str, step: int) -> bool:
         """Return whether a departed rank isn't needed any more, as far as is known."""
-        farewell = self._farewell(position)
-        if farewell is not None:
-            return 0 < step <= farewell.steps.get(group, 0)
+        departure = self._await_departure(position)
+        if departure is not None:
+            return 0 < step <= departure.steps.get(group, 0)
         # Its fate is unknown here: if it died, the backend reports that to its neighbours.
         return step > 0 and position not in self._departures and self._is_cut_off(position)
 
-    def _farewell(self, position: int) -> Farewell | None:
-        """Wait for the farewell of a rank that has left; return None if it sent none."""
+    def _await_departure(self, position: int) -> Departure | None:
+        """Wait for the report of a rank that has left; return None if it sent none."""
         self._condition.wait(
-            lambda: position in self._departures or self._is_cut_off(position), _FAREWELL_S
+            lambda: position in self._departures or self._is_cut_off(position), _DEPARTURE_S
         )
         return self._departures.get(position)
 
@@ -302,16 +301,16 @@ class Peers:
         reported = self._reported(group, step)
         if reported:
             return reported
-        absent = [p for p in asked if p in states and states[p].step < step]
-        silent = [p for p in asked if p not in states]
+        absent = [at for at in asked if at in states and states[at].step < step]
+        silent = [at for at in asked if at not in states]
         # If the next rank on the way to a silent one is silent too, the silent one may be well.
-        absent += [p for p in silent if self._next_hop(p) in (p, *states)]
+        absent += [at for at in silent if self._next_hop(at) in (at, *states)]
         if not absent:
             reported = self._reported(group, step, _LATE_S) if is_over else ""
             absent = silent
         text = reported or "\n".join(self._missing(at, states).text() for at in absent)
         if text and is_over:
-            self._note_late(group, step, text)
+            self._record_late(group, step, text)
         return text
 
     def _reported(self, group: str, step: int, wait_s: float = 0.0) -> str:
@@ -320,7 +319,7 @@ class Peers:
         known_step, text = self._late.get(group, (0, ""))
         return text if known_step == step else ""
 
-    def _note_late(self, group: str, step: int, text: str, source: int | None = None) -> None:
+    def _record_late(self, group: str, step: int, text: str, source: int | None = None) -> None:
         """Record the first report on an operation and send it to all other ranks."""
         with self._condition.lock:
             if self._late.get(group, (0, ""))[0] >= step:
@@ -356,13 +355,14 @@ class Peers:
             f"{self}: {how}, so the ranks are out of step: end the job, or finalize() "
             "and initialize again"
         )
-        self._record(error, FailureReport("peer", f"rank {rank} was interrupted: {how}", rank))
+        failure = FailureReport("peer", f"rank {rank} was interrupted: {how}", rank)
+        self._record_failure(error, failure)
 
     def give_up(self, text: str) -> None:
         """Record that an operation of the data plane is overdue."""
-        self._record(CollectiveTimeoutError(text), FailureReport("timeout", text))
+        self._record_failure(CollectiveTimeoutError(text), FailureReport("timeout", text))
 
-    def _record(
+    def _record_failure(
         self, error: CollectiveError, failure: FailureReport, source: int | None = None
     ) -> None:
         """Record a failure in any thread; the lock's holder reports it to the neighbours."""
@@ -381,9 +381,9 @@ class Peers:
         rank, pid = self.ranks[position], self.pids.get(position)
         who = f"rank {rank}" if pid is None else f"rank {rank} (pid {pid} on this host)"
         text = f"{who} has ended" if self._has_ended(position) else f"{who} is gone: {how}"
-        farewell = self._farewell(position)
-        if farewell is not None:
-            text = f"{who} {farewell.how}"
+        departure = self._await_departure(position)
+        if departure is not None:
+            text = f"{who} {departure.how}"
         return self.fail(FailureReport("peer", text, rank))
 
     def fail_late(self, states: dict[int, State]) -> CollectiveError:
@@ -408,11 +408,11 @@ class Peers:
         elif failure.kind == "timeout":
             text = f"{failure.text}\n  the deadline was over on {self}{where}"
             error = CollectiveTimeoutError(text)
-        self._record(error, failure, source)
+        self._record_failure(error, failure, source)
         return type(error)(*error.args)  # a copy: see `failure`
 
     def _send_failure(self) -> None:
-        """Send the failure kept by `_record` on the connections of the rounds."""
+        """Send the failure kept by `_record_failure` on the connections of the rounds."""
         if self._unsent is None:
             return
         (body, source), self._unsent = self._unsent, None
@@ -457,6 +457,7 @@ class Peers:
         return {at: state for at in asked if (state := self._answers.get(at)) is not None}
 
     def _missing(self, position: int, states: Mapping[int, State]) -> Missing:
+        """Return the description of a missing rank, given states from `_ask`."""
         state = states.get(position, State())
         # A silent rank may wait for one below it. The first of `below` is the rank itself.
         behind = () if position in states else self.links.below.get(position, ())[1:]
@@ -468,6 +469,7 @@ class Peers:
         absent, got = self._awaited(), self.waits[1]
         arrived = {self.position: self._blob}
         for source, (blobs, _) in got.items():
+            # The blobs of a rank above are those of all ranks, but none of them is below it.
             arrived |= zip(sorted(self.links.below.get(source, ())), blobs, strict=False)
         by_rank = {self.ranks[at]: signatures.describe(blob) for at, blob in arrived.items()}
         missing = []
@@ -481,7 +483,7 @@ class Peers:
             further = [far for far in state.waits_for if 0 <= far < len(self.ranks)]
             states |= self._ask(further)
             missing += [self._missing(far, states) for far in further]
-        return report(signatures.name(self._blob), by_rank, missing)
+        return report(signatures.call_of(self._blob), by_rank, missing)
 
     def _next_hop(self, position: int) -> int:
         """Return the neighbour through which a rank is reached; -1 for none."""
@@ -518,13 +520,14 @@ class Peers:
             connection.close()
 
     def _serve_neighbour(self, position: int, readable: select.poll) -> None:
+        """Process a neighbour's frames; stop watching it once its connection has closed."""
         connection = self.sideband[position]
         try:
             while (frame := connection.take()) is not None:
                 self._handle(frame[0], frame[2], position)
         except ConnectionClosed:
             readable.unregister(connection.fd)
-            self._note_departure(position, None, position)
+            self._record_departure(position, None, position)
 
     def _handle(self, kind: int, body: bytes, source: int) -> None:
         """Process one frame; raise ConnectionClosed for one that can't be read."""
@@ -535,38 +538,33 @@ class Peers:
         try:
             message = json.loads(body)
             if kind == LEAVE:
-                farewell = _read_farewell(message["farewell"])
-                self._note_departure(int(message["position"]), farewell, source)
+                departure = _read_departure(message["departure"])
+                self._record_departure(int(message["position"]), departure, source)
             elif kind == LATE:
                 group, step, text = message["group"], message["step"], message["text"]
-                self._note_late(str(group), int(step), str(text), source)
-            elif int(message["to"]) == self.position:
-                self._take(kind, message)
-            else:
+                self._record_late(str(group), int(step), str(text), source)
+            elif int(message["to"]) != self.position:
                 self._forward(kind, message, int(message["to"]))
+            elif kind == ASK:
+                asker, state = int(message["of"]), asdict(self._state(str(message["group"])))
+                self._forward(ANSWER, {"to": asker, "of": self.position, "state": state}, asker)
+            elif kind == ANSWER:
+                with self._condition.lock:
+                    self._answers[int(message["of"])] = _read_state(message["state"])
+                    self._condition.notify_all()
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             raise ConnectionClosed("it sent what can't be read on its sideband") from None
 
-    def _take(self, kind: int, message: Any) -> None:
-        """Process a message to this rank."""
-        if kind == ASK:
-            asker, state = int(message["of"]), asdict(self._state(str(message["group"])))
-            self._forward(ANSWER, {"to": asker, "of": self.position, "state": state}, asker)
-        elif kind == ANSWER:
-            with self._condition.lock:
-                self._answers[int(message["of"])] = _read_state(message["state"])
-                self._condition.notify_all()
-
-    def _note_departure(self, position: int, farewell: Farewell | None, source: int) -> None:
+    def _record_departure(self, position: int, departure: Departure | None, source: int) -> None:
         """Record that a rank is gone; report it to ranks of its host not connected to it."""
         with self._condition.lock:
             if position in self._departures:
                 return
-            self._departures[position] = farewell
+            self._departures[position] = departure
             self._condition.notify_all()
         # Ranks of its host see its process end, but not whether it left in good order.
         if position in self.pids:
-            body = _encode_farewell(position, farewell)
+            body = _encode_departure(position, departure)
             for other in self.sideband:
                 if other != source and other in self.pids:
                     self._send(LEAVE, body, other)
@@ -582,16 +580,16 @@ def _open_pidfds(pids: Mapping[int, int]) -> dict[int, int]:
     return opened
 
 
-def _encode_farewell(position: int, farewell: Farewell | None) -> bytes:
-    fields = None if farewell is None else asdict(farewell)
-    return json.dumps({"position": position, "farewell": fields}).encode()
+def _encode_departure(position: int, departure: Departure | None) -> bytes:
+    fields = None if departure is None else asdict(departure)
+    return json.dumps({"position": position, "departure": fields}).encode()
 
 
-def _read_farewell(fields: Any) -> Farewell | None:
+def _read_departure(fields: Any) -> Departure | None:
     if fields is None:
         return None
     steps = {str(group): int(count) for group, count in fields["steps"].items()}
-    return Farewell(str(fields["how"]), steps)
+    return Departure(str(fields["how"]), steps)
 
 
 def _read_state(fields: Any) -> State:

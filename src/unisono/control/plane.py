@@ -16,13 +16,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from unisono.control.absent_ranks import Absent
+from unisono.control.absent_ranks import Absent, Wait
 from unisono.control.hub import Hub
 from unisono.control.peers import Peers
 from unisono.control.rendezvous import checks_by, connect_group
 from unisono.control.signatures import SequenceNumbers, call_head, site, unpack
-from unisono.control.waiting import Wait
-from unisono.deadlines import end_of_call
+from unisono.deadlines import allowed_s, end_of_call
 from unisono.errors import GroupMembershipError
 from unisono.host.arena import Check
 from unisono.host.collectives import HostCollectives
@@ -149,11 +148,11 @@ class ControlPlane:
     def interrupt(self, how: str) -> None:
         """Report to the other ranks that this one was interrupted in a collective."""
 
-    def say_farewell(self, how: str) -> None:
+    def report_departure(self, how: str) -> None:
         """Report to the other ranks that this one makes no more calls."""
 
-    def close(self, farewell: str = "left") -> None:
-        """Close the connections."""
+    def close(self, how: str = "left") -> None:
+        """Report that this rank has left, unless `how` is empty, and close the connections."""
 
     def disown(self) -> None:
         """Close the inherited connections in a forked child; its parent keeps its own."""
@@ -196,7 +195,7 @@ class SocketControlPlane(ControlPlane):
         """Ends a group of the model's library, given its handle; None if it can't."""
         self._handles: dict[str, tuple[Callable[[], Any], int]] = {}
         """By name, a weak reference to the library's group, and its first reference count."""
-        self._over: dict[str, tuple[int, ...]] = {}
+        self._ending: dict[str, tuple[int, ...]] = {}
         """The ranks of groups that this one has dropped, until all of them have."""
 
     def exchange(self, blob: bytes, group: Group | None = None) -> list[bytes]:
@@ -204,12 +203,10 @@ class SocketControlPlane(ControlPlane):
         # Collective over `group`.
         if self._is_alone or (group is not None and len(group.ranks) == 1):
             return [blob]
-        hub = self.hubs.get(EVERYBODY if group is None else group.name) or self._hub(group)
+        hub = self.hubs.get(EVERYBODY if group is None else group.name) or self._hub_of(group)
         if hub is None:
             return fallback.exchange(self.model, blob, group)
-        timeout_s = None if group is None else group.timeout_s
-        until = end_of_call(self.timeout_s if timeout_s is None else timeout_s)
-        blobs, sizes = hub.exchange(blob, until)
+        blobs, sizes = hub.exchange(blob, end_of_call(allowed_s(self.timeout_s, group)))
         if max(sizes) <= hub.inline_bytes:
             return list(blobs)
         host = self.host(group)
@@ -224,27 +221,22 @@ class SocketControlPlane(ControlPlane):
     def inline_bytes(self, group: Group | None, folds: bool = False) -> int:
         """Return a part of the rounds' longest blob."""
         hub = self.hubs.get(EVERYBODY if group is None else group.name)
-        if hub is None:  # -1: no tensor, as in the base class
-            return -1 if folds else fallback.INLINE_TENSOR_BYTES
+        if hub is None:
+            return super().inline_bytes(group, folds)
         return hub.inline_bytes // _TENSOR_PART
 
     def checks(self, group: Group | None) -> bool | None:
         """Return the setting that all ranks of `group` agreed on. Collective at creation."""
         key = EVERYBODY if group is None else group.name
         if key not in self.hubs and self.model.topology.size(group) > 1:
-            self._hub(group)
+            self._hub_of(group)
         hub = self.hubs.get(key)
         return super().checks(group) if hub is None else hub.checks
 
     def compares_calls(self, group: Group | None) -> bool:
         """Return whether all ranks share memory, with tensors on the CPU: it costs 20 us then."""
-        # Collective at creation: the first call of a group connects it.
+        self.memory(group)  # collective at creation: connects a group with tensors on the CPU
         hub = self.hubs.get(EVERYBODY if group is None else group.name)
-        if hub is None:
-            model = self.model
-            if model.transport_device.type != "cpu" or model.topology.size(group) == 1:
-                return False
-            hub = self._hub(group)
         return hub is not None and hub.compares_calls
 
     def memory(self, group: Group | None) -> MemoryCollectives | None:
@@ -254,10 +246,11 @@ class SocketControlPlane(ControlPlane):
             model = self.model
             if model.transport_device.type != "cpu" or model.topology.size(group) == 1:
                 return None
-            self._hub(group)
+            self._hub_of(group)
         return self._memories.get(key)
 
-    def _hub(self, group: Group | None) -> Hub | None:
+    def _hub_of(self, group: Group | None) -> Hub | None:
+        """Return the hub of a group, which this connects at its first call."""
         key = name_of(group)
         with self._connects.setdefault(key, threading.RLock()):
             if key not in self.hubs:
@@ -270,6 +263,7 @@ class SocketControlPlane(ControlPlane):
         return self.hubs[key]
 
     def _share_tensors(self, hub: Hub, key: str, group: Group | None) -> None:
+        """Create the collectives through memory, where the ranks of a group share some."""
         hosts = hub.hosts
         if len(hosts) == 1 and hub.arena is not None:
             # A copy without the handle: a reference to the group itself would keep it alive.
@@ -288,16 +282,17 @@ class SocketControlPlane(ControlPlane):
     def begin_group(self, ranks: tuple[int, ...]) -> None:
         """End groups that all of their ranks have dropped. Collective over all ranks."""
         while self._dropped:
-            self._over.update([self._dropped.popleft()])
+            name, members = self._dropped.popleft()
+            self._ending[name] = members
         head = call_head(f"new_group {list(ranks)}", site())
         # A dropped group that is still in use, as by DDP, ends later.
-        mine = [name for name in self._over if not self._is_lent(name)]
+        mine = [name for name in self._ending if not self._is_lent(name)]
         blobs = self.exchange(head + json.dumps(mine).encode())
         everybody = range(len(blobs))
         dropped = [json.loads(bytes(each)) for each in unpack(blobs, head, lambda: everybody)]
-        for name in sorted(self._over):  # in the same order on all ranks
-            if all(name in dropped[rank] for rank in self._over[name]):
-                del self._over[name]
+        for name in sorted(self._ending):  # in the same order on all ranks
+            if all(name in dropped[rank] for rank in self._ending[name]):
+                del self._ending[name]
                 handle = self._handles.get(name, _NO_HANDLE)[0]()
                 if self.destroy is not None and handle is not None:
                     self.destroy(handle)
@@ -314,12 +309,13 @@ class SocketControlPlane(ControlPlane):
         known = self._handles.get(group.name)
         if known is not None and known[0]() is group.handle:
             return
-        over = [name for name, (handle, _) in self._handles.items() if self._is_over(handle())]
-        for name in over:
-            self.end(name)
+        for name, (handle, _) in list(self._handles.items()):
+            if self._is_destroyed(handle()):
+                self.end(name)
         self._handles[group.name] = weakref.ref(group.handle), 0  # 0: lent as long as it lives
 
-    def _is_over(self, handle: object) -> bool:
+    def _is_destroyed(self, handle: object) -> bool:
+        """Return whether the library's group was destroyed; None is one without references."""
         try:
             return self.model.adopt_group(handle) is None
         except GroupMembershipError:
@@ -334,6 +330,7 @@ class SocketControlPlane(ControlPlane):
         super().end(name)
 
     def _let_go(self, names: list[str], leave: Callable[[Peers], object]) -> None:
+        """Close the memory of groups, and leave their peers."""
         # Hubs first: a thread that waits in that memory raises once it finds no hub.
         hubs = [self.hubs.pop(name, None) for name in names]
         for memory in [self._memories.pop(name, None) for name in names]:
@@ -353,25 +350,25 @@ class SocketControlPlane(ControlPlane):
     @property
     def shared_bytes(self) -> int:
         """Bytes that this rank's groups share for tensors."""
-        arenas = [hub.arena for hub in self._connected()]
+        arenas = [hub.arena for hub in self._connected_hubs()]
         return sum(arena.layout.size_bytes for arena in arenas if arena is not None)
 
-    def _connected(self) -> list[Hub]:
+    def _connected_hubs(self) -> list[Hub]:
         return [hub for hub in list(self.hubs.values()) if hub is not None]  # threads add to them
 
     def interrupt(self, how: str) -> None:
         """Report to the other ranks that this one was interrupted in a collective."""
-        for hub in self._connected():
+        for hub in self._connected_hubs():
             hub.peers.interrupt(how)
 
-    def say_farewell(self, how: str) -> None:
+    def report_departure(self, how: str) -> None:
         """Report to the other ranks that this one makes no more calls."""
-        for hub in self._connected():
-            hub.peers.say_farewell(how)
+        for hub in self._connected_hubs():
+            hub.peers.report_departure(how)
 
-    def close(self, farewell: str = "left") -> None:
-        """Close the connections."""
-        self._let_go(list(self.hubs), lambda peers: peers.close(farewell))
+    def close(self, how: str = "left") -> None:
+        """Report that this rank has left, unless `how` is empty, and close the connections."""
+        self._let_go(list(self.hubs), lambda peers: peers.close(how))
 
     def disown(self) -> None:
         """Close the inherited connections in a forked child; its parent keeps its own."""
@@ -382,7 +379,7 @@ class SocketControlPlane(ControlPlane):
         super().take_over(other)
         self.hubs, self.secret, self._memories = other.hubs, other.secret, other._memories
         self.proved, self._parts, self.is_one_host = other.proved, other._parts, other.is_one_host
-        self._handles, self._over = other._handles, other._over
+        self._handles, self._ending = other._handles, other._ending
         for memory in self._memories.values():
             memory.belong_to(self)
 
@@ -390,8 +387,8 @@ class SocketControlPlane(ControlPlane):
         """Record the start of an operation through memory; return the check for its waits."""
         return Wait(self, group, call, self.steps.begin(name_of(group), call))
 
-    def gone(self, group: Group | None, step: int = 0) -> Absent | None:
-        """Return a rank of a group known to be gone, if any, after waiting for its farewell."""
+    def gone(self, group: Group | None, step: int) -> Absent | None:
+        """Return a rank of a group known to be gone, if any; waits for its report."""
         group, step = self._whole(group, step)
         name = name_of(group)
         for key in dict.fromkeys((name, EVERYBODY)):  # a group may have no connections of its own
@@ -422,5 +419,5 @@ class SocketControlPlane(ControlPlane):
 
     def warn_after_s(self) -> float:
         """Return the seconds after which a wait on the data plane logs the missing ranks."""
-        hub = next(iter(self._connected()), None)
+        hub = next(iter(self._connected_hubs()), None)
         return math.inf if hub is None else hub.warn_after_s

@@ -37,7 +37,7 @@ from unisono.control.handshake import accept, answer, call, receive
 from unisono.control.hub import Hub
 from unisono.control.peers import Peers
 from unisono.control.tree import links
-from unisono.deadlines import host_s, limit_of
+from unisono.deadlines import end_of_call, host_s
 from unisono.errors import CollectiveError, EnvironmentDetectionError, PeerRefusedError
 from unisono.host import arena, mailbox, memory
 from unisono.host.arena import Arena
@@ -45,7 +45,7 @@ from unisono.host.mailbox import MAILBOX_BYTES, Mailbox
 from unisono.model import fallback
 from unisono.model.contract import ComputationModel
 from unisono.payload.tensors import from_bytes, to_bytes
-from unisono.topology import Group, boot_id, name_of, usable_cores
+from unisono.topology import Group, boot_id, name_of, pid_namespace, usable_cores
 
 if TYPE_CHECKING:
     from unisono.control.plane import SocketControlPlane
@@ -111,7 +111,7 @@ def _advertise(control: SocketControlPlane) -> _Advertisement:
         host=host_of_this_process(),
         pid=os.getpid(),
         user=os.getuid() if hasattr(os, "getuid") else None,
-        pid_namespace=_pid_namespace(),
+        pid_namespace=pid_namespace(),
         key=secrets.token_bytes(16).hex(),
         debug=control.setting,
     )
@@ -132,7 +132,7 @@ def _max_shared_bytes(control: SocketControlPlane) -> int:
     return max(0, limit_bytes - held_bytes) // (_PART_OF_REST if held_bytes else 1)
 
 
-def _foreign_host_error(
+def _other_host_error(
     adverts: Sequence[_Advertisement], ranks: Sequence[int], position: int
 ) -> PeerRefusedError:
     """Return the error for a rank on another host, or another user's, in a one-host job."""
@@ -148,13 +148,6 @@ def _foreign_host_error(
         "other than the loopback",
         ranks[other],
     )
-
-
-def _pid_namespace() -> str:
-    """Return the pid namespace of this process, empty if unknown."""
-    with contextlib.suppress(OSError):  # Linux only
-        return os.readlink("/proc/self/ns/pid")
-    return ""
 
 
 def connect_group(
@@ -234,11 +227,11 @@ def _connect_all(
         connector = _Connector(control, group, adverts, listeners)
         is_one_host = len(connector.hosts) == 1
         if control.is_one_host and not is_one_host:
-            raise _foreign_host_error(adverts, ranks, connector.position)
+            raise _other_host_error(adverts, ranks, connector.position)
         reasons, hub = _reasons_of(adverts), None
         if not reasons:
-            hub, vote = connector.hub(inline_bytes)
-            votes = _vote(control.model, vote, group, hub)
+            hub, vote = connector.connect(inline_bytes)
+            votes = _exchange_votes(control.model, vote, group, hub)
             reasons = _reasons_of(votes)
     if hub is not None and not reasons:
         hub.all_share_memory = all(vote.shares_memory for vote in votes)
@@ -293,7 +286,7 @@ class _RefusedError(OSError):
         self.position = position
 
 
-def _vote(
+def _exchange_votes(
     model: ComputationModel, vote: _Vote, group: Group | None, hub: Hub | None
 ) -> list[_Vote]:
     """Return the votes of all ranks; raise on every rank if one refused a process."""
@@ -396,16 +389,14 @@ class _Connector:
         self._links = links(self.hosts, self.position)
         keys = "".join(advert.key for advert in adverts).encode()
         self._secret = hashlib.sha256((control.secret or b"") + keys).digest()
-        limit_s = limit_of(control.timeout_s)
-        limit_s = _SET_UP_S if limit_s is None else min(limit_s, _SET_UP_S)
-        self._until = time.monotonic() + host_s(limit_s)
+        self._until = min(end_of_call(control.timeout_s), time.monotonic() + host_s(_SET_UP_S))
         self._arena: Arena | None = None
         self._arena_fd: int | None = None
 
-    def hub(self, inline_bytes: int) -> tuple[Hub | None, _Vote]:
+    def connect(self, inline_bytes: int) -> tuple[Hub | None, _Vote]:
         """Connect to the neighbours; return the hub and this rank's vote."""
         try:
-            hub = self._hub(inline_bytes)
+            hub = self._build_hub(inline_bytes)
         except _RefusedError as error:
             instead = self._control.model.topology.members(self._group)[error.position]
             return None, _Vote(refused=str(error), instead=instead)
@@ -414,17 +405,16 @@ class _Connector:
         has_arena = hub.arena is not None or len(self._here) == 1
         return hub, _Vote(shares_memory=hub.shares_memory, has_arena=has_arena)
 
-    def _hub(self, inline_bytes: int) -> Hub:
-        ranks, made = self._control.model.topology.members(self._group), self._connect()
+    def _build_hub(self, inline_bytes: int) -> Hub:
+        ranks = self._control.model.topology.members(self._group)
+        made = self._connect_neighbours()
         limit_bytes = max(MAILBOX_BYTES, len(ranks) * (inline_bytes + _ENTRY_BYTES))
         rounds, sideband = (
             {at: Connection(*ends, limit) for (at, kind), ends in made.items() if kind == channel}
             for channel, limit in ((_ROUNDS, limit_bytes), (_SIDEBAND, 1 << 20))
         )
-        peers = Peers(
-            *(ranks, self.position, self._links, (rounds, sideband), self._pids()),
-            self._control.steps,
-        )
+        channels, steps = (rounds, sideband), self._control.steps
+        peers = Peers(ranks, self.position, self._links, channels, self._pids(), steps)
         return Hub(peers, self._arena, self._adverts[self.position].warn_after_s)
 
     def _pids(self) -> dict[int, int]:
@@ -434,7 +424,8 @@ class _Connector:
         shared = [at for at in others if self._adverts[at].pid_namespace == namespace]
         return {at: self._adverts[at].pid for at in shared}
 
-    def _connect(self) -> dict[tuple[int, int], Endpoint]:
+    def _connect_neighbours(self) -> dict[tuple[int, int], Endpoint]:
+        """Return the connections to the ranks above and below, by position and channel."""
         made: dict[tuple[int, int], Endpoint] = {}
         up = self._links.up
         try:

@@ -32,7 +32,7 @@ import torch
 
 from unisono.control.connection import COPIED_BYTES
 from unisono.errors import CollectiveMismatchError
-from unisono.topology import EVERYBODY, Group
+from unisono.topology import EVERYBODY, Group, ranks_by_value
 from unisono.tracebacks import hides, place_of
 
 __tracebackhide__ = hides
@@ -83,24 +83,30 @@ class CallHistory:
             their_old, their_new = others.pop()
             is_behind, is_ahead = new == their_old, their_new == old
             if is_behind and is_ahead:  # a swap: it has made as many calls as the others
-                self._warn(ranks[position], call, old, new)
+                self._warn_of_swap(ranks[position], call, old, new)
                 return
             if is_behind or is_ahead:
-                raise _shifted(ranks[position], is_behind, call, (old, new), (their_old, their_new))
+                raise _shift_error(
+                    ranks[position], is_behind, call, (old, new), (their_old, their_new)
+                )
 
-    def _warn(self, rank: int, call: str, one: str, other: str) -> None:
+    def _warn_of_swap(self, rank: int, call: str, one: str, other: str) -> None:
         if frozenset((one, other)) not in self._swaps:
             self._swaps.add(frozenset((one, other)))
             _log.warning(
                 "rank %d called %s at %s and then at %s, the other ranks in the opposite order: "
                 "values were combined in the order of the calls",
-                *(rank, call, one, other),
+                rank,
+                call,
+                one,
+                other,
             )
 
 
-def _shifted(
+def _shift_error(
     rank: int, is_behind: bool, call: str, own: tuple[str, str], others: tuple[str, str]
 ) -> CollectiveMismatchError:
+    """Return the error for a rank and the others, each with the lines of their last two rounds."""
     extra, count = (own[0], "more") if is_behind else (others[0], "less")
     return CollectiveMismatchError(
         f"rank {rank} has made one call {count} than the others, probably at {extra}, so the ranks "
@@ -113,10 +119,11 @@ def _shifted(
 
 
 UNKNOWN = "an internal call"
-"""Result of `describe` for frames without a call."""
+"""Result of `describe` for blobs without a call."""
 _LONGEST_SITE = 60  # bytes; leaves space for the call and a short value in a fallback's frame
 OUR_FRAMES = (
-    *(str(Path(__file__).parents[1]), contextlib.__file__),
+    str(Path(__file__).parents[1]),
+    contextlib.__file__,
     f"{Path(torch.__file__).parent}{os.sep}",
 )
 """Prefixes of files whose frames aren't the user's: ours, torch's, and contextlib's around our
@@ -174,7 +181,7 @@ def site() -> bytes:
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(OUR_FRAMES):
         frame = frame.f_back
-    return named(frame.f_code.co_filename, frame.f_lineno)
+    return encode_site(frame.f_code.co_filename, frame.f_lineno)
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
@@ -189,7 +196,7 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
 
 def line_of_call() -> str:
     """Return file and line of the user's innermost frame, for messages."""
-    frame = sys._getframe(level() - 1)
+    frame = sys._getframe(level() - 1)  # `level` counts from 1, `_getframe` from 0
     return place_of(frame.f_code.co_filename, frame.f_lineno)
 
 
@@ -202,7 +209,7 @@ def level() -> int:
 
 
 @lru_cache(maxsize=1024)
-def named(file: str, line: int) -> bytes:
+def encode_site(file: str, line: int) -> bytes:
     """Return a line in the form of `site`."""
     return f"{file}:{line}".encode("utf-8", "backslashreplace")[-_LONGEST_SITE:]
 
@@ -230,25 +237,25 @@ def unpack(
         if is_aligned:
             history.sites = None
         else:
-            sites = [_split(blob)[1] for blob in blobs]
-            history.compare(sites, name(head), ranks())
+            sites = [_decode_call(blob)[1] for blob in blobs]
+            history.compare(sites, call_of(head), ranks())
     return values
 
 
-def describe(frame: bytes) -> str:
-    """Return the call of a frame and its line, for messages."""
-    if read_call(frame) is None:
+def describe(blob: bytes) -> str:
+    """Return a blob's call and its line, for messages."""
+    if read_call(blob) is None:
         return UNKNOWN
-    call, line = _split(frame)
-    return f"{call} at {_short(line)}"
+    call, site = _decode_call(blob)
+    return f"{call} at {_place_of_site(site)}"
 
 
-def _short(line: str) -> str:
+def _place_of_site(site: str) -> str:
     """Return a site for messages; complete a shortened one from the working directory."""
-    file, _, number = line.rpartition(":")
+    file, _, number = site.rpartition(":")
     if not number.isdecimal():
-        return line
-    if len(line.encode()) == _LONGEST_SITE:
+        return site
+    if len(site.encode()) == _LONGEST_SITE:
         parts = file.split(os.sep)
         try:
             here = os.path.realpath(".")
@@ -260,29 +267,29 @@ def _short(line: str) -> str:
     return place_of(file, int(number))
 
 
-def name(frame: bytes) -> str:
-    """Return the call of a frame; empty if it isn't one of the user's."""
-    return _split(frame)[0]
+def call_of(blob: bytes) -> str:
+    """Return a blob's call; empty if it isn't one of the user's."""
+    return _decode_call(blob)[0]
 
 
-def _split(frame: bytes) -> tuple[str, str]:
-    """Return the call of a frame and its line; both are empty if it has none."""
-    parts = read_call(frame)
+def _decode_call(blob: bytes) -> tuple[str, str]:
+    """Return a blob's call and its site; both are empty if it has none."""
+    parts = read_call(blob)
     if parts is None:
         return "", ""
     return str(parts[0], "utf-8", "replace"), str(parts[1], "utf-8", "replace")
 
 
-def _mismatch(frames: Sequence[bytes], ranks: Sequence[int]) -> CollectiveMismatchError:
+def _mismatch(blobs: Sequence[bytes], ranks: Sequence[int]) -> CollectiveMismatchError:
     """Return the error that lists each rank's call, the odd one out first."""
-    calls = {rank: describe(frame) for rank, frame in zip(ranks, frames, strict=True)}
-    kinds = dict(zip(ranks, map(name, frames), strict=True))
-    called = [*kinds.values()]
-    odd = [rank for rank, kind in kinds.items() if called.count(kind) == 1]
-    is_alone = len(odd) == 1 and len(set(called)) == 2
+    calls = {rank: describe(blob) for rank, blob in zip(ranks, blobs, strict=True)}
+    names = dict(zip(ranks, map(call_of, blobs), strict=True))  # without lines, which may differ
+    ranks_of = ranks_by_value(names)
+    odd = [alike[0] for alike in ranks_of.values() if len(alike) == 1]
+    is_alone = len(odd) == 1 and len(ranks_of) == 2
     one = odd[0] if is_alone else ranks[0]
     # Damaged calls may have equal names: they differ in bytes that can't be decoded.
-    other = next((rank for rank, kind in kinds.items() if kind != kinds[one]), ranks[-1])
+    other = next((rank for rank, name in names.items() if name != names[one]), ranks[-1])
     others = "the others" if is_alone else f"rank {other}"
     lines = "\n".join(f"  rank {rank}: {call}" for rank, call in calls.items())
     return CollectiveMismatchError(

@@ -184,6 +184,7 @@ class Arena:
         return token != 0 and all(words[line + _TOKEN] == token for line in self._lines)
 
     def _wait(self, line: int, interval: int, check: Check) -> None:
+        """Wait until the rank of a line has entered an interval: spin first, then sleep."""
         words, give_way = self._words, os.sched_yield
         for _ in range(_LOOKS):
             if words[line] >= interval:
@@ -267,17 +268,18 @@ class Arena:
         return views
 
     def _cut(self, slots: list[tuple[Tensor, Tensor]], count: int) -> Slices:
+        """Return the views for a block of `count` elements in slots of one parity."""
         width = -(-count // self.size)
         ends = [(min(p * width, count), min((p + 1) * width, count)) for p in range(self.size)]
         begin, end = ends[self.position]
         given, reduced = slots[self.position]
         return Slices(
-            [begin, end - begin, count - end],
-            given[:begin],
-            given[end:count],
-            [other[begin:end] for other, _ in slots],
-            reduced[: end - begin],
-            [
+            sizes=[begin, end - begin, count - end],
+            before=given[:begin],
+            after=given[end:count],
+            parts=[other[begin:end] for other, _ in slots],
+            reduced=reduced[: end - begin],
+            results=[
                 (slice(*ends[p]), slots[p][1][: ends[p][1] - ends[p][0]])
                 for p in self.others
                 if ends[p][1] > ends[p][0]  # in a short block the last ranks have no slice

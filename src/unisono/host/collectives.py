@@ -25,9 +25,7 @@ from unisono.model.reduction import ReduceOp, fold_into
 from unisono.payload.tensors import as_bytes_tensor, from_bytes
 from unisono.topology import Group
 
-DTYPES: frozenset[torch.dtype] = COMMON_DTYPES | {
-    *(torch.int16, torch.complex64, torch.complex128),
-}
+DTYPES: frozenset[torch.dtype] = COMMON_DTYPES | {torch.int16, torch.complex64, torch.complex128}
 """Dtypes that at least some operations reduce without conversion."""
 _COPIED_BYTES = 1 << 16
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -214,6 +212,7 @@ class HostCollectives(Turns):
     def _reduce_blocks(
         self, source: Tensor, target: Tensor | None, op: ReduceOp, check: Check
     ) -> None:
+        """Reduce [n] of all ranks into `target` on the ranks that have one."""
         arena, count = self._arena, source.numel()
         # Each rank reduces the whole of a short tensor, which saves the second barrier.
         if count * source.itemsize <= arena.layout.whole_bytes:
@@ -231,6 +230,7 @@ class HostCollectives(Turns):
     def _reduce_block(
         self, source: Tensor, target: Tensor | None, op: ReduceOp, check: Check
     ) -> None:
+        """Reduce one block: each rank its slice; then copy the others' slices into `target`."""
         arena = self._arena
         both = arena.slices(source.dtype, source.numel())
         now = both[arena.interval & 1]
@@ -281,18 +281,13 @@ class HostCollectives(Turns):
         sources = [_blocks(row, room) for row in rows.view(arena.size, -1)]
         results, me = _blocks(target.view(-1), room), arena.position
 
-        def give(block: int, parity: int) -> None:
-            for p in arena.others:
-                part = sources[p][block]
-                cells[parity][me][p][: part.numel()].copy_(part)
-
         def take(block: int, parity: int) -> None:
             count = results[block].numel()
             parts = [cells[parity][p][me][:count] for p in range(arena.size)]
             parts[me] = sources[me][block]
             fold_into(op, parts, results[block])
 
-        self._move(call, len(results), give, take)
+        self._move(call, len(results), self._give_cells(sources, cells), take)
         return target
 
     # A reduction in two halves, between which the slices may be reduced further
@@ -402,18 +397,13 @@ class HostCollectives(Turns):
         cells = arena.cells(torch.uint8, room)
         sources, results = self._cut(rows, room), self._cut(into, room)
 
-        def give(block: int, parity: int) -> None:
-            for p in arena.others:
-                part = sources[p][block]
-                cells[parity][me][p][: part.numel()].copy_(part)
-
         def take(block: int, parity: int) -> None:
             for p in arena.others:
                 part = results[p][block]
                 part.copy_(cells[parity][p][me][: part.numel()])
 
         into[me].copy_(rows[me])
-        self._move("all_to_all", len(results[0]), give, take)
+        self._move("all_to_all", len(results[0]), self._give_cells(sources, cells), take)
         return into
 
     def scatter(
@@ -427,18 +417,27 @@ class HostCollectives(Turns):
         sources = [] if rows is None else self._cut(rows, room)
         results = _blocks(_bytes_of(into), room)
 
-        def give(block: int, parity: int) -> None:
-            for p in arena.others if me == root else ():
-                part = sources[p][block]
-                cells[parity][me][p][: part.numel()].copy_(part)
-
         def take(block: int, parity: int) -> None:
             part = results[block]
             source = sources[me][block] if me == root else cells[parity][root][me][: part.numel()]
             part.copy_(source)
 
+        give = self._give_cells(sources, cells) if me == root else lambda block, parity: None
         self._move(f"scatter from {src}", len(results), give, take, into)
         return into
+
+    def _give_cells(
+        self, sources: Sequence[Sequence[Tensor]], cells: Sequence[Sequence[Sequence[Tensor]]]
+    ) -> Copy:
+        """Return a function that copies blocks, by receiver, to their cells of this rank's slot."""
+        others, me = self._arena.others, self._arena.position
+
+        def give(block: int, parity: int) -> None:
+            for p in others:
+                part = sources[p][block]
+                cells[parity][me][p][: part.numel()].copy_(part)
+
+        return give
 
     def _cut(self, rows: Tensor, room: int) -> list[Sequence[Tensor]]:
         """Return each row of [n, *shape] as blocks of bytes."""

@@ -45,10 +45,7 @@ class _Inside:
         self._ranks = ranks
 
     def begin(self, group: Group | None, call: str) -> Check:
-        return self._look
-
-    def _look(self, position: int) -> None:
-        self.check(self._ranks[position])
+        return lambda position: self.check(self._ranks[position])
 
     def interrupt(self, how: str) -> None:
         """Ignore it: the operation of all ranks reports it."""
@@ -111,6 +108,7 @@ class TwoLevels(Turns):
         return tensor
 
     def _reduce_whole(self, flat: Tensor, op: ReduceOp) -> None:
+        """Reduce to the first rank of each host, then between these; broadcast in each host."""
         leader, leaders = self._ranks[0], self._twins_at(0, 1)
         step, after = op, 1.0
         if op is ReduceOp.AVERAGE:
@@ -127,6 +125,7 @@ class TwoLevels(Turns):
             self._host.broadcast(flat, leader)
 
     def _reduce_slices(self, flat: Tensor, op: ReduceOp) -> None:
+        """Reduce one slice in each rank of a host, and each slice between the hosts."""
         assert self._host is not None  # as hosts have equally many ranks, and one has several
         twins = self._twins_at(self._position, len(self._ranks))
         mine = self._host.reduce_slice(flat, op)

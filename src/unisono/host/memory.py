@@ -1,7 +1,7 @@
 """Anonymous memory that processes of one host share, sent over a connection between them.
 
-And memory for results that are written at once: its allocation costs more than the writing if the
-kernel does it page by page.
+Also memory for results that are written at once, in huge pages: if the kernel allocated it page by
+page, that would cost more than the writing.
 """
 
 from __future__ import annotations

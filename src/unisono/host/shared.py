@@ -1,12 +1,12 @@
 """Tensors that lie in memory of all ranks of a group, so that collectives on them copy nothing.
 
-Such a tensor is one of n for n ranks, one behind the other in one memory. Each rank has its own,
-and uses the others' only in collectives.
+The tensors of n ranks lie one behind the other in one memory. Each rank has its own, and uses the
+others' only in collectives.
 
-Once a group has created any, its ranks compare, before each collective of a large tensor, which
-one they pass and where in it, by a word of the arena and a barrier: then all take the same path,
-and all are inside the call. Another barrier ends the call: a rank leaves when no other rank uses
-its tensor any more, or by an error: then others may still write to it.
+Once a group has created any, its ranks compare before each collective of a large tensor which one
+they pass, and its offset, by a token in the arena and a barrier. So all take the same path, and all
+have entered the call. Another barrier ends it: a rank leaves when no other rank uses its tensor any
+more, or by an error: then others may still write to it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,15 +34,6 @@ def room_bytes(size_bytes: int) -> int:
     return -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
-@dataclass(slots=True)
-class _Entry:
-    """One tensor of each rank."""
-
-    number: int
-    parts: list[Tensor]
-    owner: weakref.ref[Any] | None = field(default=None)
-
-
 class SharedTensors:
     """One group's shared tensors, and their collectives."""
 
@@ -52,7 +41,8 @@ class SharedTensors:
         self.count: int = 0
         """Number of tensors created, the same on all ranks; from the first on they compare."""
         self._arena = arena
-        self._entries: dict[int, _Entry] = {}  # by the address of this rank's own
+        # The number and the tensors of all ranks, by the address of this rank's own.
+        self._entries: dict[int, tuple[int, list[Tensor]]] = {}
 
     @torch.inference_mode(False)
     def add(self, shared: mmap.mmap, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -68,9 +58,8 @@ class SharedTensors:
         self.count += 1
         if self.count >> _NUMBER_BITS or size_bytes >> _OFFSET_BITS:  # it doesn't fit into a token
             return tensor
-        address, entries = tensor.data_ptr(), self._entries
-        entry = entries[address] = _Entry(self.count, parts)
-        entry.owner = weakref.ref(own, lambda _: entries.pop(address, None))
+        self._entries[tensor.data_ptr()] = self.count, parts
+        weakref.finalize(own, self._entries.pop, tensor.data_ptr(), None)
         return tensor
 
     def close(self) -> None:
@@ -81,15 +70,13 @@ class SharedTensors:
         """Return all ranks' tensors if each passes the same part of a shared one, else None."""
         # Collective over the group, for a tensor of at least `MIN_BYTES`; the ranks' arguments
         # differ only in the memory.
-        entry = self._entries.get(flat.untyped_storage().data_ptr())
-        token, offset = 0, 0
-        if entry is not None:
-            offset = int(flat.storage_offset()) * flat.itemsize
-            token = entry.number << _OFFSET_BITS | offset
-        if not self._arena.agree(token, check) or entry is None:
+        number, parts = self._entries.get(flat.untyped_storage().data_ptr(), (0, []))
+        begin = int(flat.storage_offset()) * flat.itemsize
+        token = number << _OFFSET_BITS | begin if number else 0  # 0: not a shared tensor
+        if not self._arena.agree(token, check):
             return None
-        end = offset + flat.numel() * flat.itemsize
-        return [part[offset:end].view(flat.dtype) for part in entry.parts]
+        end = begin + flat.numel() * flat.itemsize
+        return [part[begin:end].view(flat.dtype) for part in parts]
 
     # Collectives, between `agree` and a barrier
 

@@ -207,7 +207,7 @@ class ThreadsModel(ComputationModel, LaunchHooks):
 
     def _swap(self, call: str, item: T, group: Group | None) -> list[T]:
         ranks, rank = self._topology.members(group), self._topology.rank
-        timeout_s = allowed_s(self._world, group)
+        timeout_s = allowed_s(self._world.timeout_s, group)
         return self._world.swap(name_of(group), ranks, rank, call, item, timeout_s)
 
     # Other replicas read what one has submitted after its call has returned, when the caller may
@@ -241,7 +241,7 @@ class ThreadsModel(ComputationModel, LaunchHooks):
 
     def recv(self, into: Tensor, src: int, group: Group | None = None) -> Tensor:
         rank = self._topology.rank
-        return self._world.fetch((name_of(group), src, rank), rank, allowed_s(self._world, group))
+        return self._world.fetch((name_of(group), src, rank), rank, allowed_s(self._world.timeout_s, group))
 
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
         timeout_s = only_timeout_s("new_group on threads", options)

@@ -19,9 +19,9 @@ from unisono.recording.status_page import (
     IN_FLIGHT,
     PageReader,
     PageRecord,
+    decode_ranks,
     is_running,
     pages,
-    ranks_of,
 )
 from unisono.topology import EVERYBODY, members_of_pair
 
@@ -210,7 +210,7 @@ def _rank(found: Sequence[_Page], meter: Meter, *, is_alone: bool) -> Rank:
 
 def _calls(page: _Page) -> Iterable[ObservedCall]:
     context = f"{page.facts.get('model', '')} {page.facts.get('backend', '')}"
-    groups = {name: ranks_of(each) for name, each in page.facts.get("groups", {}).items()}
+    groups = {name: decode_ranks(each) for name, each in page.facts.get("groups", {}).items()}
     groups[EVERYBODY] = tuple(range(page.facts["world_size"]))
     for each in page.records:
         yield ObservedCall(

@@ -25,7 +25,7 @@ from unisono.errors import ArgumentError
 from unisono.observe.jobs import ObservedJob, job_of, stacks_of
 from unisono.observe.stacks import Frame, Stack
 from unisono.observe.verdict import ObservedCall, Rank
-from unisono.recording.status_page import ranks_of, shortened
+from unisono.recording.status_page import decode_ranks, encode_ranks
 
 _LIMIT_S = 30.0  # srun waits for a step, kubectl for a login, Python for a file server
 _END_S = 2.0
@@ -55,7 +55,7 @@ def _ranks(job: ObservedJob) -> list[dict[str, Any]]:
     for rank in job.ranks:
         # Ranks of a group are many, and the same in each call: they are sent shortened.
         calls = [
-            {**asdict(replace(call, ranks=())), "ranks": shortened(call.ranks)}
+            {**asdict(replace(call, ranks=())), "ranks": encode_ranks(call.ranks)}
             for call in rank.calls
         ]
         facts = asdict(replace(rank, calls=(), stacks=None))
@@ -166,7 +166,7 @@ def _rank(plain: dict[str, Any], shift_ns: int) -> Rank:
     for each in plain["calls"]:
         # The end of a call that isn't over is 0, and stays so.
         times = {key: each[key] and each[key] + shift_ns for key in ("begin_ns", "end_ns")}
-        calls.append(ObservedCall(**{**each, **times, "ranks": ranks_of(each["ranks"])}))
+        calls.append(ObservedCall(**{**each, **times, "ranks": decode_ranks(each["ranks"])}))
     stacks = plain["stacks"]
     if not isinstance(stacks, str):
         stacks = [Stack(ident, tuple(Frame(*each) for each in frames)) for ident, frames in stacks]

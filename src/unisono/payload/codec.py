@@ -229,9 +229,9 @@ def reason(error: Exception) -> str:
 
 # Raised by unpickling and unpacking, not by a device that is out of memory.
 _DAMAGE: tuple[type[Exception], ...] = (
-    *(LookupError, TypeError, ValueError, EOFError, AttributeError, RecursionError, ImportError),
-    *(struct.error, pickle.UnpicklingError),
-)
+    LookupError, TypeError, ValueError, EOFError, AttributeError, RecursionError, ImportError,
+    struct.error, pickle.UnpicklingError,
+)  # fmt: skip
 
 
 def decode(blob: bytes, device: torch.device) -> Any:
@@ -256,6 +256,7 @@ def _check(data: memoryview, blob: bytes) -> None:
 
 
 def _blocks(blob: bytes) -> list[memoryview]:
+    """Return the blocks of a frame of `_packed`."""
     data, at = memoryview(blob), _PICKLE.size
     blocks: list[memoryview] = []
     while at < len(data):
@@ -301,6 +302,8 @@ def _failure_of(blob: bytes, _: torch.device) -> NoReturn:
 
 
 def _constant(value: Any) -> Callable[[bytes, Any], Any]:
+    """Return the reader of a frame that is only its tag."""
+
     def read(blob: bytes, _: Any) -> Any:
         if len(blob) != 1:  # the byte of the kind is all
             raise PayloadError("received a damaged frame: bytes are left over")

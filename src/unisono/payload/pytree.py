@@ -53,6 +53,7 @@ def survey(tree: Tree) -> tuple[list[Any], list[str], list[str]]:
 
 
 def _visit(node: Tree, path: str, leaves: list[Any], paths: list[str], empty: list[str]) -> None:
+    """Append the leaves and paths of a node and of all nodes below it."""
     # Not a closure: a recursive one is a reference cycle, left to the garbage collector.
     children = _children(node)
     if children is None:
@@ -79,7 +80,7 @@ def _build(node: Tree, source: Iterator[Any]) -> Tree:
     children = _children(node)
     if children is None:
         return next(source)
-    built = [
+    built = [  # simple leaves without a call, as in `_visit`
         next(source) if type(child) in _LEAVES else _build(child, source) for _, child in children
     ]
     try:
@@ -94,7 +95,7 @@ def _rebuild(node: Tree, children: list[tuple[str, Tree]], built: Iterator[Tree]
         return like(node, dict(zip(node, built, strict=True)))
     if isinstance(node, (list, tuple)):
         return like(node, built)
-    return replace(node, **{name[1:]: next(built) for name, _ in children})
+    return replace(node, **{name[1:]: next(built) for name, _ in children})  # without the dot
 
 
 def like(node: Tree, made: Any) -> Tree:

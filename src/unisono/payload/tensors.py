@@ -19,10 +19,10 @@ from torch.nn import Parameter
 from unisono.errors import PayloadError
 
 _DTYPES = (
-    *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
-    *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
-    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
-)
+    "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64",
+    "float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128",
+    "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu",
+)  # fmt: skip
 _DTYPE_OF = {
     code: getattr(torch, name) for code, name in enumerate(_DTYPES) if hasattr(torch, name)
 }
@@ -80,8 +80,8 @@ class TensorHeader:
         extent = math.prod(max(size, 1) for size in shape)
         # An empty tensor takes no memory: only its strides must fit.
         most = _LARGEST_BYTES // dtype.itemsize if 0 not in shape else 2**62
-        requires_grad = flags & 4 and not (dtype.is_floating_point or dtype.is_complex)
-        if extent > most or any(size < 0 for size in shape) or requires_grad:
+        has_no_grad = not (dtype.is_floating_point or dtype.is_complex)
+        if extent > most or any(size < 0 for size in shape) or (flags & 4 and has_no_grad):
             raise PayloadError(f"received a damaged frame: {dtype} of shape {shape}")
         parameter = bool(flags & 4) if flags & 2 else None
         return cls(dtype, shape, bool(flags & 1), parameter), at + _HEAD.size + sizes.size
@@ -219,6 +219,7 @@ def to_bytes(tensor: Tensor) -> bytes:
 
 
 def _address(tensor: Tensor) -> int:
+    """Return the address of a contiguous CPU tensor; raise for memory that needs a conversion."""
     address = tensor.data_ptr()
     is_plain = (
         tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())

@@ -30,11 +30,11 @@ from unisono.recording.status_page import (
     STATE,
     Lane,
     StatusPage,
+    encode_call,
+    encode_ranks,
     short_name,
-    shortened,
-    text_of,
 )
-from unisono.topology import EVERYBODY, Group, RankInfo, members_of_pair, pair
+from unisono.topology import EVERYBODY, Group, RankInfo, members_of_pair
 from unisono.tracebacks import hides, summary
 
 __tracebackhide__ = hides
@@ -96,7 +96,8 @@ class CollectiveRecord(NamedTuple):
 
 
 Hook = Callable[[CollectiveRecord], object]
-_hooks: tuple[tuple[Hook | None, Hook | None], ...] = ()  # before and after
+_hooks: tuple[tuple[Hook | None, Hook | None], ...] = ()
+_BEFORE, _AFTER = 0, 1  # the places of each pair
 _lock = threading.Lock()
 
 
@@ -146,11 +147,11 @@ def add_hook(*, before: Hook | None = None, after: Hook | None = None) -> Callab
     return remove
 
 
-def _run_hooks(at: int, record: CollectiveRecord) -> None:
+def _run_hooks(when: int, record: CollectiveRecord) -> None:
     """Run all hooks, even if some raise; raise the first error."""
     errors: list[Exception] = []
     for hooks in _hooks:
-        hook = hooks[at]
+        hook = hooks[when]
         try:
             if hook is not None:
                 hook(record)
@@ -203,9 +204,10 @@ class Token:
             passed_ns, overlap_ns = _now() - record.arrival_ns, self.overlap_ns
             # None: nothing has waited for the call, so it overlapped the whole time.
             overlap_ns = passed_ns if overlap_ns is None else min(overlap_ns, passed_ns)
-            facts = (*record[:9], self.plane or _planes.plane, *record[10:14])  # up to its arrival
+            # Only the plane, the fields from `duration_ns` on, are new.
+            facts = (*record[:9], self.plane or _planes.plane, *record[10:14])
             done = (*facts, passed_ns, text, overlap_ns)
-            _run_hooks(1, tuple.__new__(CollectiveRecord, done))  # twice as fast as calling it
+            _run_hooks(_AFTER, tuple.__new__(CollectiveRecord, done))  # twice as fast as calling it
 
     def __enter__(self) -> None:
         pass
@@ -221,11 +223,11 @@ class Token:
 
     def started(self, handle: Handle[T], is_started: bool = True) -> Handle[T]:
         """Record the end of the call when its handle has been waited for."""
-        if not self.goes_on(_planes.plane if is_started else ""):
+        if not self.defer_end(_planes.plane if is_started else ""):
             return handle
         return Handle(partial(self.wait, handle.wait), handle.is_completed)
 
-    def goes_on(self, plane: str) -> bool:
+    def defer_end(self, plane: str) -> bool:
         """Defer the end of the call to `wait`; return whether the call is recorded at all."""
         if self is UNRECORDED:
             return False
@@ -297,7 +299,7 @@ class CallLog:
         value: object = None,
         state: int = CALLED,
     ) -> Token:
-        """Record the start of a call."""
+        """Record the start of a call; its end is that of a with statement, or `Token.end`."""
         key = EVERYBODY if group is None else group.name
         number = self._numbers[key] = self._numbers.get(key, 0) + 1
         if group is not None and number == 1:
@@ -334,7 +336,7 @@ class CallLog:
                 name, self.rank, self.world_size, self.job, key, self._members[key], number,
                 size, _dtype_of(value), "", site.file, site.line, here.thread_id, now, -1, "", 0,
             ))  # fmt: skip
-            self._run_before(token, token.record)
+            self._run_before_hooks(token, token.record)
         return token
 
     def _site_of(self, frame: FrameType, name: str, key: str) -> _Site:
@@ -343,10 +345,11 @@ class CallLog:
         if own is None:
             file, _, number = signatures.carried_line().rpartition(":")
             line = int(number) if number.isdecimal() else 0  # of the thread that started this one
-            return _Site(frame.f_code, name, key, file, line, text_of(name, key, file, line), b"")
+            text = encode_call(name, key, file, line)
+            return _Site(frame.f_code, name, key, file, line, text, b"")
         code, line = own.f_code, own.f_lineno or 0  # generated code may lack it
         file = code.co_filename
-        text, known = text_of(name, key, file, line), signatures.named(file, line)
+        text, known = encode_call(name, key, file, line), signatures.encode_site(file, line)
         site = _Site(code, name, key, file, line, text, known)
         if own is frame:
             if len(self._sites) >= _MAX_SITES:
@@ -354,10 +357,10 @@ class CallLog:
             self._sites[id(code) + frame.f_lasti] = site
         return site
 
-    def _run_before(self, token: Token, record: CollectiveRecord) -> None:
+    def _run_before_hooks(self, token: Token, record: CollectiveRecord) -> None:
         _planes.plane = "control"
         try:
-            _run_hooks(0, record)
+            _run_hooks(_BEFORE, record)
         except BaseException as error:  # Ctrl-C in a hook too: the call isn't made, nor counted
             if self._numbers[record.group] == record.number:  # else another thread has made a call
                 self._numbers[record.group] -= 1  # as on the other ranks
@@ -372,7 +375,7 @@ class CallLog:
         """Record the members of a new group."""
         self._members[group.name] = group.ranks
         if self._page is not None and not members_of_pair(group.name):  # their names contain them
-            ranks = {short_name(group.name): shortened(group.ranks)}
+            ranks = {short_name(group.name): encode_ranks(group.ranks)}
             self._page.update(groups={**self._page.facts["groups"], **ranks})
 
     def forget(self, group: str) -> None:
@@ -383,14 +386,6 @@ class CallLog:
             groups = dict(self._page.facts["groups"])
             groups.pop(short_name(group), None)
             self._page.update(groups=groups)
-
-    def call(self, name: str, group: Group | None = None, value: object = None) -> Token:
-        """Record the body of a with statement as one call. Arguments are those of `begin`."""
-        return self.begin(name, group, value)
-
-    def message(self, name: str, src: int, dst: int, value: object = None) -> Token:
-        """Record the body of a with statement as a message between two ranks."""
-        return self.begin(name, pair(src, dst), value)
 
     def close(self) -> None:
         """Remove the page; a second call does nothing."""

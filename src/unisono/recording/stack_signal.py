@@ -94,7 +94,7 @@ def ask(pid: int, facts: Mapping[str, int], thread_id: int, timeout_s: float) ->
     """Return the stack of a thread of a process of this user; None if it doesn't answer."""
     until = time.monotonic() + timeout_s
     with contextlib.suppress(OSError), _memory(pid, facts) as fd:
-        while not _lock_memory(fd):  # an observer takes any new text for its answer
+        while not _try_lock(fd):  # an observer takes any new text for its answer
             if time.monotonic() > until:
                 return None
             time.sleep(_POLL_S)
@@ -125,7 +125,7 @@ def _memory(pid: int, facts: Mapping[str, int]) -> Iterator[int]:
         os.close(fd)
 
 
-def _lock_memory(fd: int) -> bool:
+def _try_lock(fd: int) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -153,6 +153,7 @@ def texts(
 
 
 def _answer(pid: int, thread_id: int, number: int, fd: int, until: float) -> str | None:
+    """Send a thread the signal; return the text that its handler appends to the memory."""
     task, bit = Path(f"/proc/{pid}/task/{thread_id}/status"), _bit(number)
     masks = _masks(task)
     # The default of the signal would end the process; a library's thread may block it.

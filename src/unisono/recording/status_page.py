@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 import weakref
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.plugins import load
-from unisono.topology import boot_id
+from unisono.topology import pid_namespace
 
 _log = logging.getLogger(__name__)
 # The page, in words of 8 bytes, of the host's order:
@@ -75,7 +74,7 @@ def folder() -> Path | None:
     return Path("/dev/shm", f"unisono-{os.getuid()}") if os.path.isdir("/dev/shm") else None
 
 
-def _private(path: Path, *, makes: bool) -> bool:
+def _is_private(path: Path, *, makes: bool) -> bool:
     """Return whether a folder is this user's alone, so that its pages can be trusted."""
     try:
         if makes:
@@ -114,15 +113,15 @@ class StatusPage:
     @classmethod
     def make(cls, facts: Mapping[str, Any]) -> StatusPage | None:
         """Create a page; return None if that fails."""
-        place, pid, fd = folder(), os.getpid(), -1
-        if place is None or not _private(place, makes=True):
+        place, pid, pids, fd = folder(), os.getpid(), pid_namespace(), -1
+        if place is None or not pids or not _is_private(place, makes=True):
             return None
         path = place / f"{pid}-{start_ticks(pid)}-{next(_numbers)}"
         try:
             _sweep(place)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             os.posix_fallocate(fd, 0, _PAGE_BYTES)  # else a full file system ends the process
-            memory, pids = mmap.mmap(fd, _PAGE_BYTES), _pids()
+            memory = mmap.mmap(fd, _PAGE_BYTES)
         except OSError:
             if fd >= 0:
                 path.unlink(missing_ok=True)
@@ -130,8 +129,8 @@ class StatusPage:
         finally:
             if fd >= 0:
                 os.close(fd)
-        own = {"pid": pid, "start_ticks": start_ticks(pid), "made_ns": time.monotonic_ns()}
-        return cls(path, memory, {**facts, **own, "pids": pids})
+        own = {"pid": pid, "pids": pids, "start_ticks": start_ticks(pid)}
+        return cls(path, memory, {**facts, **own, "made_ns": time.monotonic_ns()})
 
     def update(self, **facts: Any) -> None:
         """Update facts."""
@@ -147,7 +146,7 @@ class StatusPage:
             self._words[_EDITION] = edition  # last: it shows readers the new facts
 
     def lane(self) -> Lane | None:
-        """Return a lane without a live thread; None if there isn't one."""
+        """Return a lane for this thread, which no live thread has; None if there isn't one."""
         thread = threading.current_thread()
         with self._lock:
             for place, owner in enumerate(self._owners):
@@ -228,6 +227,7 @@ class PageReader:
         self.facts: dict[str, Any] = self._read_facts()
 
     def _read_facts(self) -> dict[str, Any]:
+        """Read the newest edition; retry if another was written meanwhile."""
         while True:
             edition = self._words[_EDITION]
             start = _HEAD_BYTES + edition % 2 * _FACTS_BYTES
@@ -250,10 +250,12 @@ class PageReader:
         return sorted(found, key=lambda record: record.begin_ns)
 
     def _record(self, lane: int, at: int) -> PageRecord | None:
+        """Read one record; return None if there is none, or if it is just being written."""
         start = _LANES_AT + lane * _LANE_BYTES
         first = start + _HEAD_BYTES + at * _RECORD.size
         last = self._words[first // _WORD + STATE]
         stamp, begin, end, number, size, text, _ = _RECORD.unpack_from(self._memory, first)
+        # The stamp at the end, read first, is still the one at the beginning.
         if not 0 < stamp == last & ~IN_FLIGHT == self._words[first // _WORD]:
             return None
         name, group, line, file = text.decode("utf-8", "replace").split("\0")[:4]
@@ -268,26 +270,17 @@ def pages() -> list[PageReader]:
     # Containers and hosts may share the folder and number their processes alike: pages of another
     # one are left out, as the state of its processes isn't known here.
     place = folder()
-    if place is None or not _private(place, makes=False):
-        return []
-    try:
-        here = _pids()
-    except OSError:  # without /proc
+    if place is None or not _is_private(place, makes=False):
         return []
     found = []
     for path in sorted(place.iterdir()):
         with contextlib.suppress(OSError, ValueError):  # it was closed meanwhile, or isn't a page
             found.append(PageReader(path))
+    here = pid_namespace()
     return [page for page in found if page.facts.get("pids") == here]
 
 
-def _pids() -> int:
-    """Return an id of the pid namespace: hosts and containers have one each."""
-    # The inode alone is the same on all hosts, outside of containers.
-    return zlib.crc32(f"{boot_id()} {os.readlink('/proc/self/ns/pid')}".encode())
-
-
-def text_of(name: str, group: str, file: str, line: int) -> bytes:
+def encode_call(name: str, group: str, file: str, line: int) -> bytes:
     """Encode the place and the name of a call for a record; a long path loses its start."""
     head = name.encode("utf-8", "replace")[:_BEGINNING]
     head += f"\0{short_name(group)}\0{line}\0".encode("utf-8", "replace")
@@ -304,9 +297,8 @@ def short_name(group: str) -> str:
     return f"{name[:_BEGINNING].decode('utf-8', 'ignore')}... {digest}"
 
 
-def shortened(ranks: Sequence[int]) -> list[int] | dict[str, list[int]]:
+def encode_ranks(ranks: Sequence[int]) -> list[int] | dict[str, list[int]]:
     """Encode ranks for the facts, which lack room for those of many large groups."""
-    # `ranks_of` decodes them.
     if len(ranks) > 2:
         evenly = range(ranks[0], ranks[-1] + 1, max(ranks[1] - ranks[0], 1))
         if tuple(evenly) == tuple(ranks):
@@ -314,8 +306,8 @@ def shortened(ranks: Sequence[int]) -> list[int] | dict[str, list[int]]:
     return list(ranks)
 
 
-def ranks_of(written: list[int] | dict[str, list[int]]) -> tuple[int, ...]:
-    """Decode ranks from `shortened`."""
+def decode_ranks(written: list[int] | dict[str, list[int]]) -> tuple[int, ...]:
+    """Decode ranks from `encode_ranks`."""
     return tuple(range(*written["range"]) if isinstance(written, dict) else written)
 
 
@@ -335,7 +327,7 @@ def _sweep(place: Path) -> None:
 def _exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError) as error:  # a file's name may have any number
         return isinstance(error, PermissionError)  # the process is another user's
     return True
 

@@ -111,9 +111,9 @@ class _Tracer:
                 entered.__exit__(None, None, None)
         self._waiting.append(record)
         if self._thread is None:
-            self._start()
+            self._start_thread()
 
-    def _start(self) -> None:
+    def _start_thread(self) -> None:
         with self._writing:
             # Meanwhile another thread may have started it, or the trace may have ended.
             if self._thread is None and not self._is_over.is_set():
@@ -137,10 +137,13 @@ class _Tracer:
                 self._waiting.clear()
                 _log.warning(
                     "the trace in %s ends here, the program goes on: %s: %s",
-                    *(self.folder, type(error).__name__, error),
+                    self.folder,
+                    type(error).__name__,
+                    error,
                 )
 
     def _write(self) -> None:
+        """Append the pending calls to the files of their ranks."""
         by_rank: dict[tuple[int, int, str], list[CollectiveRecord]] = {}
         for _ in range(len(self._waiting)):  # not until it is empty: calls go on meanwhile
             record = self._waiting.popleft()

@@ -148,7 +148,7 @@ def _records(facts: Mapping[str, Any], calls: Iterable[Event]) -> Iterator[Colle
         times = (call["ts"], call["dur"], args.get("overlap_us", 0))
         arrival_ns, duration_ns, overlap_ns = (round(each * _US) for each in times)
         yield CollectiveRecord(
-            *(call["name"], *place, args["group"], ranks, args["number"]),
-            *(args["bytes"], args["dtype"], args["plane"], file, int(line), call["tid"]),
-            *(arrival_ns, duration_ns, args.get("error", ""), overlap_ns),
-        )
+            call["name"], *place, args["group"], ranks, args["number"], args["bytes"],
+            args["dtype"], args["plane"], file, int(line), call["tid"], arrival_ns, duration_ns,
+            args.get("error", ""), overlap_ns,
+        )  # fmt: skip

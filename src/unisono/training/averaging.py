@@ -78,7 +78,7 @@ def reduce_params(
     if not is_member:
         return
     name = "all_reduce_grads" if of_grads else "all_reduce_params"
-    with context.calls.call(name, group):
+    with context.calls.begin(name, group):
         # Ranks compare the size, too, since buckets of other sizes mean other collectives.
         call = f"{name} {operation.name} in buckets of {limit_bytes} bytes"
         works = agree(context, call, params, group, of_grads=of_grads)

@@ -78,7 +78,7 @@ def find_executable_batch_size(
             size = begin
             context = communicator()
             # Checked first, because `_try` waits through any number of mismatches.
-            with context.calls.call(_NAME):
+            with context.calls.begin(_NAME):
                 exchange(context, f"{_NAME} from {size}", None)
             while size:
                 has_room, value = _try(lambda: fn(size, *args, **kwargs), size)  # noqa: B023
@@ -104,7 +104,7 @@ def _try(call: Callable[[], T], size: int) -> tuple[bool, T]:
         has_room = not _is_out_of_memory(raised)
         error = raised if has_room else None  # a reference would keep its frames' objects
     context = communicator()
-    with context.calls.call(_NAME):
+    with context.calls.begin(_NAME):
         # A rank out of memory calls this while others are in the function's collectives: these fail
         # with a mismatch, each of which is a miss, until the others call this, too.
         replies = exchange(context, f"{_NAME}: {size}", has_room, misses=math.inf)

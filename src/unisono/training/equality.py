@@ -68,7 +68,7 @@ def assert_equal(tree: Any, group: GroupLike = None) -> None:
         return encode(digest(trees[""]))
 
     frame = frame_or_reason(described)
-    with context.calls.call(_CALL, group):
+    with context.calls.begin(_CALL, group):
         frames = swap(context, _CALL, frame, group)
         raise_failures(frames, lambda: context.model.topology.members(group), _CALL)
         found = differing(context, _CALL, trees, [{"": bytes(each)} for each in frames], group)

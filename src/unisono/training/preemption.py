@@ -131,7 +131,7 @@ def preemption_point() -> bool:
     _reported.clear()
     _reported.update(_received)
     mark = _CANNOT if not _watched else _YES if _reported else _NO
-    with context.calls.call("preemption_point", None):
+    with context.calls.begin("preemption_point"):
         marks = [bytes(each) for each in swap(context, "preemption_point", mark, None)]
     if _CANNOT in marks:
         ranks = [rank for rank, each in enumerate(marks) if each == _CANNOT]

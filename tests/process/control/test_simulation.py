@@ -27,7 +27,7 @@ def test_what_is_simulated_is_what_real_ranks_do(size: int) -> None:
             for name in COUNTS:
                 found = getattr(simulated, name)
                 assert found == getattr(tallies[at], name), (per_host, rank, name)
-            for kind in ("GIVE", "ALL"):  # farewells may come after the other end has left
+            for kind in ("GIVE", "ALL"):  # departures may come after the other end has left
                 assert simulated.messages[kind] == tallies[at].messages[kind]
 
 

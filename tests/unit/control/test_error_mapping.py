@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unisono.control.waiting import mapped
+from unisono.control.absent_ranks import matching_error
 from unisono.errors import CollectiveError, CollectiveTimeoutError, PeerFailedError
 
 TABLE = {"timed out": CollectiveTimeoutError, "^gone|reset by peer": PeerFailedError}
@@ -20,4 +20,4 @@ TABLE = {"timed out": CollectiveTimeoutError, "^gone|reset by peer": PeerFailedE
     ],
 )
 def test_the_first_row_that_matches_counts(text: str, ours: type[CollectiveError]) -> None:
-    assert mapped(TABLE, text) is ours
+    assert matching_error(TABLE, text) is ours

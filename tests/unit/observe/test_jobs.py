@@ -27,7 +27,7 @@ from unisono.observe.jobs import Meter, ObservedJob, look
 from unisono.observe.report import reports
 from unisono.observe.verdict import ObservedCall, innermost
 from unisono.recording.records import CallLog
-from unisono.recording.status_page import CALLED, IN_FLIGHT, StatusPage, pages, text_of
+from unisono.recording.status_page import CALLED, IN_FLIGHT, StatusPage, encode_call, pages
 from unisono.topology import Group, pair
 
 pytestmark = [
@@ -51,7 +51,7 @@ def page(rank: int, job: str = "job a", **more: Any) -> Iterator[StatusPage]:
 def begin(of: StatusPage, name: str, number: int, begin_ns: int, state: int = CALLED) -> None:
     lane, file = of.lane(), "" if name == "initialize" else "train.py"
     assert lane is not None
-    lane.begin(text_of(name, "all ranks", file, 7), number, 64, begin_ns, state)
+    lane.begin(encode_call(name, "all ranks", file, 7), number, 64, begin_ns, state)
 
 
 def leave_page(**facts: Any) -> None:

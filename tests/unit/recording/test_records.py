@@ -264,7 +264,7 @@ class Unreadable(torch.Tensor):
 def test_a_tensor_of_any_class_has_its_size(
     value: object, size_bytes: int, dtype: str, records: list[CollectiveRecord]
 ) -> None:
-    with context.current().calls.call("mine", None, value):
+    with context.current().calls.begin("mine", None, value):
         pass
     assert (records[-1].name, records[-1].size_bytes) == ("mine", size_bytes)
     assert records[-1].dtype == dtype

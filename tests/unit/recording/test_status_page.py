@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 from tests.support.processes import in_fork
-from unisono.host import status_page
+from unisono.recording import status_page
 from unisono.recording.status_page import (
     CALLED,
     END,
     Lane,
     PageReader,
     StatusPage,
+    encode_call,
     pages,
     short_name,
-    text_of,
 )
 
 CALLS = 20_000
@@ -45,7 +45,7 @@ def lane_of(page: StatusPage) -> Lane:
 
 def begin(page: StatusPage, number: int, name: str = "barrier") -> tuple[Lane, int]:
     lane = lane_of(page)
-    text = text_of(name, "all ranks", "train.py", 7)
+    text = encode_call(name, "all ranks", "train.py", 7)
     return lane, lane.begin(text, number, 8, 100 + number, CALLED)
 
 
@@ -79,9 +79,9 @@ def test_calls_and_facts_are_read_as_they_were_written(own_pages: Path) -> None:
 def test_the_last_calls_of_each_thread_are_kept() -> None:
     page = made()
     lane = lane_of(page)
-    first = lane.begin(text_of("first", "g", "f", 1), 1, 0, 1, CALLED)
+    first = lane.begin(encode_call("first", "g", "f", 1), 1, 0, 1, CALLED)
     for number in range(2, 301):
-        lane.begin(text_of("next", "g", "f", 1), number, 0, number, CALLED)
+        lane.begin(encode_call("next", "g", "f", 1), number, 0, number, CALLED)
     lane.write(first, END, 9)  # others have its place by now
     begin_elsewhere(page, 1000)
     records = pages()[0].records()
@@ -131,7 +131,7 @@ def test_without_proc_there_are_no_pages(own_pages: Path, monkeypatch: pytest.Mo
 
 def test_a_page_has_room_for_long_names() -> None:
     page = made(groups={str(i): list(range(2000)) for i in range(50)})
-    text = text_of("all_reduce", "gr\u00fc\u00dfe " * 40, f"/{'d' * 400}/train.py", 1234567)
+    text = encode_call("all_reduce", "gr\u00fc\u00dfe " * 40, f"/{'d' * 400}/train.py", 1234567)
     lane_of(page).begin(text, 1, 0, 1, CALLED)
     (reader,) = pages()
     assert reader.facts["groups"] == {}  # too long
@@ -140,7 +140,7 @@ def test_a_page_has_room_for_long_names() -> None:
     assert (record.name, record.line) == ("all_reduce", 1234567)
     assert record.file.endswith("dd/train.py")
     assert record.group == short_name("gr\u00fc\u00dfe " * 40)
-    lane_of(page).begin(text_of("\u00fc" * 300, "g" * 100, "train.py", 7), 2, 0, 2, CALLED)
+    lane_of(page).begin(encode_call("\u00fc" * 300, "g" * 100, "train.py", 7), 2, 0, 2, CALLED)
     long_name = reader.records()[-1]
     assert (long_name.name, long_name.group) == ("\u00fc" * 30, "g" * 100)
     assert (long_name.file, long_name.line) == ("train.py", 7)
@@ -154,7 +154,7 @@ def write() -> None:
     done = 0
     while True:
         for number in range(done + 1, done + 1000):
-            text = text_of("x", "g", "f" * 90, number % 1000)
+            text = encode_call("x", "g", "f" * 90, number % 1000)
             stamp = lane.begin(text, number, number * 7, number * 3, CALLED)
             lane.write(stamp, END, number * 5)
             done = number
@@ -222,18 +222,19 @@ def test_pages_of_another_container_are_not_read_and_stay() -> None:
     """It has process ids of its own, and may share the folder: ``--ipc=host`` does that."""
     page = made(job="elsewhere")
     there = of_the_dead(page)  # which lives there, and nothing says so here
-    page.update(pids=page.facts["pids"] + 1)
+    here = page.facts["pids"]
+    page.update(pids="another")
     assert pages() == []
     made(job="b").close()
     assert there.exists()
-    page.update(pids=page.facts["pids"] - 1)
+    page.update(pids=here)
     assert [reader.path for reader in pages()] == [there]
 
 
 def test_pages_of_another_host_are_not_read_and_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may share the folder, too, on a file server; its processes aren't to be seen here."""
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(status_page, "boot_id", lambda: "another")
+        elsewhere.setattr(status_page, "pid_namespace", lambda: "another")
         there = of_the_dead(made(job="elsewhere"))
     assert pages() == []
     made(job="b").close()

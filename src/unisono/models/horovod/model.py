@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.arguments import only_timeout_s
+from unisono.control.absent_ranks import LOOK_S, Wait
 from unisono.control.plane import SocketControlPlane
 from unisono.control.rendezvous import host_of_this_process
-from unisono.control.waiting import LOOK_S, Wait
 from unisono.deadlines import DEFAULT_TIMEOUT_S, limit_of
 from unisono.errors import (
     AlreadyInitializedError,
@@ -148,7 +148,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
         hvd.shutdown()
 
     def abort(self) -> None:
-        self.control.close(farewell="")
+        self.control.close(how="")
         if self._is_owner and self.is_alive():
             _leave(hvd.shutdown, _LEAVE_S)
 

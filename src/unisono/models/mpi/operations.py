@@ -14,9 +14,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from unisono.control.absent_ranks import warn_after_s
+from unisono.control.absent_ranks import matching_error, warn_after_s
 from unisono.control.signatures import site
-from unisono.control.waiting import mapped
 from unisono.deadlines import DEFAULT_TIMEOUT_S, format_s, host_s, limit_of
 from unisono.errors import (
     CollectiveError,
@@ -320,7 +319,7 @@ class MPICalls:
         number = error.Get_error_class()
         classes = [key for key in dir(self._mpi) if key.startswith("ERR_")]
         names = " ".join(key for key in classes if getattr(self._mpi, key) == number)
-        kind = mapped(_ERRORS, names)
+        kind = matching_error(_ERRORS, names)
         remedy = _DIFFERENT if kind is CollectiveMismatchError else ""
         raise kind(f"{self._this_rank}: {name} failed: {error}{remedy}") from error
 

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unisono.accelerators import current_device
+from unisono.control.absent_ranks import LOOK_S, Wait
 from unisono.control.plane import SocketControlPlane
 from unisono.control.rendezvous import authenticate, host_of_this_process
 from unisono.control.signatures import purpose_or
-from unisono.control.waiting import LOOK_S, Wait
 from unisono.deadlines import allowed_s, deadline, end_of_block, host_s, limit_of
 from unisono.errors import (
     ArgumentError,
@@ -213,7 +213,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
             dist.destroy_process_group()
 
     def abort(self) -> None:
-        self.control.close(farewell="")
+        self.control.close(how="")
         if not (self._is_owner and self.is_alive()):
             return
         abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
@@ -407,7 +407,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
     ) -> None:
         """Send or receive a message without slices: gloo's can't be waited for twice."""
         # Called on two ranks; raises as `_run` does.
-        limit_s = limit_of(allowed_s(self.control, group))
+        limit_s = limit_of(allowed_s(self.control.timeout_s, group))
         try:
             work = start(*args, _handle(group))
             if self._is_watched and limit_s is not None:

@@ -394,12 +394,12 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         self._end("")
         super().abort()
 
-    def _end(self, farewell: str) -> None:
+    def _end(self, how: str) -> None:
         _alive.discard(self)
         if not any(group._calls is self._calls for group in _alive):  # the groups share a log
             self._calls.close()
         self._shared = None  # gloo carries later calls
-        self._control.close(farewell)
+        self._control.close(how)
 
 
 class _Recorded(_Work):  # type: ignore[misc]
@@ -435,7 +435,7 @@ for _name in set(dir(_Work)) - set(dir(object)) - set(vars(_Recorded)) - {"boxed
 
 def _start_recorded(token: Token, start: Callable[[], Any]) -> Any:
     """Start a call that gloo carries; return the handle whose end is that of the call."""
-    return _Recorded(start(), token) if token.goes_on("data") else start()
+    return _Recorded(start(), token) if token.defer_end("data") else start()
 
 
 def _is_called_by_unisono(frame: FrameType | None) -> bool:
@@ -539,10 +539,10 @@ def _after_fork() -> None:
 
 
 def _at_exit() -> None:
-    """Send a farewell, unless an exception ended the program."""
+    """Report an orderly departure, unless an exception ended the program."""
     if not hasattr(sys, "last_type"):
         for group in list(_alive):
-            group._control.say_farewell("ended its program")
+            group._control.report_departure("ended its program")
 
 
 atexit.register(_at_exit)
