@@ -100,6 +100,7 @@ def join() -> tuple[int, int]:
     own = os.getpid()
     pid = os.fork()
     if pid == 0:
+        os.setpgid(0, 0)  # the launcher's group has foreign processes, which `guard` must not kill
         status.close()  # this copy would hide the supervisor's end
         return channel.detach(), own
     channel.close()  # this copy would hide the worker's end
