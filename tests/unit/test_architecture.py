@@ -123,8 +123,7 @@ CHANGES = frozenset(
 WRITES_ENVIRON = {
     "cli.run": "the backend and the folder of traces that were asked for reach the ranks",
     "launchers.job.worker": "a forked worker takes the variables of its job",
-    "launchers.ray.actor": "an actor takes the variables of its rank",
-    "launchers.ray.launcher": "Ray is told by variables",
+    "launchers.ray": "Ray is told by variables; an actor takes those of its rank",
     "launchers.job.wrapper": "a rank's share of cores; programs that it starts know of no link",
     "models.horovod.model": "hvd.init leaves a variable behind",
     "models.native.rendezvous": "gloo is told its address by a variable alone, which goes again",

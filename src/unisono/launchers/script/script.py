@@ -102,6 +102,16 @@ class Script:
                 raise ArgumentError(f"launcher {launcher!r} does not support --{option}: {instead}")
 
 
+def rank_infos(counts: Sequence[int], addr: str, port: int) -> list[RankInfo]:
+    """Return the infos of ranks on nodes, so many on each; their rendezvous is hosted already."""
+    places = [(i, count, node) for node, count in enumerate(counts) for i in range(count)]
+    rendezvous = (addr, port, "torchrun", True)
+    return [
+        RankInfo(rank, len(places), *place, len(counts), *rendezvous)
+        for rank, place in enumerate(places)
+    ]
+
+
 def dying_with(parent: int, number: int, arguments: list[str]) -> list[str]:
     """Return the command line of a launcher that gets a signal when `parent` ends."""
     options = {"exec": int(number), "parent": parent}
