@@ -210,7 +210,7 @@ STATE = {
     "recording.status_page: _numbers": "pages of a process are numbered",
     "recording.status_page: _open": "pages that go with the process",
     "launchers.job.channel: OWN": "the worker's own channel, as no entry has an argument for it",
-    "launchers.job.lifetime: cls._is_within cls._pid": "what forked children must know of the job",
+    "launchers.job.lifetime: _has_function _rank_pid": "what forked children must know of the job",
     "launchers.job.pickling: _lock": "one module at a time is made to travel by value",
     "launchers.local: _fork_servers _lock _retired": "fork servers live as long as the process",
     "launchers.xla: _child": "this process is one of XLA's children",

@@ -87,7 +87,7 @@ def _fork_watcher(watch: Callable[[], None]) -> None:
     pid = os.fork()
     if pid == 0:
         try:
-            for number in (signal.SIGTERM, signal.SIGHUP):  # this group may get them before `setsid`
+            for number in (signal.SIGTERM, signal.SIGHUP):  # the group may get them before `setsid`
                 signal.signal(number, signal.SIG_IGN)
             os.setsid()
             # Twice: Horovod ends a rank by killing all children, and theirs, that it then has.
@@ -118,7 +118,7 @@ class _Orphans:
     def reap(self, workers: dict[socket.socket, int]) -> list[int]:
         """Remove workers that have ended, and end the processes that failed ones left behind."""
         # Never waits.
-        before = _children(os.getpid())  # a worker's are here before it is reaped
+        before = _children(os.getpid())  # with those of each worker that is reaped now
         ended = _reap(workers)
         here = _children(os.getpid()).difference(workers.values())
         here = {pid for pid in here if not _has_ended(pid)}
@@ -181,7 +181,7 @@ def serve(control: socket.socket, parent: int, work: Callable[[int, int], None] 
     # SIGTERM ends all workers, and then this.
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     orders: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: orders.append(number))
+    of_workers = signal.signal(signal.SIGTERM, lambda number, _: orders.append(number))
     wake_read, wake_write = wake_by_signals()
     workers: dict[socket.socket, int] = {}
     orphans, is_wanted = _Orphans(os.getpgrp()), True
@@ -193,7 +193,7 @@ def serve(control: socket.socket, parent: int, work: Callable[[int, int], None] 
             is_wanted = False
             _signal(workers.values(), signal.SIGKILL)
         elif control.fileno() in ready:
-            is_wanted = _start_worker(control, workers, [wake_read, wake_write], work, before)
+            is_wanted = _start_worker(control, workers, [wake_read, wake_write], work, of_workers)
         for status in [by_fd[fd] for fd in ready if fd in by_fd]:
             _forward_signals(status, workers[status])
         orphans.reap(workers)
@@ -268,11 +268,11 @@ def _start_worker(
 
 
 def _ready(fds: list[int], limit_s: float | None = _POLL_S) -> set[int]:
-    """Wait briefly; return the readable descriptors, with any numbers."""
-    watched = select.poll()  # select() accepts none above 1023
+    """Wait briefly, or without a limit; return the readable descriptors."""
+    watched = select.poll()  # select() accepts no descriptor above 1023
     for fd in fds:
         watched.register(fd, select.POLLIN)
-    return {fd for fd, _ in watched.poll(limit_s and limit_s * 1000)}
+    return {fd for fd, _ in watched.poll(None if limit_s is None else limit_s * 1000)}
 
 
 def _fork(

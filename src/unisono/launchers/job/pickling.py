@@ -29,8 +29,11 @@ __tracebackhide__ = hides
 _lock = threading.Lock()
 _MAIN = "__main__"
 _ONE_IN_A_PROCESS = (  # each process means its own: ``from os import environ``
-    *(("os", "environ"), ("os", "environb"), ("random", "_inst")),
-    *(("numpy.random.mtrand", "_rand"), ("torch", "default_generator")),
+    ("os", "environ"),
+    ("os", "environb"),
+    ("random", "_inst"),
+    ("numpy.random.mtrand", "_rand"),
+    ("torch", "default_generator"),
 )
 
 

@@ -124,8 +124,8 @@ class _Running:
         self._last: deque[bytes] = deque(maxlen=_LAST_LINES)
         self._raised_at = math.inf  # when the last traceback began before a signal to end
         self._is_interrupted = False
-        mark = rb"^\[rank%d\]: " % (info.rank if info else -1)
-        self._mark = re.compile(mark if self._prefix else rb"(?!)")  # torch's own
+        mark = rb"^\[rank%d\]: " % (info.rank if info else -1)  # torch's own
+        self._mark = re.compile(mark if self._prefix else rb"(?!)")  # which never matches
         self._pipes = Pipes()
         self.signals: list[int] = []
         """Signals that haven't been processed yet."""
@@ -267,11 +267,12 @@ class _Running:
     def _report(self, code: int) -> Report:
         info = self._info
         text = b"".join(self._last).decode(errors="replace")
-        raised = last_exception(text, _MOST_AFTER if code == _UNCAUGHT else 0)
-        raised = ("", "") if code < 0 or self._terminal else raised  # a signal isn't raised
+        raised, place = last_exception(text, _MOST_AFTER if code == _UNCAUGHT else 0)
+        if code < 0 or self._terminal:  # a signal isn't raised
+            raised, place = "", ""
         lines = [] if self._terminal else text.splitlines(keepends=True)
-        shown = 0 if raised[0] else 1  # the others were printed
-        words = lines if self._is_hidden else lines[len(lines) - shown :]
+        if not self._is_hidden:  # they were printed
+            lines = [] if raised else lines[-1:]
         where: dict[str, Any] = {}
         if info is not None:
             where = {"local_rank": info.local_rank, "node_rank": info.node_rank}
@@ -282,8 +283,9 @@ class _Running:
             self._process.pid,
             code,
             int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0),
-            *raised,
-            "".join(words),
+            raised,
+            place,
+            "".join(lines),
             has_terminal=bool(self._terminal),
             **where,
         )
@@ -295,4 +297,3 @@ def _write(fd: int, data: bytes) -> None:
     with contextlib.suppress(OSError):
         while view:
             view = view[os.write(fd, view) :]
-    sys.stdout.flush()
