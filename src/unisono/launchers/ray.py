@@ -31,7 +31,7 @@ from unisono.launchers.job.worker import describe
 from unisono.launchers.script.rank.report import Report
 from unisono.launchers.script.script import Script, env_for, rank_infos
 from unisono.launchers.script.supervisor import Programs, ScriptOutcome, outcome
-from unisono.launchers.variables import OF_RUN
+from unisono.launchers.variables import run_variables
 from unisono.pickling import dumps
 from unisono.topology import LaunchPlan, RankInfo
 
@@ -285,12 +285,12 @@ def run(script: Script) -> ScriptOutcome:
     script.refuse("ray", "use launcher 'torchrun'", "max_restarts")
     hosts = [name for name, _ in script.hosts]
     counts = [n for _, n in script.hosts] or [script.nproc_per_node] * script.nnodes
-    own = {name: os.environ[name] for name in OF_RUN if name in os.environ}
     with signals() as seen:
         try:
             with _actors(counts, hosts, script.timeout_s or _TIMEOUT_S) as (actors, infos):
                 for actor, info in zip(actors, infos, strict=True):
-                    actor.start.remote(script, {**own, **env_for(info)}, os.getcwd())
+                    variables = {**run_variables(os.environ), **env_for(info)}
+                    actor.start.remote(script, variables, os.getcwd())
                 found = _Programs(actors, script.token, seen).run(script.grace_s)
         except BaseException:  # Ray may convert the exception that a signal raises into any other
             if not seen:

@@ -105,9 +105,9 @@ def batch_script(script: Script, name: str) -> str:
     shape = [option for option in _shape(alone) if not option.startswith(placement)]
     if alone.hosts:
         shape.append("--nodelist=" + ",".join(host for host, _ in alone.hosts))
-    own = _options(alone)
-    named = [] if any(item.startswith("--job-name") for item in own) else [f"--job-name={name}"]
-    options = [*named, *shape, *own]
+    given = _options(alone)
+    named = [] if any(item.startswith("--job-name") for item in given) else [f"--job-name={name}"]
+    options = [*named, *shape, *given]
     address = environment(alone, {})
     exports = [f"export {key}={shlex.quote(value)}" for key, value in address.items()]
     lines = ["#!/bin/bash", *(f"#SBATCH {shlex.quote(option)}" for option in options), *exports]
@@ -128,10 +128,10 @@ def _reach(srun: int, number: int) -> bool:
     shown = subprocess.run(steps, stdin=subprocess.DEVNULL, capture_output=True, text=True).stdout
     here = re.escape(socket.gethostname().partition(".")[0])
     # A step is identified by the host and the process id of its srun.
-    own = re.search(rf"^StepId=(\S+) .*SrunHost:Pid={here}\S*:{srun}$", shown, re.MULTILINE)
-    if own is None:
+    step = re.search(rf"^StepId=(\S+) .*SrunHost:Pid={here}\S*:{srun}$", shown, re.MULTILINE)
+    if step is None:
         return False
-    arguments = ["scancel", f"--signal={signal.Signals(number).name}", own[1]]
+    arguments = ["scancel", f"--signal={signal.Signals(number).name}", step[1]]
     return subprocess.run(arguments, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
 
 

@@ -97,12 +97,12 @@ def join() -> tuple[int, int]:
     except OSError as error:
         rank = who.rank if isinstance(who, RankInfo) else "?"
         sys.exit(f"rank {rank} can't reach the process that launched it at {link}: {error}")
-    own = os.getpid()
+    wrapper = os.getpid()
     pid = os.fork()
     if pid == 0:
         os.setpgid(0, 0)  # the launcher's group has foreign processes, which `guard` must not kill
         status.close()  # this copy would hide the supervisor's end
-        return channel.detach(), own
+        return channel.detach(), wrapper
     channel.close()  # this copy would hide the worker's end
     end_like(os.waitstatus_to_exitcode(supervise(status, pid, parent)))
 

@@ -405,8 +405,8 @@ def run_function(
         arguments, variables = prepare(replace(script, program=boot(), is_function=True), held)
         workers = ranks(spec, pickled, environ, held)
         first = (script.node_rank or 0) * (spec.n_own or 0)
-        own = range(first, first + spec.n_ranks)
-        job: Job[Any] = Job(workers, spec.world_size, own, grace_s=script.grace_s or None)
+        expected = range(first, first + spec.n_ranks)
+        job: Job[Any] = Job(workers, spec.world_size, expected, grace_s=script.grace_s or None)
         try:
             workers.start(dying_with(os.getpid(), spec.end_signal, list(arguments)), variables)
             if join:

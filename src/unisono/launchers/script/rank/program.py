@@ -69,9 +69,9 @@ def variables(
     merged.pop(PREFIXED, None)  # of a job around this one
     if info is None:
         return merged
-    own = {**rank_variables(info), **node_variables(info), **share_of_cores(info)}
+    facts = {**rank_variables(info), **node_variables(info), **share_of_cores(info)}
     # Variables that the launcher or the user has set have priority.
-    return {**own, **merged, PREFIXED: str(info.rank) if is_prefixed else ""}
+    return {**facts, **merged, PREFIXED: str(info.rank) if is_prefixed else ""}
 
 
 def run(program: Sequence[str], options: RankOptions) -> int:
