@@ -203,6 +203,7 @@ def _fork_server_for(method: str) -> _ForkServer:
 
 
 def _start_fork_server(method: str, key: tuple[object, ...]) -> _ForkServer:
+    """Start a fork server; that of "forkserver" imports torch, once for all workers."""
     ours, theirs = socket.socketpair()
     # Loads that file without its package, so that it starts before torch is imported.
     code = (
@@ -235,6 +236,7 @@ def _end_all() -> None:
 
 
 def _end(server: _ForkServer) -> None:
+    """End a fork server with its workers; it is killed if it doesn't end by itself."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         server.process.send_signal(number)
         server.process.send_signal(signal.SIGCONT)

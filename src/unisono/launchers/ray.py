@@ -163,6 +163,7 @@ def _give_back(handler: Any) -> None:
 def _group(
     bundles: list[dict[str, float]], n_ranks: int, timeout_s: float
 ) -> Iterator[PlacementGroup]:
+    """Reserve a bundle of resources on each node, until the block ends."""
     group = placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "PACK")
     try:
         timeout_s = limit_of(timeout_s) or 0.0

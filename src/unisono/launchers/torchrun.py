@@ -41,6 +41,7 @@ def argv(script: Script) -> list[str]:
 
 
 def _rendezvous(script: Script) -> list[str]:
+    """Write the options by which the nodes' agents meet."""
     script.refuse("torchrun", "run it on each node", "hosts")
     if script.max_nnodes == 1 and script.master_addr is None:
         return ["--standalone"]

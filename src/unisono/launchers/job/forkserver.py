@@ -278,6 +278,7 @@ def _ready(fds: list[int], limit_s: float | None = _POLL_S) -> set[int]:
 def _fork(
     work: Callable[[int, int], None], fds: list[int], inherited: list[int], on_term: Any
 ) -> int:
+    """Start a worker as a fork, which has torch imported already; return its process id."""
     parent = os.getpid()
     pid = os.fork()
     if pid:
@@ -298,6 +299,7 @@ def _fork(
 
 
 def _exec(fds: list[int]) -> int:
+    """Start a worker in a fresh interpreter; return its process id."""
     stdin, stdout, stderr, channel = fds
     parent = os.getpid()
     code = f"import sys; sys.path[:] = {sys.path!r}; "

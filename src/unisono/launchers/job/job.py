@@ -147,6 +147,7 @@ class Job(Generic[T]):
             raise
 
     def _finish(self, limit: float | None) -> None:
+        """Wait for all ranks, end them, and raise the job's error."""
         try:
             is_over = self._wait(limit)
             if is_over and self._error is None:

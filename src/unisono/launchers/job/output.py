@@ -171,6 +171,7 @@ class Pipes:
         pipe.close()
 
     def _lines(self, fd: int, chunk: bytes) -> list[bytes]:
+        """Return the lines that a chunk completes, and keep the rest."""
         text = self._rests.pop(fd, b"") + chunk
         *lines, rest = _END.split(text)
         # An empty chunk is the end of the pipe: nothing completes the rest.

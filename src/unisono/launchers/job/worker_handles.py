@@ -264,6 +264,7 @@ class Workers(JobRanks):
             self._record_end(job, worker, None)
 
     def _record_status(self, job: Job[Any], worker: Worker, number: int, kind: bytes) -> None:
+        """Record one report: its number is a process id, a signal, an errno or a wait status."""
         if kind == b"p":
             worker.pid = number
         elif kind == b"s":

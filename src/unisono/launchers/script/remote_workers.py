@@ -304,6 +304,7 @@ class RemoteWorkers(Workers):
             selector.register(pipe, EVENT_READ, self.pass_on)
 
     def _check_limits(self, job: Job[Any]) -> None:
+        """Admit the ranks that have connected, and stop the job if some are late."""
         for arrival in self._listener.arrivals():
             self._admit_rank(job, arrival)
         super()._check_limits(job)
@@ -371,6 +372,7 @@ class RemoteWorkers(Workers):
             job.reset(range(first, first + self._spec.n_ranks), who.world_size)
 
     def _why_again(self, job: Job[Any]) -> str:
+        """Return why the launcher starts all ranks again, for a warning."""
         if not job.failures:
             return f"{self._spec.name} has ended them"
         rank = job.failures.first

@@ -278,6 +278,7 @@ class Supervisor(Programs):
         ]
 
     def _outcome(self, job: Job[Any]) -> ScriptOutcome:
+        """Return the outcome, by reports, signals and exit codes of the processes."""
         if job.orders.received:
             return outcome(job, self.reports)
         codes = [process.returncode for process in self.processes]
@@ -367,6 +368,7 @@ class _Rank:
     environ: Mapping[str, str]
 
     def __call__(self, info: RankInfo) -> None:
+        """Run the script as this rank; raise its failure."""
         pipes, reader, report = Pipes(), Reader(self.script.token), None
         environ = {**without(os.environ, OF_TORCH), **self.environ, **env_for(info)}
         # Reports are on stderr alone.

@@ -206,6 +206,7 @@ class _Running:
         return min(_POLL_S, max(0.01, self._orders.until - time.monotonic()))
 
     def _print(self, lines: Iterable[tuple[int, bytes]]) -> None:
+        """Print lines with the rank's prefix, and keep those of stderr for a report."""
         for fd, text in lines:
             if text == b"\r":  # a progress bar begins with one
                 continue
@@ -221,6 +222,7 @@ class _Running:
                 _write(fd, self._prefix + line)
 
     def _note_traceback(self) -> None:
+        """Note when a traceback began, and hide it and what follows on Ctrl-C."""
         if self._orders.began_at is None:
             self._raised_at = time.monotonic()
         # On Ctrl-C every rank raises KeyboardInterrupt, which is of no use to users.
@@ -254,6 +256,7 @@ class _Running:
             send(self._process.pid, number)
 
     def _finish(self) -> int:
+        """End the program's children, and report its failure; return its exit code."""
         code = self._process.wait()
         was_sent = -code in self._sent or code - _SIGNALLED in self._sent
         self._signal(signal.SIGKILL)  # children that it left behind
