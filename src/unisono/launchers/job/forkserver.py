@@ -111,7 +111,7 @@ class _Orphans:
         self._group = group  # of the workers; daemons leave it
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # else they would become children of init
         self.are_ending: bool = False
-        self._left: set[int] = set()  # by workers that go on, or have ended well: they may stay
+        self._spared: set[int] = set()  # left by workers that go on, or have ended well
         self._signalled: set[int] = set()
         self._until = 0.0  # then those that remain are killed
 
@@ -124,13 +124,13 @@ class _Orphans:
         here = {pid for pid in here if not _has_ended(pid)}
         if any(ended):
             self.are_ending, self._until = True, time.monotonic() + _TERM_S
-        doomed = _in_group(self._group, here - self._left) if self.are_ending else set()
+        doomed = _in_group(self._group, here - self._spared) if self.are_ending else set()
         is_over = time.monotonic() >= self._until
         # Descendants are found again at each call: one that ends may leave children of its own.
         if is_over or not doomed:
             _signal(doomed, signal.SIGKILL)
             # Those not in `before` may be of a worker that has just ended: the next call decides.
-            self._left, self._signalled, self.are_ending = here & before, set(), False
+            self._spared, self._signalled, self.are_ending = here & before, set(), False
         else:
             # A stopped process gets SIGTERM only once it continues.
             _signal(doomed - self._signalled, signal.SIGTERM, signal.SIGCONT)
@@ -178,10 +178,10 @@ def _signal(pids: Iterable[int], *numbers: int) -> None:
 
 def serve(control: socket.socket, parent: int, work: Callable[[int, int], None] | None) -> None:
     """Start workers until the parent is gone, or wants no more and the last one has ended."""
-    # SIGTERM ends all workers, and then this.
+    # SIGTERM ends all workers, and then this; forks get back the handler that it had.
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     orders: list[int] = []
-    of_workers = signal.signal(signal.SIGTERM, lambda number, _: orders.append(number))
+    on_term = signal.signal(signal.SIGTERM, lambda number, _: orders.append(number))
     wake_read, wake_write = wake_by_signals()
     workers: dict[socket.socket, int] = {}
     orphans, is_wanted = _Orphans(os.getpgrp()), True
@@ -193,7 +193,7 @@ def serve(control: socket.socket, parent: int, work: Callable[[int, int], None] 
             is_wanted = False
             _signal(workers.values(), signal.SIGKILL)
         elif control.fileno() in ready:
-            is_wanted = _start_worker(control, workers, [wake_read, wake_write], work, of_workers)
+            is_wanted = _start_worker(control, workers, [wake_read, wake_write], work, on_term)
         for status in [by_fd[fd] for fd in ready if fd in by_fd]:
             _forward_signals(status, workers[status])
         orphans.reap(workers)
