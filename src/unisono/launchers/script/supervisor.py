@@ -51,10 +51,10 @@ class ScriptOutcome:
     """The outcome of a job."""
 
     code: int
-    failed: Report | None = None
-    interrupted: int | None = None
-    others: Sequence[Report] = ()
-    is_ended: bool = True
+    failed: Report | None = None  # of the rank that failed first
+    interrupted: int | None = None  # the signal that ended the job
+    others: Sequence[Report] = ()  # of ranks that failed by themselves, too
+    is_ended: bool = True  # whether all ranks are known to have ended
 
 
 def run_launcher(
