@@ -175,9 +175,14 @@ def describe(error: BaseException) -> Failure:
         cause = dumps(error)
     except Exception:  # the traceback suffices
         cause = None
-    headline, line = summary(error), WorkerFailedError.line_of(error)
-    is_secondary, code = _is_about_a_peer(error), WorkerFailedError.exit_code_of(error)
-    return Failure(headline, traceback_of(error), code, is_secondary, cause, line)
+    return Failure(
+        summary=summary(error),
+        traceback=traceback_of(error),
+        exit_code=WorkerFailedError.exit_code_of(error),
+        is_secondary=_is_about_a_peer(error),
+        cause=cause,
+        line=WorkerFailedError.line_of(error),
+    )
 
 
 def _is_about_a_peer(error: BaseException | None) -> bool:
