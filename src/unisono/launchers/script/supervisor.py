@@ -210,8 +210,9 @@ class Supervisor(Programs):
         begin = time.monotonic()
         self._codes = [process.poll() for process in self.processes]  # of those that end themselves
         self._forward_signals()
-        # Ranks that have received a signal get no second one yet: 0 only checks the process.
-        first = 0 if is_signalled else signal.SIGTERM if self._infos else self._end_signal
+        first: int = signal.SIGTERM if self._infos else self._end_signal
+        if is_signalled:
+            first = 0  # which sends nothing: the ranks have received a signal, and still end
         for number, wait_s in ((first, END_S), (self._end_signal, _KILL_S)):
             self._signal(number)
             self._read_until(job, time.monotonic() + wait_s)
