@@ -31,7 +31,7 @@ from unisono.errors import (
     UnisonoError,
     WorkerFailedError,
 )
-from unisono.launchers.job.lifetime import Lifetime
+from unisono.launchers.job.lifetime import rank_function
 from unisono.launchers.job.output import begin_lines_with_rank
 from unisono.launchers.job.process_state import name_thread
 from unisono.model.contract import ComputationModel
@@ -79,7 +79,7 @@ class Replica:
                 lambda: cls.initialize(self.backend, info, **self.options),
                 lambda: _log_of(info, self.backend, cls, self.job),
             )
-            with Lifetime.function():
+            with rank_function():
                 result = self.fn(info.local_rank, *self.args, **self.kwargs)
             if made.model.is_alive():  # the function may have ended it
                 made.finalize()
@@ -96,7 +96,7 @@ class Replica:
         info = RankInfo(model.topology.rank, model.topology.world_size)
         made = context.ContextState(model, _log_of(info, self.backend, type(model), self.job))
         with context.replica(made), within(self.limit):
-            with Lifetime.function():
+            with rank_function():
                 result = self.fn(model.topology.local_rank, *self.args, **self.kwargs)
             made.finalize()  # only without an exception, as in `__call__`
             return result

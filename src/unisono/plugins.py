@@ -101,7 +101,7 @@ LAUNCHERS = (
     ),
     Row(
         ("ray",),
-        "unisono.launchers.ray.launcher:launch",
+        "unisono.launchers.ray:launch",
         "ray",
         "python -m pip install ray",
         script="run",

@@ -19,10 +19,9 @@ from unisono.environments import detection
 from unisono.errors import ArgumentError
 from unisono.host import memory
 from unisono.launchers import mpi, slurm, torchrun
-from unisono.launchers.ray.actor import rank_infos
 from unisono.launchers.script.rank.program import RankOptions, variables
 from unisono.launchers.script.rank.report import Reader, Report, encode
-from unisono.launchers.script.script import RANK, Script, env_for
+from unisono.launchers.script.script import RANK, Script, env_for, rank_infos
 from unisono.launchers.variables import LINK, OF_TORCH, without
 from unisono.topology import LaunchPlan, RankInfo
 
@@ -36,15 +35,16 @@ def script(**more: object) -> Script:
 
 
 def infos(counts: tuple[int, ...]) -> list[RankInfo]:
-    places = [(i, count, node) for node, count in enumerate(counts) for i in range(count)]
-    where: Any = (len(counts), "10.0.0.1", 29999, "torchrun", True)
-    return [RankInfo(rank, len(places), *place, *where) for rank, place in enumerate(places)]
+    return rank_infos(counts, "10.0.0.1", 29999)
 
 
 @pytest.mark.parametrize("counts", [(1,), (2,), (3, 1), (1, 3), (2, 2, 1)])
 def test_what_ranks_read_is_what_was_planned(counts: tuple[int, ...]) -> None:
-    for info in infos(counts):
+    seats = [(node, i, count) for node, count in enumerate(counts) for i in range(count)]
+    for rank, (info, seat) in enumerate(zip(infos(counts), seats, strict=True)):
         assert detection.detect(env_for(info)) == detection.detect(env_for(info, 1, 2)) == info
+        assert (info.rank, info.world_size, info.nnodes) == (rank, sum(counts), len(counts))
+        assert (info.node_rank, info.local_rank, info.local_world_size) == seat
 
 
 def test_the_ranks_of_a_plan_are_those_of_one_node() -> None:
@@ -53,17 +53,6 @@ def test_the_ranks_of_a_plan_are_those_of_one_node() -> None:
     found = [replace(plan.info(local_rank), source="torchrun") for local_rank in range(3)]
     assert [replace(info, job_id=None) for info in found] == infos((3,))
     assert [detection.detect(env_for(info)) for info in found] == found
-
-
-@pytest.mark.parametrize("nodes", ["ab", "aaab", "abab", "ba", "aabbc"])
-def test_ray_seats_ranks_by_node(nodes: str) -> None:
-    found = rank_infos(nodes, "10.0.0.1", 4000)
-    for rank, info in enumerate(found):
-        assert detection.detect(env_for(info)) == info
-        same = [other for other in range(len(nodes)) if nodes[other] == nodes[rank]]
-        assert (info.rank, info.local_rank) == (rank, same.index(rank))
-        assert (info.local_world_size, info.nnodes) == (len(same), len(set(nodes)))
-    assert found[0].node_rank == 0
 
 
 def test_torchrun() -> None:

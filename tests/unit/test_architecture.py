@@ -122,8 +122,7 @@ CHANGES = frozenset(
 WRITES_ENVIRON = {
     "cli.run": "the backend and the folder of traces that were asked for reach the ranks",
     "launchers.job.worker": "a forked worker takes the variables of its job",
-    "launchers.ray.actor": "an actor takes the variables of its rank",
-    "launchers.ray.launcher": "Ray is told by variables",
+    "launchers.ray": "Ray is told by variables; an actor takes those of its rank",
     "launchers.job.wrapper": "a rank's share of cores; programs that it starts know of no link",
     "models.horovod.model": "hvd.init leaves a variable behind",
     "models.native.rendezvous": "gloo is told its address by a variable alone, which goes again",
@@ -209,7 +208,7 @@ STATE = {
     "recording.status_page: _numbers": "pages of a process are numbered",
     "recording.status_page: _open": "pages that go with the process",
     "launchers.job.channel: OWN": "the worker's own channel, as no entry has an argument for it",
-    "launchers.job.lifetime: cls._is_within cls._pid": "what forked children must know of the job",
+    "launchers.job.lifetime: _has_function _rank_pid": "what forked children must know of the job",
     "launchers.job.pickling: _lock": "one module at a time is made to travel by value",
     "launchers.local: _fork_servers _lock _retired": "fork servers live as long as the process",
     "launchers.xla: _child": "this process is one of XLA's children",

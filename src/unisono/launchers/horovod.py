@@ -103,6 +103,7 @@ class _HorovodWorkers(RemoteWorkers):
 
 
 def _slots(plan: LaunchPlan, hosts: str | None) -> dict[str, int]:
+    """Return the number of ranks by host; raise if `hosts` contradicts the plan."""
     for name in ("init_method", "start_method"):
         if getattr(plan, name) is not None:
             raise ArgumentError(f"horovod makes its ranks and their rendezvous: no {name}")
@@ -132,6 +133,7 @@ def _slots(plan: LaunchPlan, hosts: str | None) -> dict[str, int]:
 def _prepare(
     slots: Mapping[str, int], is_verbose: bool, script: Script, _: ExitStack
 ) -> tuple[list[str], dict[str, str]]:
+    """Write horovodrun's command line and variables."""
     hosts = ",".join(f"{name}:{count}" for name, count in slots.items())
     driver = boot("from horovod.runner.launch import run_commandline; run_commandline()")
     arguments = [*driver, "--gloo", "--disable-cache"]

@@ -69,12 +69,12 @@ def _attempt(script: Script, base: Mapping[str, str], attempt: int) -> ScriptOut
         supervisor = Supervisor(script, ranks)
         try:
             for info in ranks:
-                own = env_for(info, attempt, script.max_restarts)
+                variables = {**base, **env_for(info, attempt, script.max_restarts)}
                 if script.stdin_rank not in (None, info.rank):
-                    own["PYTHONBREAKPOINT"] = "0"  # it has no stdin
+                    variables["PYTHONBREAKPOINT"] = "0"  # it has no stdin
                 terminal = lent if script.stdin_rank == info.rank else ()
                 arguments = script.rank_argv(os.getpid(), terminal)
-                supervisor.start(arguments, {**base, **own}, terminal)
+                supervisor.start(arguments, variables, terminal)
         except LaunchError:
             supervisor.kill()
             raise
@@ -134,14 +134,14 @@ def launch(
     path = search_path()
 
     def task_of(info: RankInfo) -> memoryview:
-        own = variables_of(info, variables)
-        return task_message(pickled, info, own, path, os.getcwd(), umask())
+        of_rank = variables_of(info, variables)
+        return task_message(pickled, info, of_rank, path, os.getcwd(), umask())
 
     held = ExitStack()
     workers = Workers(plan.world_size, held, stop_limit_s)
-    own = [plan.info(local_rank).rank for local_rank in range(plan.nproc_per_node)]
+    expected = [plan.info(local_rank).rank for local_rank in range(plan.nproc_per_node)]
     # Created first: `terminate` closes all that is held or started below.
-    job: Job[Any] = Job(workers, plan.world_size, own, grace_s=plan.grace_s or None)
+    job: Job[Any] = Job(workers, plan.world_size, expected, grace_s=plan.grace_s or None)
     try:
         plan = hold(plan, held)
         infos = [plan.info(local_rank) for local_rank in range(plan.nproc_per_node)]
@@ -181,10 +181,10 @@ def begin(
 
 def variables_of(info: RankInfo, environ: Mapping[str, str]) -> dict[str, str]:
     """Write a worker's variables, without those of a job around this process."""
-    own = {key: environ[key] for key in environ.keys() - {PRIVATE_STORE, PREFIXED}}
+    kept = {key: environ[key] for key in environ.keys() - {PRIVATE_STORE, PREFIXED}}
     if info.private_store is not None:
-        own[PRIVATE_STORE] = info.private_store
-    return {**share_of_cores(info), **own}  # a number of threads that the user has set has priority
+        kept[PRIVATE_STORE] = info.private_store
+    return {**share_of_cores(info), **kept}  # a number of threads that the user sets has priority
 
 
 def _fork_server_for(method: str) -> _ForkServer:
@@ -203,6 +203,7 @@ def _fork_server_for(method: str) -> _ForkServer:
 
 
 def _start_fork_server(method: str, key: tuple[object, ...]) -> _ForkServer:
+    """Start a fork server; that of "forkserver" imports torch, once for all workers."""
     ours, theirs = socket.socketpair()
     # Loads that file without its package, so that it starts before torch is imported.
     code = (
@@ -235,6 +236,7 @@ def _end_all() -> None:
 
 
 def _end(server: _ForkServer) -> None:
+    """End a fork server with its workers; it is killed if it doesn't end by itself."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         server.process.send_signal(number)
         server.process.send_signal(signal.SIGCONT)

@@ -25,7 +25,7 @@ from unisono.launchers.variables import LINK, OF_SLURM_STEP, OF_TORCH, without
 from unisono.topology import LaunchPlan, RankInfo
 
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
-_OURS = {
+_INSTEAD = {  # of an option that follows from the job's shape, for the error
     "nodes": "nnodes",
     "ntasks": "nproc_per_node and nnodes",
     "ntasks-per-node": "nproc_per_node",
@@ -80,10 +80,10 @@ def _options(script: Script) -> list[str]:
         # A newline would end the option in a batch script.
         if not _OPTION.fullmatch(option) or "\n" in value:
             raise ArgumentError(f"option {name}={value!r} should be NAME or NAME=VALUE of sbatch")
-        if option in _OURS:
+        if option in _INSTEAD:
             raise ArgumentError(
                 f"option {option!r} of Slurm follows from how many ranks there are on which nodes: "
-                f"leave it out, and use {_OURS[option]}"
+                f"leave it out, and use {_INSTEAD[option]}"
             )
         arguments.append(f"--{option}={value}" if value else f"--{option}")
     return arguments
@@ -100,13 +100,14 @@ def environment(script: Script, environ: Mapping[str, str]) -> dict[str, str]:
 def batch_script(script: Script, name: str) -> str:
     """Write a script for ``sbatch`` that runs the same."""
     alone = replace(script, token="", is_coloured=False)  # no supervisor reads reports or lines
-    shape = [item for item in _shape(alone) if not item.startswith("--distribution")]
     # An allocation names each host once; srun's own line places the tasks.
+    placement = ("--nodelist", "--distribution")
+    shape = [option for option in _shape(alone) if not option.startswith(placement)]
     if alone.hosts:
-        shape[-1] = "--nodelist=" + ",".join(host for host, _ in alone.hosts)
-    own = _options(alone)
-    named = [] if any(item.startswith("--job-name") for item in own) else [f"--job-name={name}"]
-    options = [*named, *shape, *own]
+        shape.append("--nodelist=" + ",".join(host for host, _ in alone.hosts))
+    given = _options(alone)
+    named = [] if any(item.startswith("--job-name") for item in given) else [f"--job-name={name}"]
+    options = [*named, *shape, *given]
     address = environment(alone, {})
     exports = [f"export {key}={shlex.quote(value)}" for key, value in address.items()]
     lines = ["#!/bin/bash", *(f"#SBATCH {shlex.quote(option)}" for option in options), *exports]
@@ -127,10 +128,10 @@ def _reach(srun: int, number: int) -> bool:
     shown = subprocess.run(steps, stdin=subprocess.DEVNULL, capture_output=True, text=True).stdout
     here = re.escape(socket.gethostname().partition(".")[0])
     # A step is identified by the host and the process id of its srun.
-    own = re.search(rf"^StepId=(\S+) .*SrunHost:Pid={here}\S*:{srun}$", shown, re.MULTILINE)
-    if own is None:
+    step = re.search(rf"^StepId=(\S+) .*SrunHost:Pid={here}\S*:{srun}$", shown, re.MULTILINE)
+    if step is None:
         return False
-    arguments = ["scancel", f"--signal={signal.Signals(number).name}", own[1]]
+    arguments = ["scancel", f"--signal={signal.Signals(number).name}", step[1]]
     return subprocess.run(arguments, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
 
 

@@ -21,7 +21,7 @@ from unisono.launchers.script.remote_workers import LauncherSpec, run_function
 from unisono.launchers.script.script import Script
 from unisono.launchers.script.supervisor import ScriptOutcome, run_launcher
 from unisono.launchers.variables import OF_TORCH, without
-from unisono.topology import LaunchPlan, RankInfo
+from unisono.topology import PRIVATE_STORE, LaunchPlan, RankInfo
 
 _TRY_S = 0.2
 _TIMEOUT_S = 600.0  # for torch's agents to meet
@@ -41,6 +41,7 @@ def argv(script: Script) -> list[str]:
 
 
 def _rendezvous(script: Script) -> list[str]:
+    """Write the options by which the nodes' agents meet."""
     script.refuse("torchrun", "run it on each node", "hosts")
     if script.max_nnodes == 1 and script.master_addr is None:
         return ["--standalone"]
@@ -84,8 +85,9 @@ def _prepare(script: Script, held: contextlib.ExitStack) -> tuple[list[str], dic
     if script.master_addr is not None and script.master_port is not None:
         _reach(script, script.master_addr, script.master_port)
     variables = environment(script, os.environ)
-    # Only ranks of one host can open the file.
-    return arguments, variables | (private_store(held) if script.max_nnodes == 1 else {})
+    if script.max_nnodes == 1:  # only ranks of one host can open the file
+        variables[PRIVATE_STORE] = private_store(held)
+    return arguments, variables
 
 
 def run(script: Script) -> ScriptOutcome:
@@ -147,7 +149,7 @@ def launch(
     script = replace(
         Script.of(plan),
         max_nnodes=max_nnodes or plan.nnodes,
-        # The agents of an elastic job number the nodes themselves.
+        # The agents of an elastic job number the nodes themselves; a single node needs no number.
         node_rank=None if is_elastic or plan.nnodes == 1 else plan.node_rank,
         max_restarts=max_restarts,
         timeout_s=timeout_s,

@@ -23,8 +23,6 @@ OF_XLA = re.compile(r"(TORCHELASTIC_RUN_ID|PJRT_LOCAL_PROCESS_(RANK|COUNT))$")
 OF_SLURM_STEP = re.compile(
     r"SLURM_(STEP|PROCID|LOCALID|NODEID|TASK_PID|DISTRIBUTION|LAUNCH_|SRUN_|GTIDS|UMASK)"
 )
-# Set by `unisono run`, for launchers whose ranks don't have this process's variables.
-OF_RUN = ("UNISONO_BACKEND", "UNISONO_TRACE")
 # The address for ranks of a function; removed in the rank before the function runs.
 LINK = "UNISONO_LINK"
 
@@ -37,6 +35,11 @@ def without(environ: Mapping[str, str], *families: re.Pattern[str]) -> dict[str,
         for name, value in environ.items()
         if not any(family.match(name) for family in families)
     }
+
+
+def run_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Copy what `unisono run` has set, for ranks that don't inherit this process's variables."""
+    return {name: environ[name] for name in ("UNISONO_BACKEND", "UNISONO_TRACE") if name in environ}
 
 
 def rank_variables(info: RankInfo) -> dict[str, str]:

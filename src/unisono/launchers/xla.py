@@ -29,7 +29,13 @@ from unisono.launchers.job import channel as messages
 from unisono.launchers.job.failure import signal_name
 from unisono.launchers.job.forkserver import die_with
 from unisono.launchers.job.job import Job
-from unisono.launchers.job.lifetime import Lifetime, flush, seed_generators
+from unisono.launchers.job.lifetime import (
+    begin_rank,
+    flush,
+    join_threads,
+    run_exit_handlers,
+    seed_generators,
+)
 from unisono.launchers.job.pickling import load_from_parent
 from unisono.launchers.job.worker import describe, receive_task
 from unisono.launchers.job.wrapper import Link, boot
@@ -160,9 +166,9 @@ def serve(is_alone: bool) -> NoReturn:
         torch_xla.launch(_replica, start_method="fork", debug_single_process=is_alone)
     except BrokenProcessPool:
         os._exit(_FORK_DIED)
-    Lifetime.begin()
-    Lifetime.join_threads()
-    Lifetime.run_exit_handlers()
+    begin_rank()
+    join_threads()
+    run_exit_handlers()
     flush()
     os._exit(0)
 
@@ -182,7 +188,7 @@ def _replica(_rank: int) -> None:
     child = _child
     assert child is not None
     if os.getpid() != child.pid:  # multiprocessing skips the exit handlers of its children
-        multiprocessing.util.Finalize(None, Lifetime.run_exit_handlers, exitpriority=_LAST)
+        multiprocessing.util.Finalize(None, run_exit_handlers, exitpriority=_LAST)
     who = _own_rank_info(child)
     channel, status = child.link.connect(b"c", who), child.link.connect(b"s", who)
     status.sendall(f"{os.getpid()}p".encode())
@@ -209,9 +215,13 @@ def _own_rank_info(child: _Child) -> RankInfo:
     if child.is_alone:
         return RankInfo(0, 1, 0, 1, 0, 1, source="spawn")
     runtime = importlib.import_module("torch_xla.runtime")
-    of_job = (runtime.global_ordinal(), runtime.world_size())
-    of_node = (runtime.local_ordinal(), runtime.local_device_count())
-    return RankInfo(*of_job, *of_node, source="spawn")
+    return RankInfo(
+        runtime.global_ordinal(),
+        runtime.world_size(),
+        runtime.local_ordinal(),
+        runtime.local_device_count(),
+        source="spawn",
+    )
 
 
 class _ResultPickler(Pickler):  # type: ignore[misc]

@@ -49,23 +49,19 @@ def die_with(parent: int, number: int = signal.SIGKILL) -> None:
         os.kill(os.getpid(), number)
 
 
-def guard(group: int) -> tuple[int, int]:
-    """Fork a process that kills a group once this one has ended; return its id and a pipe."""
-    # A byte in the pipe ends it before. This process holds the pipe to its end.
+def guard(group: int) -> int:
+    """Fork a process that kills a group once this one has ended; return a pipe, to cancel it."""
+    # A byte in the pipe cancels it. This process alone holds the pipe, to its end.
     reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            for number in (signal.SIGTERM, signal.SIGHUP):  # the group may get them before `setsid`
-                signal.signal(number, signal.SIG_IGN)
-            os.setsid()
-            os.close(writer)
-            if not os.read(reader, 1):
-                os.killpg(group, signal.SIGKILL)
-        finally:
-            os._exit(0)
+
+    def wait_and_kill() -> None:
+        os.close(writer)
+        if not os.read(reader, 1):
+            os.killpg(group, signal.SIGKILL)
+
+    _fork_watcher(wait_and_kill)
     os.close(reader)
-    return pid, writer
+    return writer
 
 
 def end_with(parent: int, number: int) -> None:
@@ -78,14 +74,26 @@ def end_with(parent: int, number: int) -> None:
         return die_with(parent, number)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
+
+    def wait_and_signal() -> None:
+        _ready(both, None)  # until either ends; a signal to an ended process has no effect
+        signal.pidfd_send_signal(both[1], number)
+
+    _fork_watcher(wait_and_signal)
+
+
+def _fork_watcher(watch: Callable[[], None]) -> None:
+    """Run a function in a process of a session of its own, which init reaps."""
     pid = os.fork()
     if pid == 0:
         try:
+            for number in (signal.SIGTERM, signal.SIGHUP):  # the group may get them before `setsid`
+                signal.signal(number, signal.SIG_IGN)
             os.setsid()
-            if os.fork() == 0:  # twice, so that init reaps the watcher
+            # Twice: Horovod ends a rank by killing all children, and theirs, that it then has.
+            if os.fork() == 0:
                 os.closerange(0, 3)  # readers of this process's output wait for its end alone
-                _ready(both, None)  # until either ends; a signal to an ended process has no effect
-                signal.pidfd_send_signal(both[1], number)
+                watch()
         finally:
             os._exit(0)
     os.waitpid(pid, 0)
@@ -99,29 +107,30 @@ def _prctl(option: int, value: int) -> None:
 class _Orphans:
     """The processes that workers have left behind: they are children of this process then."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: int) -> None:
+        self._group = group  # of the workers; daemons leave it
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # else they would become children of init
         self.are_ending: bool = False
-        self._left: set[int] = set()  # by workers that go on, or have ended well: they may stay
+        self._spared: set[int] = set()  # left by workers that go on, or have ended well
         self._signalled: set[int] = set()
         self._until = 0.0  # then those that remain are killed
 
     def reap(self, workers: dict[socket.socket, int]) -> list[int]:
         """Remove workers that have ended, and end the processes that failed ones left behind."""
         # Never waits.
-        before = _children(os.getpid())  # a worker's are here before it is reaped
+        before = _children(os.getpid())  # with those of each worker that is reaped now
         ended = _reap(workers)
         here = _children(os.getpid()).difference(workers.values())
         here = {pid for pid in here if not _has_ended(pid)}
         if any(ended):
             self.are_ending, self._until = True, time.monotonic() + _TERM_S
-        doomed = _of_this_group(here - self._left) if self.are_ending else set()
+        doomed = _in_group(self._group, here - self._spared) if self.are_ending else set()
         is_over = time.monotonic() >= self._until
         # Descendants are found again at each call: one that ends may leave children of its own.
         if is_over or not doomed:
             _signal(doomed, signal.SIGKILL)
             # Those not in `before` may be of a worker that has just ended: the next call decides.
-            self._left, self._signalled, self.are_ending = here & before, set(), False
+            self._spared, self._signalled, self.are_ending = here & before, set(), False
         else:
             # A stopped process gets SIGTERM only once it continues.
             _signal(doomed - self._signalled, signal.SIGTERM, signal.SIGCONT)
@@ -145,13 +154,13 @@ def _has_ended(pid: int) -> bool:
     return True
 
 
-def _of_this_group(pids: set[int]) -> set[int]:
-    """Return those and their descendants that are in this process's group, which daemons leave."""
+def _in_group(group: int, pids: set[int]) -> set[int]:
+    """Return those and their descendants that are in a process group."""
     found: set[int] = set()
     while pids:
         found |= pids
         pids = {child for pid in pids for child in _children(pid)} - found
-    return {pid for pid in found if _group_of(pid) == os.getpgrp()}
+    return {pid for pid in found if _group_of(pid) == group}
 
 
 def _group_of(pid: int) -> int:
@@ -169,13 +178,13 @@ def _signal(pids: Iterable[int], *numbers: int) -> None:
 
 def serve(control: socket.socket, parent: int, work: Callable[[int, int], None] | None) -> None:
     """Start workers until the parent is gone, or wants no more and the last one has ended."""
-    # SIGTERM ends all workers, and then this.
+    # SIGTERM ends all workers, and then this; forks get back the handler that it had.
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     orders: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: orders.append(number))
+    on_term = signal.signal(signal.SIGTERM, lambda number, _: orders.append(number))
     wake_read, wake_write = wake_by_signals()
     workers: dict[socket.socket, int] = {}
-    orphans, is_wanted = _Orphans(), True
+    orphans, is_wanted = _Orphans(os.getpgrp()), True
     while is_wanted or workers or orphans.are_ending:
         by_fd = {status.fileno(): status for status in workers}
         ready = _ready([wake_read, *by_fd, *([control.fileno()] if is_wanted else [])])
@@ -184,21 +193,20 @@ def serve(control: socket.socket, parent: int, work: Callable[[int, int], None] 
             is_wanted = False
             _signal(workers.values(), signal.SIGKILL)
         elif control.fileno() in ready:
-            is_wanted = _start_worker(control, workers, [wake_read, wake_write], work, before)
+            is_wanted = _start_worker(control, workers, [wake_read, wake_write], work, on_term)
         for status in [by_fd[fd] for fd in ready if fd in by_fd]:
             _forward_signals(status, workers[status])
         orphans.reap(workers)
 
 
 def supervise(status: socket.socket, pid: int, parent: int) -> int:
-    """Supervise a child until it ends; return its status."""
-    workers, orphans = {status: pid}, _Orphans()
+    """Supervise a child, which leads a process group, until it ends; return its status."""
+    # A launcher may kill this process at any moment: children of the worker end all the same.
+    cancel = guard(pid)  # first, as init doesn't reap it below a process with `_Orphans`
+    workers, orphans = {status: pid}, _Orphans(pid)
     ended: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: _signal(workers.values(), number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
-    # mpiexec may kill this process at any moment: children of the worker end all the same.
-    # Only if this process leads its group: any other group has foreign processes, too.
-    guarding = guard(os.getpid()) if os.getpgrp() == os.getpid() else None
     wake_read, _ = wake_by_signals()
     _send(status, f"{pid}p")
     while not (ended := ended + orphans.reap(workers)) or orphans.are_ending:
@@ -208,10 +216,9 @@ def supervise(status: socket.socket, pid: int, parent: int) -> int:
             _signal(workers.values(), signal.SIGKILL)
         if status.fileno() in ready:
             _forward_signals(status, pid)
-    if guarding is not None and ended[0] == 0:  # processes that a successful worker left may stay
-        with contextlib.suppress(OSError):  # it may be gone, or reaped
-            os.write(guarding[1], b"-")
-            os.waitpid(guarding[0], 0)
+    if ended[0] == 0:  # processes that a successful worker left may stay
+        with contextlib.suppress(OSError):  # the guard may be gone
+            os.write(cancel, b"-")
     return ended[0]
 
 
@@ -261,16 +268,17 @@ def _start_worker(
 
 
 def _ready(fds: list[int], limit_s: float | None = _POLL_S) -> set[int]:
-    """Wait briefly; return the readable descriptors, with any numbers."""
-    watched = select.poll()  # select() accepts none above 1023
+    """Wait briefly, or without a limit; return the readable descriptors."""
+    watched = select.poll()  # select() accepts no descriptor above 1023
     for fd in fds:
         watched.register(fd, select.POLLIN)
-    return {fd for fd, _ in watched.poll(limit_s and limit_s * 1000)}
+    return {fd for fd, _ in watched.poll(None if limit_s is None else limit_s * 1000)}
 
 
 def _fork(
     work: Callable[[int, int], None], fds: list[int], inherited: list[int], on_term: Any
 ) -> int:
+    """Start a worker as a fork, which has torch imported already; return its process id."""
     parent = os.getpid()
     pid = os.fork()
     if pid:
@@ -291,6 +299,7 @@ def _fork(
 
 
 def _exec(fds: list[int]) -> int:
+    """Start a worker in a fresh interpreter; return its process id."""
     stdin, stdout, stderr, channel = fds
     parent = os.getpid()
     code = f"import sys; sys.path[:] = {sys.path!r}; "

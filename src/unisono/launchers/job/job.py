@@ -80,30 +80,30 @@ class Job(Generic[T]):
         self,
         ranks: JobRanks,
         world_size: int,
-        own: Iterable[int] | None = None,
+        expected: Iterable[int] | None = None,
         *,
         grace_s: float | None = None,
     ) -> None:
         self.ranks = ranks
         self.orders: Orders = Orders(grace_s or 0.0)
-        self.reset(range(world_size) if own is None else own, world_size)
+        self.reset(range(world_size) if expected is None else expected, world_size)
         self._takes = () if grace_s is None else ranks.takes  # None: ranks get no signals
         self._error: LaunchError | None = None
         self._is_ended = False
 
-    def reset(self, own: Iterable[int], world_size: int) -> None:
+    def reset(self, expected: Iterable[int], world_size: int) -> None:
         """Expect results of these ranks, and discard those of earlier ones."""
         self.world_size: int = world_size
         self.results: dict[int, bytes] = {}
         self.failures: Failures = Failures(self.ranks.doubt)
-        self._own = tuple(own)
+        self._expected = tuple(expected)
 
     @property
     def late(self) -> list[int]:
         """Ranks without a result."""
-        if len(self.results) >= len(self._own):
+        if len(self.results) >= len(self._expected):
             return []
-        return [rank for rank in self._own if rank not in self.results]
+        return [rank for rank in self._expected if rank not in self.results]
 
     def succeed(self, rank: int, result: bytes) -> None:
         """Record the pickle of a rank's result."""
@@ -147,6 +147,7 @@ class Job(Generic[T]):
             raise
 
     def _finish(self, limit: float | None) -> None:
+        """Wait for all ranks, end them, and raise the job's error."""
         try:
             is_over = self._wait(limit)
             if is_over and self._error is None:

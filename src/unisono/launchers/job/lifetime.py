@@ -1,4 +1,4 @@
-"""The lifetime of a rank's process, with the exit steps of any other program."""
+"""The lifetime of a process that is one rank, with the exit steps of any other program."""
 
 from __future__ import annotations
 
@@ -23,49 +23,47 @@ PEERS_S = 5.0  # for others to deliver their results before this rank ends them
 _log = logging.getLogger(__name__)
 
 
-class Lifetime:
-    """The lifetime of a process that is one rank, and nothing else."""
+# The user's function runs in the main thread. A rank's end has an order: threads that aren't
+# daemons and work that executors have accepted (the context is alive meanwhile), the context, exit
+# handlers, the result. So once the result is there, nothing else is under way.
+_rank_pid: int | None = None
+_has_function = False
 
-    # The user's function runs in its main thread. Its end has an order: threads that aren't daemons
-    # and work that executors have accepted (the context is alive meanwhile), the context, exit
-    # handlers, the result. So once the result is there, nothing else is under way.
 
-    _pid: int | None = None
-    _is_within = False
+def begin_rank() -> None:
+    """Record that this process is one rank, and nothing else."""
+    global _rank_pid
+    _rank_pid = os.getpid()
 
-    @classmethod
-    def begin(cls) -> None:
-        """Mark this process as a rank's own."""
-        cls._pid = os.getpid()
 
-    @classmethod
-    @contextlib.contextmanager
-    def function(cls) -> Iterator[None]:
-        """Run the user's function in the block, and wait for its remaining threads."""
-        # Nothing is waited for where the process isn't a rank's own, as one with thread
-        # replicas, or where the block is within the rank's function.
-        is_main = threading.current_thread() is threading.main_thread()
-        is_whole = cls._pid == os.getpid() and is_main and not cls._is_within
-        cls._is_within = cls._is_within or is_whole
-        with forks_end_here():
-            yield
-        if is_whole:
-            cls.join_threads()
+@contextlib.contextmanager
+def rank_function() -> Iterator[None]:
+    """Run the user's function in the block, and wait for its remaining threads."""
+    # Nothing is waited for where the process isn't a rank's own, as one with thread replicas, or
+    # where the block is within the rank's function.
+    global _has_function
+    is_main = threading.current_thread() is threading.main_thread()
+    is_whole = _rank_pid == os.getpid() and is_main and not _has_function
+    _has_function = _has_function or is_whole
+    with forks_end_here():
+        yield
+    if is_whole:
+        join_threads()
 
-    @staticmethod
-    def join_threads() -> None:
-        """Wait for threads that aren't daemons and for executors, as interpreters do."""
-        shutdown: Callable[[], None] = threading._shutdown  # type: ignore[attr-defined]
-        with _warned_when_slow():
-            shutdown()
 
-    @staticmethod
-    def run_exit_handlers() -> None:
-        """Run the handlers registered with atexit; their exceptions are printed."""
-        # The ranks' shared resources end after the result: see `LastCalls`.
-        LastCalls.leave_to_rank()
-        with _warned_when_slow():
-            atexit._run_exitfuncs()
+def join_threads() -> None:
+    """Wait for threads that aren't daemons and for executors, as interpreters do."""
+    shutdown: Callable[[], None] = threading._shutdown  # type: ignore[attr-defined]
+    with _warned_when_slow():
+        shutdown()
+
+
+def run_exit_handlers() -> None:
+    """Run the handlers registered with atexit; their exceptions are printed."""
+    # The ranks' shared resources end after the result: see `LastCalls`.
+    LastCalls.leave_to_rank()
+    with _warned_when_slow():
+        atexit._run_exitfuncs()
 
 
 @contextlib.contextmanager

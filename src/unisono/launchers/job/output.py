@@ -35,21 +35,21 @@ class ByThread:
         self.stream: TextIO = stream
         self.streams: dict[int, Any] = {}  # by thread id
 
-    def own(self) -> Any:
+    def current(self) -> Any:
         """Return the stream of the calling thread."""
         return self.streams.get(threading.get_ident(), self.stream)
 
     def write(self, text: str) -> int:
         """Write to the stream of the calling thread."""
-        return int(self.own().write(text))
+        return int(self.current().write(text))
 
     def writelines(self, lines: Iterable[str]) -> None:
         """Write several lines."""
-        self.own().writelines(lines)
+        self.current().writelines(lines)
 
     def flush(self) -> None:
         """Flush the stream of the calling thread."""
-        self.own().flush()
+        self.current().flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
@@ -171,6 +171,7 @@ class Pipes:
         pipe.close()
 
     def _lines(self, fd: int, chunk: bytes) -> list[bytes]:
+        """Return the lines that a chunk completes, and keep the rest."""
         text = self._rests.pop(fd, b"") + chunk
         *lines, rest = _END.split(text)
         # An empty chunk is the end of the pipe: nothing completes the rest.

@@ -13,7 +13,6 @@ import linecache
 import pickle
 import sys
 import threading
-from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
 from types import FunctionType, ModuleType
 from typing import Any
@@ -29,29 +28,24 @@ __tracebackhide__ = hides
 _lock = threading.Lock()
 _MAIN = "__main__"
 _ONE_IN_A_PROCESS = (  # each process means its own: ``from os import environ``
-    *(("os", "environ"), ("os", "environb"), ("random", "_inst")),
-    *(("numpy.random.mtrand", "_rand"), ("torch", "default_generator")),
+    ("os", "environ"),
+    ("os", "environb"),
+    ("random", "_inst"),
+    ("numpy.random.mtrand", "_rand"),
+    ("torch", "default_generator"),
 )
-
-
-@dataclass(slots=True)
-class _Definitions:
-    """Definitions of the parent's own modules."""
-
-    used: dict[str, dict[str, Any]] = field(default_factory=dict)
-    sources: dict[str, str] = field(default_factory=dict)
 
 
 def pickle_for_worker(value: object) -> bytes:
     """Pickle a value for a process that has this one's ``sys.path``, but not its modules."""
     # Functions and classes of modules that such a process can import go by reference.
     out = io.BytesIO()
-    definitions = _Definitions()
-    pickler = _Pickler(out, definitions)
+    pickler = _Pickler(out)
     with _lock:  # cloudpickle's registry is global
         try:
             pickler.dump(value)
-            pickler.dump(definitions)  # with the memo of the value: the same objects
+            # With the memo of the value: the same objects.
+            pickler.dump((pickler.definitions, pickler.sources))
         except Exception as error:  # an object's own __reduce__ may raise anything
             text = f"the function or its arguments can't be pickled: {error}"
             raise PayloadError(text) from error
@@ -66,16 +60,16 @@ def load_from_parent(data: bytes, *, defines: bool = True) -> Any:
     unpickler = pickle.Unpickler(io.BytesIO(data))
     value = unpickler.load()
     if defines:  # not in a thread of the parent, where they are defined already
-        _define(unpickler.load())
+        _define(*unpickler.load())
     return value
 
 
 class _Pickler(Pickler):  # type: ignore[misc]
-    def __init__(self, out: io.BytesIO, definitions: _Definitions) -> None:
+    def __init__(self, out: io.BytesIO) -> None:
         super().__init__(out)
         self.registered: list[ModuleType] = []
-        self._used = definitions.used
-        self._sources = definitions.sources
+        self.definitions: dict[str, dict[str, Any]] = {}  # those sent by value, by module and name
+        self.sources: dict[str, str] = {}  # their code that no file has, by the name in tracebacks
         # cloudpickle sends these by value in any case.
         self._seen = {_MAIN, *cloudpickle.list_registry_pickle_by_value()}
         self._by_value = set(self._seen)
@@ -90,7 +84,7 @@ class _Pickler(Pickler):  # type: ignore[misc]
             is_by_value = obj.__module__ in self._by_value
             if is_by_value and _is_at_top(obj):
                 # `_define` sets it in the worker, where plain pickle then finds it.
-                self._used.setdefault(obj.__module__, {})[obj.__name__] = obj
+                self.definitions.setdefault(obj.__module__, {})[obj.__name__] = obj
             if is_by_value and isinstance(obj, FunctionType):
                 self._keep_source(obj.__code__.co_filename)
             if isinstance(obj, functools._lru_cache_wrapper) and (is_by_value or _is_nowhere(obj)):
@@ -101,8 +95,8 @@ class _Pickler(Pickler):  # type: ignore[misc]
     def _keep_source(self, file: str) -> None:
         cached = linecache.cache.get(file, ())
         # A file's entry is lazy, with one item, or has a modification time.
-        if file not in self._sources and len(cached) > 2 and cached[1] is None:  # no file's
-            self._sources[file] = "".join(cached[2])
+        if file not in self.sources and len(cached) > 2 and cached[1] is None:  # no file's
+            self.sources[file] = "".join(cached[2])
 
     def _register_module(self, name: Any) -> None:
         """Send a module's definitions by value unless the worker can import it."""
@@ -154,11 +148,11 @@ def _is_importable(name: str, module: ModuleType) -> bool:
     return False
 
 
-def _define(definitions: _Definitions) -> None:
+def _define(definitions: dict[str, dict[str, Any]], sources: dict[str, str]) -> None:
     """Set the parent's definitions where plain pickle, tracebacks and children find them."""
-    for file, text in definitions.sources.items():
+    for file, text in sources.items():
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    for name, objects in definitions.used.items():
+    for name, objects in definitions.items():
         if name not in sys.modules and not _can_be_found(name):
             sys.modules[name] = ModuleType(name)
         if name in sys.modules:

@@ -19,10 +19,10 @@ from typing import Any
 TO_SAVE = (signal.SIGTERM, signal.SIGHUP)
 TO_END = (signal.SIGINT, *TO_SAVE)
 _OF_ONE = {  # of a process to itself, and those of a terminal or a parent for stopping
-    *(signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGPIPE, signal.SIGSEGV),
-    *(signal.SIGSYS, signal.SIGTRAP, signal.SIGCHLD, signal.SIGCONT, signal.SIGKILL),
-    *(signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGXFSZ),
-}
+    signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGPIPE, signal.SIGSEGV,
+    signal.SIGSYS, signal.SIGTRAP, signal.SIGXFSZ, signal.SIGCHLD, signal.SIGCONT, signal.SIGKILL,
+    signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU,
+}  # fmt: skip
 OTHERS = tuple(sorted(signal.valid_signals() - _OF_ONE - {*TO_END}))
 END_S = 1.0  # until programs are killed that get no time to save
 _SIGACTION_BYTES = 256  # at least

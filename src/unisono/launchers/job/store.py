@@ -13,11 +13,11 @@ from typing import Any
 from unisono.control.addresses import LOOPBACK
 from unisono.control.stores import host_store
 from unisono.errors import LaunchError
-from unisono.topology import PRIVATE_STORE, LaunchPlan
+from unisono.topology import LaunchPlan
 
 
-def private_store(held: ExitStack) -> dict[str, str]:
-    """Create the rendezvous file of one host's ranks, closed to other users."""
+def private_store(held: ExitStack) -> str:
+    """Create the rendezvous file of one host's ranks, closed to other users; return its path."""
     # On Linux it has no name: ranks open it in this process's folder of ``/proc``, which the
     # kernel opens to this user alone, and it is gone with the last process that has it. Elsewhere,
     # and where memory without a name is forbidden, it is in a folder of mode 0700.
@@ -25,9 +25,9 @@ def private_store(held: ExitStack) -> dict[str, str]:
         with suppress(OSError):  # as a seccomp profile raises
             file = os.memfd_create("unisono-store")
             held.callback(os.close, file)
-            return {PRIVATE_STORE: f"/proc/{os.getpid()}/fd/{file}"}
+            return f"/proc/{os.getpid()}/fd/{file}"
     folder = held.enter_context(tempfile.TemporaryDirectory(prefix="unisono-"))
-    return {PRIVATE_STORE: str(Path(folder, "store"))}
+    return str(Path(folder, "store"))
 
 
 def host(plan: LaunchPlan) -> tuple[Any, LaunchPlan]:
@@ -55,5 +55,5 @@ def hold(plan: LaunchPlan, held: ExitStack) -> LaunchPlan:
     store, plan = host(plan)
     held.callback([store].clear)  # without a frame of its own, which Ctrl-C could keep alive, too
     if plan.store_is_hosted and plan.nnodes == 1:
-        return replace(plan, private_store=private_store(held)[PRIVATE_STORE])
+        return replace(plan, private_store=private_store(held))
     return plan

@@ -21,7 +21,14 @@ from unisono.errors import CollectiveError, PayloadError, PeerFailedError, Worke
 from unisono.launchers.job import channel as messages
 from unisono.launchers.job.failure import Failure
 from unisono.launchers.job.forkserver import die_with
-from unisono.launchers.job.lifetime import PEERS_S, Lifetime, flush, seed_generators, traceback_of
+from unisono.launchers.job.lifetime import (
+    PEERS_S,
+    begin_rank,
+    flush,
+    run_exit_handlers,
+    seed_generators,
+    traceback_of,
+)
 from unisono.launchers.job.pickling import load_from_parent
 from unisono.launchers.job.process_state import name_process
 from unisono.launchers.variables import rank_variables
@@ -80,13 +87,13 @@ def work(channel_fd: int, parent: int) -> NoReturn:
     watched = (channel, tasks, ended, all_done)
     threading.Thread(target=_watch, args=watched, name="unisono-parent", daemon=True).start()
     messages.OWN.set(messages.OwnChannel(channel, tasks))
-    Lifetime.begin()
+    begin_rank()
     try:
         _set_up(task)
         name_process(task.info.rank, task.info.world_size, (task.argv or [""])[0])
         value = load_from_parent(task.entry)(task.info)
         body = _pickle(value)
-        Lifetime.run_exit_handlers()
+        run_exit_handlers()
         flush()
     except BaseException as error:  # SystemExit and KeyboardInterrupt are failures too
         failure = describe(error)
@@ -168,9 +175,14 @@ def describe(error: BaseException) -> Failure:
         cause = dumps(error)
     except Exception:  # the traceback suffices
         cause = None
-    headline, line = summary(error), WorkerFailedError.line_of(error)
-    is_secondary, code = _is_about_a_peer(error), WorkerFailedError.exit_code_of(error)
-    return Failure(headline, traceback_of(error), code, is_secondary, cause, line)
+    return Failure(
+        summary=summary(error),
+        traceback=traceback_of(error),
+        exit_code=WorkerFailedError.exit_code_of(error),
+        is_secondary=_is_about_a_peer(error),
+        cause=cause,
+        line=WorkerFailedError.line_of(error),
+    )
 
 
 def _is_about_a_peer(error: BaseException | None) -> bool:

@@ -48,14 +48,14 @@ class Worker:
     status: socket.socket
     task: memoryview = field(default_factory=lambda: memoryview(b""))
     inbox: messages.Inbox = field(init=False)
-    unread: bytes = b""
+    unread: bytes = b""  # the beginning of a report on the status socket
     asked_at: float = field(default_factory=time.monotonic)
     pid: int | None = None
-    refusal: int | None = None
+    refusal: int | None = None  # the errno of a process that couldn't be made
     wait_status: int | None = None
     has_ended: bool = False
-    is_silent: bool = False
-    stopped_by: int | None = None
+    is_silent: bool = False  # its channel has ended
+    stopped_by: int | None = None  # the signal
     stopped_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -264,6 +264,7 @@ class Workers(JobRanks):
             self._record_end(job, worker, None)
 
     def _record_status(self, job: Job[Any], worker: Worker, number: int, kind: bytes) -> None:
+        """Record one report: its number is a process id, a signal, an errno or a wait status."""
         if kind == b"p":
             worker.pid = number
         elif kind == b"s":

@@ -68,12 +68,12 @@ class Link:
         if isinstance(self.where, str):
             sock = socket.socket(socket.AF_UNIX)
             sock.connect(local_address(self.where))
-            is_ours = peer(sock).is_own_user
+            is_trusted = peer(sock).is_own_user
         else:
             # Over TCP, `call` checks the token instead.
-            sock, is_ours = socket.create_connection((os.environ[self.host], self.where)), True
+            sock, is_trusted = socket.create_connection((os.environ[self.host], self.where)), True
             keep_alive(sock)
-        if not is_ours or not call(sock, self.token.encode(), kind, math.inf):
+        if not is_trusted or not call(sock, self.token.encode(), kind, math.inf):
             sock.close()
             raise OSError("another process listens there")
         messages.send(sock, messages.TASK, hello)
@@ -97,11 +97,12 @@ def join() -> tuple[int, int]:
     except OSError as error:
         rank = who.rank if isinstance(who, RankInfo) else "?"
         sys.exit(f"rank {rank} can't reach the process that launched it at {link}: {error}")
-    own = os.getpid()
+    wrapper = os.getpid()
     pid = os.fork()
     if pid == 0:
+        os.setpgid(0, 0)  # the launcher's group has foreign processes, which `guard` must not kill
         status.close()  # this copy would hide the supervisor's end
-        return channel.detach(), own
+        return channel.detach(), wrapper
     channel.close()  # this copy would hide the worker's end
     end_like(os.waitstatus_to_exitcode(supervise(status, pid, parent)))
 

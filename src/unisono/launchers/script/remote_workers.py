@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from selectors import EVENT_READ, BaseSelector
-from typing import Any
+from typing import Any, TypeAlias
 
 from unisono.control.addresses import keep_alive, listen, listen_locally
 from unisono.control.handshake import Pending, answer
@@ -42,6 +42,7 @@ _POLL_S = 0.1  # between two checks of the launcher
 _ARRIVE_S = 300.0  # from the first rank's connection to the last one's
 _TERM_S = 3.0  # for the launcher's end after that of its ranks, and after SIGTERM
 _STRANGERS = 256  # connections at a time that ranks haven't made
+_Who: TypeAlias = RankInfo | str | None  # a text says why the process doesn't know its rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +66,6 @@ class LauncherSpec:
     def n_ranks(self) -> int:
         """Ranks that connect here."""
         return self.world_size if self.n_own is None else self.n_own
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectedRank:
-    """A rank with both of its connections."""
-
-    who: RankInfo | str | None  # a text says why the process doesn't know its rank
-    environ: dict[str, str]
-    channel: socket.socket
-    status: socket.socket
-
-    @property
-    def attempt(self) -> tuple[object, ...]:
-        """Facts that differ after torch's agent has started all ranks again."""
-        who = self.who if isinstance(self.who, RankInfo) else RankInfo(0, 1)
-        count = self.environ.get("TORCHELASTIC_RESTART_COUNT")
-        return count, who.world_size, who.master_addr, who.master_port
 
 
 class _RankListener:
@@ -125,15 +109,15 @@ class _RankListener:
         message = None if kind is None else messages.receive(sock)
         return None if kind is None or message is None else (kind, pickle.loads(message[1]))
 
-    def arrivals(self) -> Iterator[ConnectedRank]:
-        """Yield the ranks that have connected since the last call."""
+    def arrivals(self) -> Iterator[tuple[_Who, dict[str, str], socket.socket, socket.socket]]:
+        """Yield the ranks that have connected: who, their variables, channel and status socket."""
         for sock, (kind, (who, environ, pid, thread)) in self._pending.served():
             # Process ids may be equal on several hosts, and ranks may be threads of one process.
             half = self._halves.setdefault((pid, thread, str(who)), {})
             half[kind] = sock
             if len(half) == 2:
                 del self._halves[pid, thread, str(who)]
-                yield ConnectedRank(who, environ, half[b"c"], half[b"s"])
+                yield who, environ, half[b"c"], half[b"s"]
 
     def close(self) -> None:
         """Close the socket and all connections; a second call does nothing."""
@@ -304,8 +288,9 @@ class RemoteWorkers(Workers):
             selector.register(pipe, EVENT_READ, self.pass_on)
 
     def _check_limits(self, job: Job[Any]) -> None:
+        """Admit the ranks that have connected, and stop the job if some are late."""
         for arrival in self._listener.arrivals():
-            self._admit_rank(job, arrival)
+            self._admit_rank(job, *arrival)
         super()._check_limits(job)
         now, spec = time.monotonic(), self._spec
         if spec.limit_s is not None and job.late and now > self._begin + spec.limit_s:
@@ -317,25 +302,32 @@ class RemoteWorkers(Workers):
             missing = sorted(set(job.late) - {worker.rank for worker in self.workers})
             job.stop(LaunchError(f"ranks {missing} did not arrive in {limit_s:g} s"))
 
-    def _admit_rank(self, job: Job[Any], arrival: ConnectedRank) -> None:
+    def _admit_rank(
+        self,
+        job: Job[Any],
+        who: _Who,
+        environ: Mapping[str, str],
+        channel: socket.socket,
+        status: socket.socket,
+    ) -> None:
         """Send a rank its task, unless the process isn't a rank of this job."""
-        problem = self.problem_with(arrival.who)
+        problem = self.problem_with(who)
         if problem:
             job.stop(LaunchError(problem))
         if problem or job.orders.received:  # after a signal to end, no rank begins
-            arrival.channel.close()
-            arrival.status.close()
+            channel.close()
+            status.close()
             return
-        assert isinstance(arrival.who, RankInfo)
-        who = self.with_node(arrival.who)
-        self._begin_attempt(job, who, arrival.attempt)
-        variables = {**self._environ, **arrival.environ}
+        assert isinstance(who, RankInfo)
+        who = self.with_node(who)
+        self._begin_attempt(job, who, environ.get("TORCHELASTIC_RESTART_COUNT"))
+        variables = {**self._environ, **environ}
         task = task_message(self._entry, who, variables, search_path(), os.getcwd())
-        self.workers.append(Worker(who.rank, arrival.channel, arrival.status, task))
+        self.workers.append(Worker(who.rank, channel, status, task))
         if len(self.workers) == self._spec.n_ranks and not self._spec.may_start_again:
             self._listener.sock.close()  # all have connected: no process is let in any more
 
-    def problem_with(self, who: RankInfo | str | None) -> str:
+    def problem_with(self, who: _Who) -> str:
         """Return why a process isn't a rank of this job; empty if it is."""
         if isinstance(who, RankInfo):
             if self._spec.may_start_again:  # with another size, or a rank for the second time
@@ -354,8 +346,10 @@ class RemoteWorkers(Workers):
         """Return a rank with its node, if the launcher doesn't pass that on."""
         return who
 
-    def _begin_attempt(self, job: Job[Any], who: RankInfo, attempt: tuple[object, ...]) -> None:
+    def _begin_attempt(self, job: Job[Any], who: RankInfo, restarts: str | None) -> None:
         """Begin an attempt with its first rank, and drop the ranks of an earlier one."""
+        # Facts of which one differs after torch's agent has started all ranks again.
+        attempt = (restarts, who.world_size, who.master_addr, who.master_port)
         # A second process of one rank is of a new attempt, even where its variables are the same.
         is_known = who.rank in [worker.rank for worker in self.workers]
         if self.workers and (is_known or attempt != self._attempt):
@@ -371,6 +365,7 @@ class RemoteWorkers(Workers):
             job.reset(range(first, first + self._spec.n_ranks), who.world_size)
 
     def _why_again(self, job: Job[Any]) -> str:
+        """Return why the launcher starts all ranks again, for a warning."""
         if not job.failures:
             return f"{self._spec.name} has ended them"
         rank = job.failures.first
@@ -405,8 +400,8 @@ def run_function(
         arguments, variables = prepare(replace(script, program=boot(), is_function=True), held)
         workers = ranks(spec, pickled, environ, held)
         first = (script.node_rank or 0) * (spec.n_own or 0)
-        own = range(first, first + spec.n_ranks)
-        job: Job[Any] = Job(workers, spec.world_size, own, grace_s=script.grace_s or None)
+        expected = range(first, first + spec.n_ranks)
+        job: Job[Any] = Job(workers, spec.world_size, expected, grace_s=script.grace_s or None)
         try:
             workers.start(dying_with(os.getpid(), spec.end_signal, list(arguments)), variables)
             if join:

@@ -56,9 +56,15 @@ class Script:
     @classmethod
     def of(cls, plan: LaunchPlan) -> Script:
         """Build a request for the ranks of a plan, which the launcher places; without a program."""
-        nodes = (plan.nnodes, plan.nnodes)
-        where = (plan.master_addr, plan.master_port)
-        return cls((), plan.nproc_per_node, *nodes, None, *where, grace_s=plan.grace_s)
+        return cls(
+            program=(),
+            nproc_per_node=plan.nproc_per_node,
+            nnodes=plan.nnodes,
+            max_nnodes=plan.nnodes,
+            master_addr=plan.master_addr,
+            master_port=plan.master_port,
+            grace_s=plan.grace_s,
+        )
 
     def address(self) -> dict[str, str]:
         """Return the variables of the rendezvous address, as far as the user gave it."""
@@ -100,6 +106,26 @@ class Script:
             if getattr(self, name):
                 option = name.replace("_", "-")
                 raise ArgumentError(f"launcher {launcher!r} does not support --{option}: {instead}")
+
+
+def rank_infos(counts: Sequence[int], addr: str, port: int) -> list[RankInfo]:
+    """Return the infos of ranks on nodes, so many on each; their rendezvous is hosted already."""
+    places = [(i, count, node) for node, count in enumerate(counts) for i in range(count)]
+    return [
+        RankInfo(
+            rank,
+            len(places),
+            local_rank,
+            local_world_size,
+            node_rank,
+            len(counts),
+            addr,
+            port,
+            source="torchrun",
+            store_is_hosted=True,
+        )
+        for rank, (local_rank, local_world_size, node_rank) in enumerate(places)
+    ]
 
 
 def dying_with(parent: int, number: int, arguments: list[str]) -> list[str]:

@@ -32,7 +32,7 @@ from unisono.launchers.job.process_state import TITLE
 from unisono.launchers.job.signals import END_S, OTHERS, TO_END, TO_SAVE, signals
 from unisono.launchers.script.rank.report import Reader, Report
 from unisono.launchers.script.script import RANK, Script, dying_with, env_for
-from unisono.launchers.variables import OF_RUN, OF_TORCH, without
+from unisono.launchers.variables import OF_TORCH, run_variables, without
 from unisono.plugins import load
 from unisono.topology import RankInfo
 
@@ -51,10 +51,10 @@ class ScriptOutcome:
     """The outcome of a job."""
 
     code: int
-    failed: Report | None = None
-    interrupted: int | None = None
-    others: Sequence[Report] = ()
-    is_ended: bool = True
+    failed: Report | None = None  # of the rank that failed first
+    interrupted: int | None = None  # the signal that ended the job
+    others: Sequence[Report] = ()  # of ranks that failed by themselves, too
+    is_ended: bool = True  # whether all ranks are known to have ended
 
 
 def run_launcher(
@@ -117,9 +117,8 @@ class Supervisor(Programs):
     ) -> None:
         super().__init__(script.token)
         self.processes: list[subprocess.Popen[bytes]] = []
+        self._script = script
         self._restarts = script.may_restart and not infos
-        self._max_restarts = script.max_restarts
-        self._grace_s = script.grace_s
         self._end_signal = end_signal
         self._reach = reach or self._reach_below
         self._infos = infos
@@ -140,7 +139,7 @@ class Supervisor(Programs):
 
     def run(self) -> ScriptOutcome:
         """Print their output until all have ended; end all if one fails."""
-        grace_s = self._grace_s + END_S  # a rank's wrapper ends it before
+        grace_s = self._script.grace_s + END_S  # a rank's wrapper ends it before
         job: Job[None] = Job(self, len(self._ranks), self._ranks, grace_s=grace_s)
         try:
             with contextlib.suppress(LaunchError, CollectiveTimeoutError):
@@ -174,7 +173,7 @@ class Supervisor(Programs):
             self.reports.append(report)
             # After the last attempt the launcher doesn't restart: `_outcome` reports that one.
             soon = min(self._restart_at, time.monotonic() + _OTHERS_S)
-            self._restart_at = soon if report.attempt < self._max_restarts else math.inf
+            self._restart_at = soon if report.attempt < self._script.max_restarts else math.inf
 
     def print(self, job: Job[Any], target: int, line: bytes) -> None:
         """Print a line; keep a launcher's own after a report or a signal, in case of need."""
@@ -211,8 +210,9 @@ class Supervisor(Programs):
         begin = time.monotonic()
         self._codes = [process.poll() for process in self.processes]  # of those that end themselves
         self._forward_signals()
-        # Ranks that have received a signal get no second one yet: 0 only checks the process.
-        first = 0 if is_signalled else signal.SIGTERM if self._infos else self._end_signal
+        first: int = signal.SIGTERM if self._infos else self._end_signal
+        if is_signalled:
+            first = 0  # which sends nothing: the ranks have received a signal, and still end
         for number, wait_s in ((first, END_S), (self._end_signal, _KILL_S)):
             self._signal(number)
             self._read_until(job, time.monotonic() + wait_s)
@@ -222,7 +222,7 @@ class Supervisor(Programs):
     def _restart(self) -> None:
         """Report the failed attempt after which the launcher restarts all ranks."""
         self._attempt = max(report.attempt for report in self.reports) + 1
-        restart(verdict(self.reports), self._attempt, self._max_restarts)
+        restart(verdict(self.reports), self._attempt, self._script.max_restarts)
         self._restart_at = math.inf
         self.reports.clear()
         self._of_launcher.clear()
@@ -279,6 +279,7 @@ class Supervisor(Programs):
         ]
 
     def _outcome(self, job: Job[Any]) -> ScriptOutcome:
+        """Return the outcome, by reports, signals and exit codes of the processes."""
         if job.orders.received:
             return outcome(job, self.reports)
         codes = [process.returncode for process in self.processes]
@@ -368,6 +369,7 @@ class _Rank:
     environ: Mapping[str, str]
 
     def __call__(self, info: RankInfo) -> None:
+        """Run the script as this rank; raise its failure."""
         pipes, reader, report = Pipes(), Reader(self.script.token), None
         environ = {**without(os.environ, OF_TORCH), **self.environ, **env_for(info)}
         # Reports are on stderr alone.
@@ -390,10 +392,9 @@ def run_as_function(script: Script, launch: Callable[..., Any]) -> ScriptOutcome
     for name in ("hosts", "max_restarts", "timeout_s", "options"):
         if getattr(script, name):
             raise ArgumentError(f"this launcher does not support --{name.replace('_', '-')}")
-    own = {name: os.environ[name] for name in OF_RUN if name in os.environ}
     with signals(is_once=True) as seen:
         try:
-            launch(_Rank(script, own), script.plan())
+            launch(_Rank(script, run_variables(os.environ)), script.plan())
         except BaseException as error:  # a launcher may convert the exception that a signal raises
             if not seen:
                 return _outcome_of(error, script.world_size)

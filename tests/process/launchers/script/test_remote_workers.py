@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -10,8 +11,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from tests.support.processes import gone
 from unisono.errors import LaunchError, WorkerFailedError
 from unisono.launchers.script.remote_workers import LauncherSpec, run_function
 from unisono.launchers.script.script import Script
@@ -54,6 +57,28 @@ def test_a_failed_function_ends_its_rank_whatever_its_threads_do(
     assert repr(caught.value.__cause__) == repr(raised)
     assert caught.value.exit_code == (code if code > 1 else None)
     assert "said before" in capfd.readouterr().out
+
+
+def test_what_a_rank_started_ends_though_its_launcher_kills_all_that_it_finds(
+    tmp_path: Path,
+) -> None:
+    def in_a_shell(script: Script, held: ExitStack) -> tuple[list[str], dict[str, str]]:
+        words, variables = one_rank(script, held)
+        return ["sh", "-c", '"$@"; exit $?', "sh", *words], variables  # as Horovod starts ranks
+
+    def stay(_: RankInfo) -> None:
+        child = subprocess.Popen(["sleep", "600"])
+        (tmp_path / "child").write_text(str(child.pid))
+        wrapper = psutil.Process(os.getppid())
+        for each in wrapper.children():
+            if each.pid != os.getpid():
+                each.kill()
+        wrapper.kill()
+        threading.Event().wait()
+
+    with pytest.raises(LaunchError):
+        run_function(stay, Script(()), LauncherSpec("mine", 1), in_a_shell, {})
+    assert not gone([int((tmp_path / "child").read_text())], 20)
 
 
 def test_a_rank_that_connects_has_no_word_of_it_in_its_variables() -> None:

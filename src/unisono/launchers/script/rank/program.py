@@ -69,9 +69,9 @@ def variables(
     merged.pop(PREFIXED, None)  # of a job around this one
     if info is None:
         return merged
-    own = {**rank_variables(info), **node_variables(info), **share_of_cores(info)}
+    facts = {**rank_variables(info), **node_variables(info), **share_of_cores(info)}
     # Variables that the launcher or the user has set have priority.
-    return {**own, **merged, PREFIXED: str(info.rank) if is_prefixed else ""}
+    return {**facts, **merged, PREFIXED: str(info.rank) if is_prefixed else ""}
 
 
 def run(program: Sequence[str], options: RankOptions) -> int:
@@ -124,8 +124,8 @@ class _Running:
         self._last: deque[bytes] = deque(maxlen=_LAST_LINES)
         self._raised_at = math.inf  # when the last traceback began before a signal to end
         self._is_interrupted = False
-        mark = rb"^\[rank%d\]: " % (info.rank if info else -1)
-        self._mark = re.compile(mark if self._prefix else rb"(?!)")  # torch's own
+        mark = rb"^\[rank%d\]: " % (info.rank if info else -1)  # torch's own
+        self._mark = re.compile(mark if self._prefix else rb"(?!)")  # which never matches
         self._pipes = Pipes()
         self.signals: list[int] = []
         """Signals that haven't been processed yet."""
@@ -206,6 +206,7 @@ class _Running:
         return min(_POLL_S, max(0.01, self._orders.until - time.monotonic()))
 
     def _print(self, lines: Iterable[tuple[int, bytes]]) -> None:
+        """Print lines with the rank's prefix, and keep those of stderr for a report."""
         for fd, text in lines:
             if text == b"\r":  # a progress bar begins with one
                 continue
@@ -221,6 +222,7 @@ class _Running:
                 _write(fd, self._prefix + line)
 
     def _note_traceback(self) -> None:
+        """Note when a traceback began, and hide it and what follows on Ctrl-C."""
         if self._orders.began_at is None:
             self._raised_at = time.monotonic()
         # On Ctrl-C every rank raises KeyboardInterrupt, which is of no use to users.
@@ -254,6 +256,7 @@ class _Running:
             send(self._process.pid, number)
 
     def _finish(self) -> int:
+        """End the program's children, and report its failure; return its exit code."""
         code = self._process.wait()
         was_sent = -code in self._sent or code - _SIGNALLED in self._sent
         self._signal(signal.SIGKILL)  # children that it left behind
@@ -267,11 +270,12 @@ class _Running:
     def _report(self, code: int) -> Report:
         info = self._info
         text = b"".join(self._last).decode(errors="replace")
-        raised = last_exception(text, _MOST_AFTER if code == _UNCAUGHT else 0)
-        raised = ("", "") if code < 0 or self._terminal else raised  # a signal isn't raised
+        raised, place = last_exception(text, _MOST_AFTER if code == _UNCAUGHT else 0)
+        if code < 0 or self._terminal:  # a signal isn't raised
+            raised, place = "", ""
         lines = [] if self._terminal else text.splitlines(keepends=True)
-        shown = 0 if raised[0] else 1  # the others were printed
-        words = lines if self._is_hidden else lines[len(lines) - shown :]
+        if not self._is_hidden:  # they were printed
+            lines = [] if raised else lines[-1:]
         where: dict[str, Any] = {}
         if info is not None:
             where = {"local_rank": info.local_rank, "node_rank": info.node_rank}
@@ -282,8 +286,9 @@ class _Running:
             self._process.pid,
             code,
             int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0),
-            *raised,
-            "".join(words),
+            raised,
+            place,
+            "".join(lines),
             has_terminal=bool(self._terminal),
             **where,
         )
@@ -295,4 +300,3 @@ def _write(fd: int, data: bytes) -> None:
     with contextlib.suppress(OSError):
         while view:
             view = view[os.write(fd, view) :]
-    sys.stdout.flush()

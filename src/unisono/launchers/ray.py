@@ -5,29 +5,34 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from unisono.control.addresses import why_unreachable
+from unisono.control.addresses import LOOPBACK, why_unreachable
 from unisono.deadlines import limit_of, require_time
 from unisono.errors import ArgumentError, LaunchError
-from unisono.launchers.job.failure import exit_code_of
+from unisono.launchers.job.failure import Failure, exit_code_of
 from unisono.launchers.job.job import Job, JobRanks
-from unisono.launchers.job.pickling import pickle_for_worker
+from unisono.launchers.job.output import Pipes
+from unisono.launchers.job.pickling import load_from_parent, pickle_for_worker
 from unisono.launchers.job.process_state import search_path
 from unisono.launchers.job.signals import END_S, SignalledError, signals
-from unisono.launchers.ray.actor import RankActor, rank_infos
+from unisono.launchers.job.store import host
+from unisono.launchers.job.worker import describe
 from unisono.launchers.script.rank.report import Report
-from unisono.launchers.script.script import Script, env_for
+from unisono.launchers.script.script import Script, env_for, rank_infos
 from unisono.launchers.script.supervisor import Programs, ScriptOutcome, outcome
-from unisono.launchers.variables import OF_RUN
+from unisono.launchers.variables import run_variables
+from unisono.pickling import dumps
 from unisono.topology import LaunchPlan, RankInfo
 
 _TIMEOUT_S = 60.0  # until the cluster has room
@@ -36,6 +41,63 @@ _ANSWER_S = 5.0  # until a cluster that is named accepts a connection
 _END_S = 3.0  # from the first signal to the end of the actors
 _POLL_S = 0.3
 _OF_RAY = {"PYTHONBREAKPOINT", "RAY_AUTH_MODE", "RAY_CLIENT_MODE"}
+
+
+class RankActor:
+    """A rank that runs one function, or one program whose output it returns."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._store: Any = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __repr__(self) -> str:
+        return f"rank {self._rank}"
+
+    def hold_store(self, addr: str) -> int:
+        """Host the rendezvous at this node's address; return its port."""
+        self._store, plan = host(LaunchPlan(1, master_addr=addr))
+        return int(plan.master_port or 0)
+
+    def call(
+        self,
+        pickled: bytes,
+        info: RankInfo,
+        environ: Mapping[str, str],
+        facts: Mapping[str, str],
+        path: Sequence[str],
+    ) -> Any:
+        """Run a function as rank `info`; return its pickled result, or a `Failure`."""
+        # Collective over all ranks of `info`. After a failure this process goes on, so that its
+        # connections stay open until the launching process has received this failure. A variable of
+        # `environ` that this node has already stays as it is; those of `facts` identify the rank.
+        os.environ.update({**environ, **os.environ, **facts})
+        sys.path.extend(item for item in path if item not in sys.path)
+        try:
+            entry: Callable[[RankInfo], Any] = load_from_parent(pickled)
+            return dumps(entry(info))
+        except BaseException as error:  # SystemExit and KeyboardInterrupt are failures too
+            failure: Failure = describe(error)
+            return failure
+
+    def start(self, script: Script, environ: Mapping[str, str], directory: str) -> None:
+        """Start a program."""
+        cwd = directory if os.path.isdir(directory) else None
+        self._pipes = Pipes()
+        variables = {**os.environ, **environ}
+        self._process = self._pipes.start(script.rank_argv(os.getpid()), variables, cwd=cwd)
+
+    def poll(self) -> tuple[list[tuple[int, bytes]], int | None]:
+        """Wait briefly for lines; return them, and the exit code once the program has ended."""
+        assert self._process is not None
+        lines = self._pipes.read(_POLL_S)
+        return lines, None if self._pipes.open else self._process.wait()
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """Send a signal to the program."""
+        if self._process is not None:
+            with contextlib.suppress(OSError):
+                self._process.send_signal(number)
 
 
 @contextlib.contextmanager
@@ -84,9 +146,9 @@ def _connect(n_ranks: int) -> None:
 
 def _require_answer(address: str) -> None:
     """Raise OSError if HOST:PORT accepts no connection: Ray itself tries for minutes."""
-    host, separator, port = address.rpartition(":")
-    if separator and "/" not in host and port.isdigit():
-        reason = why_unreachable(host.strip("[]"), int(port), _ANSWER_S)
+    name, separator, port = address.rpartition(":")
+    if separator and "/" not in name and port.isdigit():
+        reason = why_unreachable(name.strip("[]"), int(port), _ANSWER_S)
         if reason is not None:
             raise reason
 
@@ -101,6 +163,7 @@ def _give_back(handler: Any) -> None:
 def _group(
     bundles: list[dict[str, float]], n_ranks: int, timeout_s: float
 ) -> Iterator[PlacementGroup]:
+    """Reserve a bundle of resources on each node, until the block ends."""
     group = placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "PACK")
     try:
         timeout_s = limit_of(timeout_s) or 0.0
@@ -121,17 +184,11 @@ def _resources() -> list[dict[str, float]]:
     return [{name: each[name] for name in names if name in each} for each in alive]
 
 
-@dataclass(slots=True)
-class _Actors:
-    """The actors of a job and their ranks."""
-
-    actors: list[Any]
-    infos: list[RankInfo]
-
-
 @contextlib.contextmanager
-def _ranks(counts: Sequence[int], hosts: Sequence[str], timeout_s: float) -> Iterator[_Actors]:
-    """Start actors, so many on each node; end them afterwards."""
+def _actors(
+    counts: Sequence[int], hosts: Sequence[str], timeout_s: float
+) -> Iterator[tuple[list[Any], list[RankInfo]]]:
+    """Start actors, so many on each node, and yield them with their ranks; end them afterwards."""
     with _cluster(sum(counts)):
         has_devices = ray.cluster_resources().get("GPU", 0) >= sum(counts)
         each: dict[str, float] = {"CPU": 1.0, "GPU": 1.0} if has_devices else {"CPU": 1.0}
@@ -140,33 +197,32 @@ def _ranks(counts: Sequence[int], hosts: Sequence[str], timeout_s: float) -> Ite
             bundle[f"node:{name}"] = 0.001  # each node has 1 of the resource with its name
         with _group(bundles, sum(counts), timeout_s) as group:
             cls: Any = ray.remote(RankActor)
-            ranks = _Actors([], [])
+            actors: list[Any] = []
             try:
                 for index, n in enumerate(counts):
                     strategy = PlacementGroupSchedulingStrategy(group, index)
                     options = {"num_cpus": each["CPU"], "num_gpus": each.get("GPU", 0)}
                     for _ in range(n):
                         one = cls.options(scheduling_strategy=strategy, **options)
-                        ranks.actors.append(one.remote(len(ranks.actors)))
-                ranks.infos = _infos_of(ranks.actors[0], group, counts)
-                yield ranks
+                        actors.append(one.remote(len(actors)))
+                yield actors, _infos_of(actors[0], group, counts)
             finally:
-                for actor in ranks.actors:
+                for actor in actors:
                     ray.kill(actor)
 
 
 def _infos_of(first: Any, group: PlacementGroup, counts: Sequence[int]) -> list[RankInfo]:
     """Return the ranks' infos; the first actor hosts their rendezvous."""
     table = ray.util.placement_group_table(group)["bundles_to_node_id"]
-    nodes = [table[index] for index, n in enumerate(counts) for _ in range(n)]
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    addr = addresses[nodes[0]] if len({addresses[node] for node in nodes}) > 1 else "127.0.0.1"
+    hosts = [addresses[table[index]] for index in range(len(counts))]  # one bundle for each node
+    addr = hosts[0] if len(set(hosts)) > 1 else LOOPBACK
     try:
         port = ray.get(first.hold_store.remote(addr), timeout=limit_of(_START_S))
     except ray.exceptions.GetTimeoutError as error:
-        require_time(range(len(nodes)), len(nodes))
+        require_time(range(sum(counts)), sum(counts))
         raise LaunchError(f"Ray's actor of rank 0 hasn't begun in {_START_S:g} s") from error
-    return rank_infos(nodes, addr, port)
+    return rank_infos(counts, addr, port)
 
 
 def launch(
@@ -185,18 +241,24 @@ def launch(
         raise ArgumentError(
             f"counts={counts!r} are of {len(shape)} nodes: pass nnodes={len(shape)}, too"
         )
-    with _ranks(shape, (), timeout_s) as ranks:
-        job: Job[Any] = Job(_ActorCalls(ranks, pickled, environ or {}), len(ranks.infos))
+    with _actors(shape, (), timeout_s) as (actors, infos):
+        job: Job[Any] = Job(_ActorCalls(actors, infos, pickled, environ or {}), len(infos))
         return job.join()
 
 
 class _ActorCalls(JobRanks):
-    """One call of a function in every actor; the actors themselves are ended by `_ranks`."""
+    """One call of a function in every actor; the actors themselves are ended by `_actors`."""
 
-    def __init__(self, ranks: _Actors, pickled: bytes, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        actors: Sequence[Any],
+        infos: Sequence[RankInfo],
+        pickled: bytes,
+        environ: Mapping[str, str],
+    ) -> None:
         self._waiting: dict[Any, int] = {}
         path = search_path()  # modules are searched where this process searches them
-        for actor, info in zip(ranks.actors, ranks.infos, strict=True):
+        for actor, info in zip(actors, infos, strict=True):
             who = replace(info, source="spawn")
             variables = (environ, env_for(info))
             self._waiting[actor.call.remote(pickled, who, *variables, path)] = info.rank
@@ -224,14 +286,13 @@ def run(script: Script) -> ScriptOutcome:
     script.refuse("ray", "use launcher 'torchrun'", "max_restarts")
     hosts = [name for name, _ in script.hosts]
     counts = [n for _, n in script.hosts] or [script.nproc_per_node] * script.nnodes
-    own = {name: os.environ[name] for name in OF_RUN if name in os.environ}
     with signals() as seen:
         try:
-            with _ranks(counts, hosts, script.timeout_s or _TIMEOUT_S) as ranks:
-                for info in ranks.infos:
-                    variables = {**own, **env_for(info)}
-                    ranks.actors[info.rank].start.remote(script, variables, os.getcwd())
-                found = _Programs(ranks, script.token, seen).run(script.grace_s)
+            with _actors(counts, hosts, script.timeout_s or _TIMEOUT_S) as (actors, infos):
+                for actor, info in zip(actors, infos, strict=True):
+                    variables = {**run_variables(os.environ), **env_for(info)}
+                    actor.start.remote(script, variables, os.getcwd())
+                found = _Programs(actors, script.token, seen).run(script.grace_s)
         except BaseException:  # Ray may convert the exception that a signal raises into any other
             if not seen:
                 raise
@@ -241,9 +302,9 @@ def run(script: Script) -> ScriptOutcome:
 class _Programs(Programs):
     """One program in every rank."""
 
-    def __init__(self, ranks: _Actors, token: str, seen: Sequence[int]) -> None:
+    def __init__(self, actors: Sequence[Any], token: str, seen: Sequence[int]) -> None:
         super().__init__(token)
-        self._actors = ranks.actors
+        self._actors = actors
         self._seen = seen
         self._polls = {actor.poll.remote(): rank for rank, actor in enumerate(self._actors)}
         self._codes: dict[int, int] = {}

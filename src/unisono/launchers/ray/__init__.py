@@ -1,1 +1,0 @@
-"""The launcher for Ray."""
