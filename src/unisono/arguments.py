@@ -5,11 +5,14 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
 from unisono.errors import ArgumentError, EnvironmentDetectionError
+
+_HOST = re.compile(r"([\w.-]+)(?::([1-9][0-9]{0,5}))?")
 
 
 def check_variables() -> None:
@@ -49,6 +52,17 @@ def check_port(name: str, value: Any) -> int:
     return value
 
 
+def ranks_by_host(name: str, text: str) -> dict[str, int]:
+    """Return the number of ranks of each host, 1 where none is given."""
+    matches = [_HOST.fullmatch(item.strip()) for item in text.split(",")]
+    found = {match[1]: int(match[2] or 1) for match in matches if match}
+    if len(found) != len(matches):  # an item is malformed, or a name occurs twice
+        raise ArgumentError(
+            f"{name}={text!r} should be NAME:RANKS,NAME:RANKS, each name once, at least 1 rank each"
+        )
+    return found
+
+
 def check_names(call: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
     """Raise on unknown keywords, and suggest the nearest known one."""
     names = sorted(known)
@@ -75,7 +89,7 @@ def suggestion(name: Any, known: Iterable[str]) -> str:
 
 
 def seconds(name: str, value: Any, *, may_be_zero: bool = False) -> timedelta:
-    """Return a positive timedelta from seconds or a timedelta."""
+    """Return a timedelta from seconds or a timedelta: positive, or zero where that is allowed."""
     if isinstance(value, timedelta):
         given = value
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -86,7 +100,8 @@ def seconds(name: str, value: Any, *, may_be_zero: bool = False) -> timedelta:
     else:
         raise ArgumentError(f"{name}={value!r} should be seconds or a timedelta")
     if given < timedelta(0) or (not given and not may_be_zero):
-        raise ArgumentError(f"{name}={value!r} should be over 0")
+        limit = "at least 0" if may_be_zero else "over 0"
+        raise ArgumentError(f"{name}={value!r} should be {limit}")
     return given
 
 

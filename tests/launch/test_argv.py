@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from unisono.cli import main
+from unisono.cli.run import _print_command
 from unisono.environments import detection
 from unisono.errors import ArgumentError
 from unisono.host import memory
@@ -231,12 +232,12 @@ BAD = [
     (["--launcher", "nope", HERE], "unknown launcher 'nope'. Known:"),
     (["--backend", "nope", HERE], "unknown backend 'nope'"),
     (["--backend", "threads", HERE], "its replicas are threads"),
-    (["--hosts", "a:0", HERE], "--hosts a:0 should be"),
+    (["--hosts", "a:0", HERE], "--hosts='a:0' should be"),
     (["--hosts", "a:1,a:2", HERE], "each name once"),
-    (["--master-port", "70000", HERE], "--master-port=70000 should be"),
-    (["--node-rank", "-1", HERE], "--node-rank=-1 should be"),
-    (["--max-restarts", "-1", HERE], "--max-restarts=-1 should be"),
-    (["--timeout", "0", HERE], "--timeout 0 should be over 0"),
+    (["--master-port", "70000", HERE], "invalid value for '--master-port'"),
+    (["--node-rank", "-1", HERE], "invalid value for '--node-rank'"),
+    (["--max-restarts", "-1", HERE], "invalid value for '--max-restarts'"),
+    (["--timeout", "0", HERE], "--timeout=0.0 should be over 0"),
     (["--stdin", "3", "-n", "3", HERE], "--stdin 3 should be a rank below 3"),
     (
         ["--stdin", "0", "--launcher", "torchrun", HERE],
@@ -267,6 +268,21 @@ def test_a_folder_with_a_main_module_is_a_script(
     (tmp_path / "__main__.py").touch()
     assert command("--launcher", "torchrun", "-n", "2", "--print", str(tmp_path)) == 0
     assert capsys.readouterr().out.endswith(f" {sys.executable} {tmp_path}\n")
+
+
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [
+        ((sys.executable, "/u/train.py"), "train"),
+        ((sys.executable, "-m", "my.train"), "my.train"),
+        (("/bin/ls",), "ls"),
+    ],
+)
+def test_a_batch_script_is_named_after_the_program(
+    program: tuple[str, ...], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _print_command("slurm", Script(program), program[-1]) == 0
+    assert f"\n#SBATCH --job-name={name}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["mpi", "slurm"])

@@ -11,7 +11,15 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import unisono as idist
-from unisono.arguments import check_count, check_names, check_port, number_in, seconds, suggestion
+from unisono.arguments import (
+    check_count,
+    check_names,
+    check_port,
+    number_in,
+    ranks_by_host,
+    seconds,
+    suggestion,
+)
 from unisono.errors import ArgumentError
 
 
@@ -34,6 +42,13 @@ def test_no_port(value: Any) -> None:
 
 def test_ports() -> None:
     assert [check_port("p", port) for port in (1, "29500", 65535)] == [1, 29500, 65535]
+
+
+def test_hosts_have_their_ranks_or_one() -> None:
+    assert ranks_by_host("hosts", "a, b-2.c:3") == {"a": 1, "b-2.c": 3}
+    for wrong in ("", "a:0", "a:x", "a:1,a:2", "a,,b"):
+        with pytest.raises(ArgumentError, match=r"^hosts=.* each name once"):
+            ranks_by_host("hosts", wrong)
 
 
 def test_unknown_names_come_with_the_nearest_known_one() -> None:

@@ -32,12 +32,12 @@ NO_JOB = "no job of this user was found"
 _COLUMNS = (
     Column("rank", is_number=True),
     Column("host"),
-    Column("pid", is_number=True, rank=2),
-    Column("cpu", is_number=True, rank=3),
-    Column("memory", is_number=True, rank=4),
+    Column("pid", is_number=True, expendable=2),
+    Column("cpu", is_number=True, expendable=3),
+    Column("memory", is_number=True, expendable=4),
     Column("state"),
     Column("since", is_number=True),
-    Column("in", rank=1),
+    Column("in", expendable=1),
     Column("at"),
 )
 _STYLES = {
@@ -65,7 +65,9 @@ def chosen(jobs: Sequence[ObservedJob], wanted: str | None) -> ObservedJob:
         lambda job: wanted in _programs(job),
         lambda job: bool(wanted) and job.name.startswith(str(wanted)),
     )
-    found: Sequence[ObservedJob] = next(filter(None, ([*filter(way, jobs)] for way in ways)), [])
+    found: list[ObservedJob] = []
+    for way in ways:
+        found = found or [job for job in jobs if way(job)]
     if len(found) == 1:
         return found[0]
     called = "" if wanted is None else f" called {wanted!r}"
@@ -98,10 +100,10 @@ def verdict_lines(job: Mapping[str, Any]) -> list[str]:
     lines = [job["verdict"]["text"]]
     hosts = {each["rank"]: f"on {each['host']} " for each in job["ranks"] if _has_hosts(job)}
     lines += [_culprit(each, job["cwd"], hosts.get(each["rank"], "")) for each in job["culprits"]]
-    return lines + elsewhere(job["elsewhere"])
+    return lines + missing_pages(job["elsewhere"])
 
 
-def elsewhere(ranks: Sequence[int]) -> list[str]:
+def missing_pages(ranks: Sequence[int]) -> list[str]:
     """Return a note about ranks without a readable page."""
     if not ranks:
         return []

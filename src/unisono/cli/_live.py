@@ -20,7 +20,7 @@ from rich.text import Text
 from unisono.cli._jobs import NO_JOB, chosen, columns_and_rows, grouped, headline, verdict_lines
 from unisono.cli._tables import table_of
 from unisono.observe.jobs import Meter, ObservedJob, look, send, stacks_of
-from unisono.observe.report import Asked, calls_of, report_of
+from unisono.observe.report import StackCache, calls_of, report_of
 from unisono.observe.verdict import Rank
 
 _KEYS = "s stacks of a rank   a stacks of all   n next job   k end the job   q quit"
@@ -41,7 +41,7 @@ class LiveView:
         self.name: str | None = None  # of the wanted job, once it has been seen: it may end
         self.console = Console()
         self.meter = Meter()
-        self.asked = Asked()
+        self.stacks = StackCache()
         self.jobs: list[ObservedJob] = []
         self.report: Mapping[str, Any] | None = None
         self.at = 0  # index of the job that is shown
@@ -85,7 +85,7 @@ class LiveView:
         names = [job.name for job in self.jobs]
         # Other jobs may begin or end, so this job's position may change.
         self.at = names.index(name) if name in names else min(self.at, max(len(names) - 1, 0))
-        self.report = report_of(self.jobs[self.at], self.asked) if self.jobs else None
+        self.report = report_of(self.jobs[self.at], self.stacks) if self.jobs else None
         now = time.monotonic()
         for job in [job for job, kills_at in self.ending if kills_at <= now]:
             send(job, signal.SIGKILL)
@@ -101,12 +101,13 @@ class LiveView:
             self.is_over = True
         elif key == "n" and self.jobs:
             self.at = (self.at + 1) % len(self.jobs)
-            self.report = report_of(self.jobs[self.at], self.asked)
+            self.report = report_of(self.jobs[self.at], self.stacks)
         elif self.report is not None:
             keys = {"s": self._ask_rank, "a": self._show_all, "k": self._ask_end}
             keys.get(key, lambda: None)()
 
     def _type(self, key: str) -> None:
+        """Edit or end the answer to the open question."""
         if key == _ESCAPE:
             self.answer = None
         elif key in ("\r", "\n"):
@@ -128,6 +129,7 @@ class LiveView:
         self.prompt, self.typed, self.answer = prompt, "", answer
 
     def _ask_rank(self) -> None:
+        """Ask for a rank, and show its stacks."""
         name, report = self.jobs[self.at].name, self.report or {}
         suspect = int([*report["culprits"], *report["ranks"]][0]["rank"])  # or the first rank
 
@@ -137,7 +139,7 @@ class LiveView:
             if job is None or job.name != name:
                 self._show([f"job {name} has ended"])
                 return
-            self.asked = Asked()  # a user who wants stacks accepts interrupted waits
+            self.stacks = StackCache()  # a user who wants stacks accepts interrupted waits
             rank = int(typed) if typed.isdecimal() else suspect
             wanted = [each for each in job.ranks if each.rank == rank]
             lines = _stack_lines(job, wanted, all_threads=True)
@@ -153,6 +155,7 @@ class LiveView:
         self.page, self.scrolled = list(lines), 0
 
     def _ask_end(self) -> None:
+        """Ask whether to end the job, and send it SIGTERM; `look` sends SIGKILL later."""
         job = self.jobs[self.at]
 
         def answer(typed: str) -> None:
@@ -177,6 +180,7 @@ class LiveView:
         return Group(*self._job(self.report), bottom)
 
     def _job(self, report: Mapping[str, Any]) -> Iterator[RenderableType]:
+        """Yield the parts of the screen about the job that is shown."""
         count = f"  ({self.at + 1} of {len(self.jobs)} jobs)" if len(self.jobs) > 1 else ""
         yield Text(headline(report) + count, "bold")
         style = "bold red" if report["culprits"] else "green"

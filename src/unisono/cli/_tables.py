@@ -21,15 +21,15 @@ _UNLIMITED = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column; on a narrow terminal, the highest ranks are dropped first, 0 never."""
+    """A column; on a narrow terminal, the most expendable ones are dropped first, 0 never."""
 
     title: str
     is_number: bool = False
-    rank: int = 0
+    expendable: int = 0
 
 
-def folded(line: str, indent: int = 0) -> str:
-    """Return a line indented and, on a terminal, folded between words to fit."""
+def wrapped(line: str, indent: int = 0) -> str:
+    """Return a line indented, and on a terminal wrapped between words."""
     indent += len(line) - len(line.lstrip())
     if not Console().is_terminal:
         return " " * indent + line.lstrip()
@@ -65,11 +65,11 @@ def show(title: str, columns: Sequence[Column], rows: Sequence[Sequence[str | Te
     while True:
         table = table_of([columns[at] for at in kept], [[row[at] for at in kept] for row in rows])
         table.box = SIMPLE_HEAD if console.is_terminal else None
-        last = max(kept, key=lambda at: columns[at].rank)
+        next_out = max(kept, key=lambda at: columns[at].expendable)
         fits = console.measure(table, options=unlimited).maximum <= console.width
-        if fits or columns[last].rank == 0:
+        if fits or columns[next_out].expendable == 0:
             break
-        kept.remove(last)
+        kept.remove(next_out)
     with console.capture() as captured:
         console.print(Text(title, "italic"), table, sep="\n")
     typer.echo("\n".join(map(str.rstrip, captured.get().splitlines())))

@@ -17,19 +17,19 @@ from rich.console import Console
 from rich.progress import track
 
 import unisono as idist
-from unisono.cli._tables import Column, folded, show
+from unisono.cli._tables import Column, show, wrapped
 from unisono.lifecycle import best_backend
 from unisono.topology import usable_cores
 
 _UNITS = {"K": 10, "M": 20, "G": 30}
 _COLUMNS = (
     Column("operation"),
-    Column("payload", rank=1),
+    Column("payload", expendable=1),
     Column("bytes", is_number=True),
     Column("median us", is_number=True),
-    Column("quartiles us", is_number=True, rank=2),
-    Column("algorithm GB/s", is_number=True, rank=4),
-    Column("bus GB/s", is_number=True, rank=3),
+    Column("quartiles us", is_number=True, expendable=2),
+    Column("algorithm GB/s", is_number=True, expendable=4),
+    Column("bus GB/s", is_number=True, expendable=3),
 )
 # Share of a payload's bytes that crosses the bus for each rank: github.com/NVIDIA/nccl-tests,
 # doc/PERFORMANCE.md. A size is that of the whole result.
@@ -74,7 +74,7 @@ def bench(
     if as_json:
         typer.echo(json.dumps({**facts, "figures": rows}, indent=1))
         return 0
-    typer.echo(folded(", ".join(f"{name} {value}" for name, value in facts.items())))
+    typer.echo(wrapped(", ".join(f"{name} {value}" for name, value in facts.items())))
     show(f"{name}, ranks: {nproc_per_node}", _COLUMNS, [_cells(row) for row in rows])
     return 0
 
@@ -101,14 +101,14 @@ def _measure(
     """Measure everything; return rows as ``--json`` prints them."""
     n, rows = idist.get_world_size(), []
     works = track(
-        [*_values(), *_tensors(sizes)],
+        [*_calls_with_values(), *_calls_with_tensors(sizes)],
         "measuring",
         console=Console(stderr=True),
         disable=not (shows_progress and idist.is_main_process()),
         transient=True,
     )
     for operation, payload, size, call in works:
-        low, seconds, high = _time(call, rounds)
+        low, seconds, high = _quartiles_s(call, rounds)
         # For values, `size` counts their contents, and not the bytes that are sent.
         speed = size / seconds / 1e9 if payload == "tensor" else None
         rows.append(
@@ -126,8 +126,8 @@ def _measure(
     return rows
 
 
-def _time(call: Callable[[], object], rounds: int) -> list[float]:
-    """Return quartiles in seconds, of the rank whose median is the largest."""
+def _quartiles_s(call: Callable[[], object], rounds: int) -> list[float]:
+    """Return the quartiles of a call's times, of the rank whose median is the largest."""
     call()  # not measured, as it may set up connections
     samples = []
     for _ in range(rounds):
@@ -143,10 +143,10 @@ def _time(call: Callable[[], object], rounds: int) -> list[float]:
     return max(idist.all_gather(quartiles), key=lambda each: each[1])
 
 
-Work = tuple[str, str, int, Callable[[], object]]
+Work = tuple[str, str, int, Callable[[], object]]  # operation, payload, its bytes, call
 
 
-def _values() -> list[Work]:
+def _calls_with_values() -> list[Work]:
     metrics = {f"metric{i}": i * 0.5 for i in range(20)}
     return [
         ("barrier", "", 0, idist.barrier),
@@ -158,7 +158,7 @@ def _values() -> list[Work]:
     ]
 
 
-def _tensors(sizes: list[int]) -> Iterator[Work]:
+def _calls_with_tensors(sizes: list[int]) -> Iterator[Work]:
     n = idist.get_world_size()
     for size in sizes:
         # The calls below divide the tensor equally among the ranks.

@@ -16,7 +16,7 @@ from rich.text import Text
 
 import unisono
 from unisono import registry, testing
-from unisono.cli._tables import folded
+from unisono.cli._tables import wrapped
 from unisono.errors import ArgumentError
 from unisono.testing import Outcome, Status
 
@@ -105,7 +105,10 @@ def check(
         outcomes += outcomes_here
     text = json.dumps(_facts(subject, outcomes), indent=1)
     if save is not None:
-        save.write_text(f"{text}\n")
+        try:
+            save.write_text(f"{text}\n")
+        except OSError as error:
+            raise ArgumentError(f"--save {save}: it can't be written: {error}") from error
     if as_json:
         typer.echo(text)
     else:
@@ -124,8 +127,10 @@ class _Subject(NamedTuple):
 
 
 def _subject(backend: str | None, launcher: str | None, environment: str | None) -> _Subject:
-    named = [each is not None for each in (launcher, environment, None if launcher else backend)]
-    if sum(named) != 1:
+    """Return what the arguments name; raise unless it is one thing that exists."""
+    # With --launcher, the backend isn't the subject, but what the launcher's ranks use.
+    subjects = (launcher, environment, None if launcher else backend)
+    if sum(each is not None for each in subjects) != 1:
         raise typer.BadParameter("name one thing: a backend, --launcher NAME or --environment NAME")
     if launcher is not None:
         registry.find_launcher(launcher)  # raises if it is unknown
@@ -169,18 +174,19 @@ def _facts(subject: _Subject, outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def _show(name: str, size: int, outcomes: Sequence[Outcome]) -> None:
-    """Print a line for each law, with its name never cut or folded, so that it can be copied."""
-    # The size of an environment, which has no replicas, is 0.
-    replicas = ("", ", 1 replica")[size] if size < 2 else f", {size} replicas"
+    """Print a line for each law, with its name never cut or wrapped, so that it can be copied."""
+    title = name
+    if size > 0:  # an environment has no replicas
+        title += f", {size} replica{'s' * (size > 1)}"
     console = Console(highlight=False)
-    console.print(Text(f"{name}{replicas}", "italic"))
+    console.print(Text(title, "italic"))
     for outcome in outcomes:
         ms = f"{outcome.seconds * 1000:.1f}" if outcome.seconds else "-"
         status = Text(outcome.status.ljust(_STATUS_WIDTH), _COLOURS[outcome.status])
         console.print(status, f"{ms:>7} ms ", outcome.law, soft_wrap=True)
         first, _, more = outcome.reason.partition("\n")
         if first:
-            typer.echo(folded(first, _STATUS_WIDTH + 1))
+            typer.echo(wrapped(first, _STATUS_WIDTH + 1))
         if more:
             typer.echo(f"{more}\n")
     counts = Counter(outcome.status for outcome in outcomes)
@@ -192,7 +198,7 @@ def _sum_up(outcomes: Sequence[Outcome]) -> None:
     statuses = {outcome.status for outcome in outcomes}
     for status, meaning in _MEANS.items():
         if status in statuses:
-            typer.echo(folded(f"{status}: {meaning}"))
+            typer.echo(wrapped(f"{status}: {meaning}"))
     failed = sorted({outcome.law for outcome in outcomes if outcome.status == "failed"})
     if failed:
-        typer.echo(folded(f"to check one law again: --law {failed[0]}"))
+        typer.echo(wrapped(f"to check one law again: --law {failed[0]}"))

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from unisono.cli._tables import folded
+from unisono.cli._tables import wrapped
 
 _FACTS = (
     "rank",
@@ -59,9 +59,9 @@ def doctor(
         typer.echo(json.dumps({**report, "problems": problems}, indent=2))
         return 1 if problems else 0
     for title, lines in _sections(report):
-        typer.echo("\n".join([title, *(folded(line, 2) for line in lines)]) + "\n")
+        typer.echo("\n".join([title, *(wrapped(line, 2) for line in lines)]) + "\n")
     if problems:
-        typer.echo("\n".join(["problems", *(folded(line, 2) for line in problems)]), err=True)
+        typer.echo("\n".join(["problems", *(wrapped(line, 2) for line in problems)]), err=True)
         return 1
     typer.echo("no problem found")
     return 0
@@ -70,8 +70,9 @@ def doctor(
 def _sections(report: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
     host, devices, use = report["host"], report["devices"], report["recommended"]
     backend, count = use["backend"], use["nproc_per_node"]
-    accelerators = f"{devices['count']} x {devices['type']}"
-    accelerators = accelerators if devices["count"] else "no accelerator"
+    accelerators = "no accelerator"
+    if devices["count"]:
+        accelerators = f"{devices['count']} x {devices['type']}"
     interfaces = [
         f"{name} ({'up' if each['is_up'] else 'down'}): {', '.join(each['addresses']) or '-'}"
         for name, each in report["interfaces"].items()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import shlex
@@ -14,14 +13,13 @@ from typing import Annotated, Any
 
 import typer
 
-from unisono.arguments import check_count, check_port, check_variables
+from unisono.arguments import check_variables, ranks_by_host, seconds
 from unisono.errors import ArgumentError
 from unisono.launchers.script.script import Script
 from unisono.launchers.script.supervisor import ScriptOutcome, failure
 from unisono.plugins import LAUNCHERS, load
 from unisono.topology import GRACE_S, NodeInfo
 
-_HOST = re.compile(r"([\w.-]+)(?::([1-9][0-9]{0,5}))?")
 _NODES = re.compile(r"([1-9][0-9]{0,5})(?::([1-9][0-9]{0,5}))?")
 
 
@@ -55,11 +53,11 @@ def run(
         ),
     ] = None,
     node_rank: Annotated[
-        int | None, typer.Option(metavar="R", help="Which node this is, for torchrun.")
+        int | None, typer.Option(metavar="R", min=0, help="Which node this is, for torchrun.")
     ] = None,
     master_addr: Annotated[str | None, typer.Option(metavar="HOST", help="Host of node 0.")] = None,
     master_port: Annotated[
-        int | None, typer.Option(metavar="PORT", help="Free port of node 0.")
+        int | None, typer.Option(metavar="PORT", min=1, max=65535, help="Free port of node 0.")
     ] = None,
     hosts: Annotated[
         str | None, typer.Option(metavar="A:3,B:1", help="Hosts and their ranks: mpi, slurm.")
@@ -68,6 +66,7 @@ def run(
         int | None,
         typer.Option(
             metavar="N",
+            min=0,
             help="Times to start all ranks again after one fails. Default: Kubeflow's number, "
             "else 0.",
         ),
@@ -108,6 +107,7 @@ def run(
         int | None,
         typer.Option(
             metavar="RANK",
+            min=0,
             help="The rank that has this terminal, for breakpoint() and input(): processes.",
         ),
     ] = None,
@@ -145,17 +145,17 @@ def run(
     _export(backend, trace)
     job = Script(
         _program(script, args or [], module, no_python),
-        count_ranks("--nproc-per-node", nproc_per_node or "auto"),
-        min_nnodes,
-        max_nnodes,
-        node_rank,
-        master_addr,
-        master_port,
-        _hosts(hosts),
-        max_restarts or 0,
-        timeout,
-        None if log_dir is None else str(log_dir),
-        sys.stdout.isatty() and not os.environ.get("NO_COLOR"),
+        nproc_per_node=count_ranks("--nproc-per-node", nproc_per_node or "auto"),
+        nnodes=min_nnodes,
+        max_nnodes=max_nnodes,
+        node_rank=node_rank,
+        master_addr=master_addr,
+        master_port=master_port,
+        hosts=() if hosts is None else tuple(ranks_by_host("--hosts", hosts).items()),
+        max_restarts=max_restarts or 0,
+        timeout_s=timeout,
+        log_dir=None if log_dir is None else str(log_dir),
+        is_coloured=sys.stdout.isatty() and not os.environ.get("NO_COLOR"),
         options=_options(option or (), name),
         stdin_rank=stdin,
         grace_s=grace,
@@ -163,34 +163,29 @@ def run(
     )
     _check(job, name)
     runner = registry.find_script_runner(name)
-    return _print(name, job) if print_only else _say(runner(job), job)
+    return _print_command(name, job, script) if print_only else _print_outcome(runner(job), job)
 
 
 def _check(job: Script, launcher: str) -> None:
-    check_count("--max-restarts", job.max_restarts, 0)
-    if job.master_port is not None:
-        check_port("--master-port", job.master_port)
+    """Raise if options contradict each other, or a value is out of its range."""
     if job.stdin_rank is not None and launcher != "processes":
         raise ArgumentError(
             f"launcher {launcher!r} does not support --stdin: its ranks have no terminal; run them "
             "on this host, with launcher 'processes'"
         )
-    if job.stdin_rank is not None:
-        check_count("--stdin", job.stdin_rank, 0)
-        if job.stdin_rank >= job.world_size:
-            raise ArgumentError(f"--stdin {job.stdin_rank} should be a rank below {job.world_size}")
+    if job.stdin_rank is not None and job.stdin_rank >= job.world_size:
+        raise ArgumentError(f"--stdin {job.stdin_rank} should be a rank below {job.world_size}")
     # With --hosts, each host has its own number of ranks.
     shown = max(job.local_ranks, default=0)
     if shown >= job.nproc_per_node and not job.hosts:
         raise ArgumentError(f"--local-ranks-filter {shown} should be below {job.nproc_per_node}")
-    if job.node_rank is not None and check_count("--node-rank", job.node_rank, 0) >= job.max_nnodes:
+    if job.node_rank is not None and job.node_rank >= job.max_nnodes:
         raise ArgumentError(
             f"--node-rank {job.node_rank} should be below --nnodes {job.max_nnodes}"
         )
-    if not 0 <= job.grace_s < math.inf:
-        raise ArgumentError(f"--grace {job.grace_s:g} should be at least 0 seconds")
-    if job.timeout_s is not None and job.timeout_s <= 0:
-        raise ArgumentError(f"--timeout {job.timeout_s:g} should be over 0 seconds")
+    seconds("--grace", job.grace_s, may_be_zero=True)
+    if job.timeout_s is not None:
+        seconds("--timeout", job.timeout_s)
 
 
 def _default_launcher(backend: str | None) -> str:
@@ -214,6 +209,7 @@ def _export(backend: str | None, trace: Path | None) -> None:
 
 
 def _program(script: str, args: list[str], module: bool, no_python: bool) -> tuple[str, ...]:
+    """Return the command line of each rank."""
     if module and no_python:
         raise ArgumentError("--module and --no-python contradict each other: a module needs Python")
     if module:
@@ -240,11 +236,12 @@ def _node(
     from unisono.environments.nodes import ambiguity
     from unisono.node import find_node, refuse_rank
 
-    default = _default_launcher(backend)
-    # Only torchrun joins the nodes. It is also the default launcher of several nodes.
-    if launcher != "torchrun" and (launcher or default != "processes"):
+    name = launcher or _default_launcher(backend)
+    # Only torchrun joins nodes: it replaces the default, "processes", if there are several.
+    is_for_nodes = name == "torchrun" or (not launcher and name == "processes")
+    if not is_for_nodes:
         if is_asked:
-            raise ArgumentError(f"--nnodes auto is for torchrun, and not for {launcher or default}")
+            raise ArgumentError(f"--nnodes auto is for torchrun, and not for {name}")
         return None
 
     def warn(text: str) -> None:
@@ -264,6 +261,7 @@ def _node(
 
 
 def _nodes(text: str) -> tuple[int, int]:
+    """Return the least and the largest number of nodes."""
     match = _NODES.fullmatch(text)
     if text == "auto":  # without these options, the platform is asked
         raise ArgumentError(
@@ -272,18 +270,6 @@ def _nodes(text: str) -> tuple[int, int]:
     if match is None or int(match[1]) > int(match[2] or match[1]):
         raise ArgumentError(f"--nnodes {text} should be a number of at least 1, or MIN:MAX or auto")
     return int(match[1]), int(match[2] or match[1])
-
-
-def _hosts(text: str | None) -> tuple[tuple[str, int], ...]:
-    if text is None:
-        return ()
-    matches = [_HOST.fullmatch(item.strip()) for item in text.split(",")]
-    named = tuple((match[1], int(match[2] or 1)) for match in matches if match)
-    if len(dict(named)) != len(matches):
-        raise ArgumentError(
-            f"--hosts {text} should be NAME:RANKS,NAME:RANKS, each name once, at least 1 rank each"
-        )
-    return named
 
 
 def _local_ranks(text: str | None) -> tuple[int, ...]:
@@ -302,11 +288,12 @@ def _options(texts: Sequence[str], launcher: str) -> tuple[tuple[str, str], ...]
     return tuple((name, value) for name, _, value in pairs)
 
 
-def _print(name: str, job: Script) -> int:
+def _print_command(name: str, job: Script, script: str) -> int:
+    """Print the command or batch script of a launcher; return the exit code."""
     row = next((row for row in LAUNCHERS if name in row.names), None)  # none for a plug-in's
     module: Any = None if row is None else load(row.module)
     if name == "slurm":
-        text = module.batch_script(job, Path(job.program[1]).stem)
+        text = module.batch_script(job, Path(script).name.removesuffix(".py"))
     elif hasattr(module, "command"):
         text = shlex.join(module.command(job))
     else:
@@ -315,15 +302,18 @@ def _print(name: str, job: Script) -> int:
     return 0
 
 
-def _say(outcome: ScriptOutcome, job: Script) -> int:
+def _print_outcome(outcome: ScriptOutcome, job: Script) -> int:
     """Print the first failure and the folder of the logs; return the exit code."""
     lines = list(failure(outcome))
     if outcome.failed is not None and job.log_dir:
         lines.insert(0, f"logs of all ranks are in {job.log_dir}")  # the failure is printed last
     if outcome.interrupted is not None:
-        how = ": all ranks have been ended" if outcome.is_ended else ""
-        how = how if outcome.code else ": all ranks have left by themselves"
-        lines.append(f"interrupted by {signal.Signals(outcome.interrupted).name}{how}")
+        line = f"interrupted by {signal.Signals(outcome.interrupted).name}"
+        if outcome.code == 0:
+            line += ": all ranks have left by themselves"
+        elif outcome.is_ended:
+            line += ": all ranks have been ended"
+        lines.append(line)
     elif outcome.failed is None and outcome.code != 0:
         lines.append(f"error: the launcher ended with exit code {outcome.code}")
     for line in lines:

@@ -19,7 +19,7 @@ from unisono.cli._jobs import (
     look_everywhere,
     verdict_lines,
 )
-from unisono.cli._tables import folded, show
+from unisono.cli._tables import show, wrapped
 from unisono.observe.jobs import Meter, read
 from unisono.observe.remote import packed
 from unisono.observe.report import reports
@@ -79,7 +79,7 @@ def _once(wanted: str | None, via: list[str] | None, *, as_json: bool) -> int:
         return code
     for each in report["jobs"]:
         show(headline(each), *columns_and_rows(each))
-        typer.echo("\n".join(folded(line) for line in verdict_lines(each)) + "\n")
+        typer.echo("\n".join(wrapped(line) for line in verdict_lines(each)) + "\n")
     if not report["jobs"]:
         typer.echo(NO_JOB)
     return code

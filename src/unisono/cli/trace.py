@@ -22,16 +22,16 @@ _RANKS = (
     Column("arrived last", is_number=True),
     Column("it waited", is_number=True),
     Column("moving", is_number=True),
-    Column("in calls", is_number=True, rank=1),
+    Column("in calls", is_number=True, expendable=1),
 )
 _LINES = (
     Column("call"),
     Column("line"),
     Column("calls", is_number=True),
-    Column("MB", is_number=True, rank=2),
+    Column("MB", is_number=True, expendable=2),
     Column("seconds", is_number=True),
     Column("waiting", is_number=True),
-    Column("moving", is_number=True, rank=1),
+    Column("moving", is_number=True, expendable=1),
     Column("for rank", is_number=True),
 )
 _MOST_LINES = 20
@@ -109,24 +109,26 @@ def _count(ranks: int) -> str:
 
 
 def _show(job: JobTrace, waits: Waits) -> None:
-    rows = [
-        [
-            *(str(rank), f"{waits.lost_s[rank]:.3f} s", str(waits.last[rank])),
-            f"{waits.waited_s[rank]:.3f} s",
-            f"{max(waits.in_calls_s[rank] - waits.waited_s[rank], 0):.3f} s",
-            f"{waits.in_calls_s[rank]:.3f} s",
-        ]
-        for rank in range(len(waits.lost_s))
-    ]
+    rows = []
+    for rank, in_calls_s in enumerate(waits.in_calls_s):
+        moving_s = in_calls_s - waits.waited_s[rank]  # ranks wait only in calls
+        seconds = (waits.waited_s[rank], moving_s, in_calls_s)
+        first = [str(rank), f"{waits.lost_s[rank]:.3f} s", str(waits.last[rank])]
+        rows.append(first + [f"{each:.3f} s" for each in seconds])
     show(f"job {job.name}: {waits.headline}", _RANKS, rows)
     missing = sorted(set(range(job.world_size)) - set(job.records))
     if missing:
         typer.echo(f"no trace of ranks {', '.join(map(str, missing))}")
     lines = [
         [
-            *(line.name, Path(line.site).name, str(line.calls)),
-            *(f"{line.size_bytes / 1e6:.3f}", f"{line.total_s:.3f}", f"{line.waiting_s:.3f}"),
-            *(f"{line.moving_s:.3f}", "" if line.slowest is None else str(line.slowest)),
+            line.name,
+            Path(line.site).name,
+            str(line.calls),
+            f"{line.size_bytes / 1e6:.3f}",
+            f"{line.total_s:.3f}",
+            f"{line.waiting_s:.3f}",
+            f"{line.moving_s:.3f}",
+            "" if line.slowest is None else str(line.slowest),
         ]
         for line in waits.lines[:_MOST_LINES]
     ]

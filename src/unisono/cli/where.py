@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from unisono.cli._jobs import NO_JOB, Via, chosen, elsewhere, grouped, look_everywhere
+from unisono.cli._jobs import NO_JOB, Via, chosen, grouped, look_everywhere, missing_pages
 from unisono.observe.jobs import Meter, stacks_of
 from unisono.observe.report import calls_of
 
@@ -46,5 +46,5 @@ def where(
     found = chosen(jobs, job)
     stacks = stacks_of(found.ranks, timeout, all_threads=all_threads)
     lines = grouped(stacks, calls_of(found), all_threads=all_threads)
-    typer.echo("\n".join([*lines, *elsewhere(found.elsewhere)]))
+    typer.echo("\n".join([*lines, *missing_pages(found.elsewhere)]))
     return code

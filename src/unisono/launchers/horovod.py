@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from unisono.arguments import ranks_by_host
 from unisono.deadlines import DEFAULT_TIMEOUT_S
 from unisono.errors import ArgumentError
 from unisono.launchers.job.job import Job
@@ -27,7 +28,6 @@ from unisono.launchers.script.script import Script
 from unisono.launchers.variables import OF_HOROVOD, OF_MPI, OF_TORCH, without
 from unisono.topology import LaunchPlan, RankInfo
 
-_HOST = re.compile(r"([\w.-]+):([1-9][0-9]*)")
 # Horovodrun's own address, which it made sure that every host can reach.
 _HOST_VARIABLE = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 _NAMES = tuple(f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
@@ -114,12 +114,7 @@ def _slots(plan: LaunchPlan, hosts: str | None) -> dict[str, int]:
         )
     if hosts is None:
         return {"localhost": plan.nproc_per_node}
-    matches = [_HOST.fullmatch(item.strip()) for item in hosts.split(",")] if hosts else [None]
-    slots = {match[1]: int(match[2]) for match in matches if match}
-    if len(slots) != len(matches):
-        raise ArgumentError(
-            f'hosts={hosts!r} should be "name:ranks,name:ranks", each name once, 1 rank or more'
-        )
+    slots = ranks_by_host("hosts", hosts)
     if max(slots.values()) != plan.nproc_per_node:
         raise ArgumentError(
             f"hosts={hosts!r} has up to {max(slots.values())} ranks on a host: pass that as "

@@ -41,9 +41,9 @@ class Cell:
     source: str
     filename: str
     ranks: tuple[int, ...]
-    ranks_key: str
+    ranks_key: str  # of the set of ranks
     folder: str
-    owner: int
+    owner: int  # process of the notebook
 
     def output(self, rank: int) -> Path:
         """Return the file of a rank's output."""
@@ -165,6 +165,7 @@ def _descriptors(target: int) -> Iterator[None]:
 
 @contextmanager
 def _streams(file: TextIO) -> Iterator[None]:
+    """Send what this thread prints to a file: see `by_thread`."""
     streams = [each for each in (sys.stdout, sys.stderr) if isinstance(each, ByThread)]
     own = threading.get_ident()
     for stream in streams:

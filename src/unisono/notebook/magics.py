@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import pickle
 import re
 import shlex
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -112,17 +111,17 @@ class Magics:
             print(f"{each}: {each.close()}")
 
     def _choose(self, size: int | None, backend: str | None) -> RankSet:
+        """Return the set that a cell's options name, else the last cell's; create a new one."""
         if size is None:
-            same = [key for key in self._sets if backend in (None, key[0])]
-            if not same:
+            matching = [key for key in self._sets if backend in (None, key[0])]
+            if not matching:
                 raise ArgumentError("%%ranks needs the number of ranks the first time: %%ranks 4")
-            key = self._last if self._last in same else same[-1]
+            key = self._last if self._last in matching else matching[-1]
             assert key is not None
+        elif backend is None and self._last is not None and self._last[1] == size:
+            key = self._last  # whichever backend is the best by now
         else:
-            # Without --on, the last cell's size means its set, whatever backend is best.
-            is_default = backend is None and self._last is not None and self._last[1] == size
-            known = self._last if is_default else None
-            key = known or (backend or best_backend(), size)
+            key = (backend or best_backend(), size)
         self._last = key
         if key not in self._sets:
             made = RankSet(*key)
@@ -143,59 +142,54 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("size", nargs="?", type=int)
     parser.add_argument("--on", metavar="BACKEND")
     parser.add_argument("--timeout", type=float, metavar="S")
-    parser.add_argument("--rank", type=_numbers, metavar="R[,R]")
+    parser.add_argument("--rank", type=_ranks, metavar="R[,R]")
     return parser
 
 
-def _numbers(text: str) -> list[int]:
-    return sorted({int(each) for each in text.split(",")})
+def _ranks(text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() for word in words):
+        raise argparse.ArgumentTypeError(f"{text!r} should be ranks, such as 0 or 0,1")
+    return sorted({int(word) for word in words})
 
 
 def _raise_failure(run: CellRun, names: Container[str]) -> None:
     """Raise the error of a cell that failed or was ended early."""
     # A notebook shows the ranks' tracebacks in place of this process's.
-    own = {
+    failures = {
         rank: each.failure
         for rank, each in run.outcomes.items()
         if each.failure is not None and rank not in run.stacks  # these failed by our interrupt
     }
     if run.cut_by == INTERRUPT:
-        text = f"the cell was interrupted\n\n{_tracebacks(run, own)}"
+        text = f"the cell was interrupted\n\n{_tracebacks(run, failures)}"
         _raise(KeyboardInterrupt(), text, run.remains)
     if run.cut_by == TIMEOUT:
         limit = format_s(run.timeout_s or 0.0)
         text = f"{named(run.stacks)} of {run.size} weren't done after {limit}"
         error = CollectiveTimeoutError(text)
-        _raise(error, f"{text}\n\n{_tracebacks(run, own)}", run.remains)
-    first = min(own, key=lambda rank: own[rank].doubt, default=None)
+        _raise(error, f"{text}\n\n{_tracebacks(run, failures)}", run.remains)
+    first = min(failures, key=lambda rank: failures[rank].doubt, default=None)
     # A rank that only reports another one's failure isn't the cause where a rank has died.
-    if run.error is not None and (first is None or own[first].doubt):
+    if run.error is not None and (first is None or failures[first].doubt):
         _raise(run.error, str(run.error), run.remains)
     if first is not None:
-        failure = own[first]
-        alike = [rank for rank in own if own[rank].traceback == failure.traceback]
+        failure = failures[first]
+        alike = [rank for rank in failures if failures[rank].traceback == failure.traceback]
         is_all = len(alike) == run.size > 1
         who = f"all {run.size} ranks" if is_all else f"{named(alike)} of {run.size}"
         text = f"{who} raised {failure.summary}\n"
         text += f"  at {failure.line}\n" if failure.line else ""
         text += f"\n{failure.traceback}"
-        others = _tracebacks(run, {rank: own[rank] for rank in own if rank not in alike})
+        others = _tracebacks(run, {r: each for r, each in failures.items() if r not in alike})
         text += f"\nThe others:\n{others}" if others else ""
         missing = _MISSING.match(failure.summary)
         if missing is not None and missing[1] in names:
             name = missing[1]
             text += f"\nthe notebook has {name}, its ranks don't: define it in a cell of %%ranks"
-        _raise(_error(failure, first, run.size), text, run.remains)
-
-
-def _error(failure: Failure, rank: int, size: int) -> BaseException:
-    """Return the rank's exception, or a substitute if it can't be unpickled here."""
-    if failure.cause is not None:
-        with suppress(Exception):  # its class may not exist here
-            cause = pickle.loads(failure.cause)
-            if isinstance(cause, BaseException):
-                return cause
-    return failure.error(rank, size)
+        substitute = failure.error(first, run.size)
+        raised = substitute.__cause__  # by the rank; None if its class doesn't exist here
+        _raise(substitute if raised is None else raised, text, run.remains)
 
 
 def _tracebacks(run: CellRun, failures: Mapping[int, Failure]) -> str:

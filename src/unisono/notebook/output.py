@@ -32,6 +32,7 @@ class _RankOutput:
         return self._rows[self._row]
 
     def read(self, is_over: bool) -> None:
+        """Read new output, and apply its control characters to the rows, as a terminal does."""
         for token in _CONTROL.split(self._decode(self._file.read())):
             if token == "\n":
                 self._row += 1

@@ -153,7 +153,8 @@ class CellRun:
         self.remains = ""  # of the ranks, if the cell failed or was ended early
         self._cell = cell
         self._call: PoolCall | None = None  # from its start to its end
-        self._is_over = threading.Event()  # an interrupted join takes its thread for ended: 3.11
+        # Not a join: Python 3.11 marks a thread as ended if its join is interrupted.
+        self._is_over = threading.Event()
         self._transcript = Transcript({rank: cell.output(rank) for rank in cell.ranks}, size)
         self._timeout_at = None if timeout_s is None else time.monotonic() + timeout_s
         self._failed_at: float | None = None
@@ -174,22 +175,24 @@ class CellRun:
             self._call = None
             self._transcript.show(is_over=True)
             self._transcript.close()
-        for rank in [rank for rank, stack in self.stacks.items() if not stack]:
-            if (ended := self.outcomes.get(rank)) is not None:
-                self.stacks[rank] = ended.failure.traceback if ended.failure else _WENT_ON
+        for rank, stack in self.stacks.items():
+            if not stack and rank in self.outcomes:
+                failure = self.outcomes[rank].failure
+                self.stacks[rank] = failure.traceback if failure else _WENT_ON
         self.outcomes = dict(sorted(self.outcomes.items()))
 
     def _work(self, pool: WorkerPool) -> None:
+        """Run the cell until all ranks are done; in a thread of its own."""
         if not self._turn.acquire(blocking=False):  # after a Ctrl-C, another thread was started
             return
         try:
-            self.error = outcome(pool, run_cell, (self._cell,), begun=self._begun).error
+            self.error = outcome(pool, run_cell, (self._cell,), on_start=self._keep_call).error
         except BaseException as error:
             self.error = error
         finally:
             self._is_over.set()
 
-    def _begun(self, call: PoolCall) -> None:
+    def _keep_call(self, call: PoolCall) -> None:
         self._call = call
 
     def _tick(self, pool: WorkerPool) -> None:

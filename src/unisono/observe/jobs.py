@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from unisono.observe.stacks import Stack, own_thread, read_stacks
+from unisono.observe.stacks import Stack, parse
 from unisono.observe.verdict import ObservedCall, Rank
+from unisono.recording import stack_signal
 from unisono.recording.status_page import (
     IN_FLIGHT,
     PageReader,
-    PageRecord,
     decode_ranks,
     is_running,
     pages,
@@ -29,6 +29,7 @@ _S = 1e9
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _N_AT_ONCE = 16  # ranks that are asked for their stacks
+STOPPED = "is stopped by a signal, so its stack cannot be read"
 _CONDITIONS = {
     b"R": "running",
     b"D": "disk",
@@ -61,45 +62,26 @@ class Meter:
     def __init__(self) -> None:
         self._before: dict[tuple[int, int], tuple[int, float]] = {}
 
-    def percent(self, pid: int, thread_id: int, at_ns: int, used_s: float) -> float | None:
+    def percent(self, pid: int, thread_id: int, used_s: float) -> float | None:
         """Return the share of a core since the last look, None at the first one."""
-        before = self._before.get((pid, thread_id))
-        self._before[pid, thread_id] = (at_ns, used_s)
-        if before is None or at_ns <= before[0]:
+        now_ns = time.monotonic_ns()
+        before_ns, before_s = self._before.get((pid, thread_id), (now_ns, 0.0))
+        self._before[pid, thread_id] = (now_ns, used_s)
+        if now_ns == before_ns:
             return None
-        return 100.0 * max(used_s - before[1], 0.0) / (at_ns - before[0]) * _S
+        # Less than before if a new process has the pid.
+        return 100.0 * max(used_s - before_s, 0.0) / (now_ns - before_ns) * _S
 
 
-@dataclass(frozen=True, slots=True)
-class _Vitals:
-    """State of a running process, from the kernel."""
-
-    condition: str
-    thread_id: int
-    thread_s: float
-    process_s: float
-    memory_bytes: int
-    at_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Page:
-    """Contents of a page at the time of reading."""
-
-    facts: Mapping[str, Any]
-    records: Sequence[PageRecord]
-    vitals: _Vitals | None
-
-
-def look(meter: Meter, elsewhere: Iterable[ObservedJob] = ()) -> list[ObservedJob]:
+def look(meter: Meter, remote_jobs: Iterable[ObservedJob] = ()) -> list[ObservedJob]:
     """Return the running jobs of this user here, joined with those of other hosts."""
-    found: list[list[ObservedJob]] = []
-    for part in sorted((*read(meter), *elsewhere), key=lambda part: part.name):
-        other = next((each for each in found if _is_one(part, each)), None)
-        if other is None:
+    found: list[list[ObservedJob]] = []  # by job, its parts on each host
+    for part in sorted((*read(meter), *remote_jobs), key=lambda part: part.name):
+        parts = next((parts for parts in found if _is_part(part, parts)), None)
+        if parts is None:
             found.append([part])
         else:
-            other.append(part)
+            parts.append(part)
     jobs = []
     for parts in found:
         ranks = [rank for part in parts for rank in part.ranks]
@@ -108,15 +90,15 @@ def look(meter: Meter, elsewhere: Iterable[ObservedJob] = ()) -> list[ObservedJo
     return [job for job in jobs if any(rank.is_alive for rank in job.ranks)]
 
 
-def _is_one(part: ObservedJob, others: Sequence[ObservedJob]) -> bool:
+def _is_part(part: ObservedJob, others: Sequence[ObservedJob]) -> bool:
     """Return whether parts are of one job: the same name, and no rank alive on two hosts."""
     living = {
-        (rank.rank, rank.facts["pids"])
+        (rank.rank, rank.facts["pids"])  # `pids` identifies the host or container
         for job in (part, *others)
         for rank in job.ranks
         if rank.is_alive
     }
-    # The dict keeps only one pair of a rank that is alive on two hosts.
+    # A rank that is alive on two hosts has two pairs, of which the dict keeps one.
     return part.name == others[0].name and len(dict(living)) == len(living)
 
 
@@ -144,42 +126,62 @@ def _preference(rank: Rank) -> tuple[bool, bool, int]:
 def read(meter: Meter) -> list[ObservedJob]:
     """Return the jobs of all pages of this user, ended ones too."""
     at_ns = time.monotonic_ns()
-    by_job: dict[str, dict[tuple[int, int, int], list[_Page]]] = {}
+    found: dict[tuple[str, int, tuple[int, int]], list[PageReader]] = {}
     for page in pages():
-        facts = page.facts
-        vitals = _vitals(page) if page.is_alive() else None
+        process = page.facts["pid"], page.facts["start_ticks"]  # a pid alone may be reused
+        key = str(page.facts.get("job", "")), page.facts["rank"], process
+        found.setdefault(key, []).append(page)
+    # Ranks that are threads share a process.
+    n_ranks = Counter((job, process) for job, _, process in found)
+    jobs: dict[str, list[Rank]] = {}
+    for (job, _, process), readers in found.items():
+        rank = _rank(readers, meter, is_alone=n_ranks[job, process] == 1)
         # A rank that exits normally removes its page first: one without a page isn't dead.
-        if vitals is not None or page.path.exists():
-            # The start is part of the key, as a pid may be reused.
-            process = facts["rank"], facts["pid"], facts["start_ticks"]
-            processes = by_job.setdefault(str(facts.get("job", "")), {})
-            processes.setdefault(process, []).append(_Page(facts, page.records(), vitals))
-    jobs = []
-    for name, processes in by_job.items():
-        # Ranks that are threads share a process.
-        n_ranks = Counter(process[1:] for process in processes)
-        ranks = [
-            _rank(found, meter, is_alone=n_ranks[process[1:]] == 1)
-            for process, found in processes.items()
-        ]
-        jobs.append(job_of(name, ranks, at_ns))
-    return jobs
+        if rank.is_alive or any(page.path.exists() for page in readers):
+            jobs.setdefault(job, []).append(rank)
+    return [job_of(name, ranks, at_ns) for name, ranks in jobs.items()]
 
 
-def _vitals(page: PageReader) -> _Vitals | None:
-    pid, thread_id = int(page.facts["pid"]), own_thread(page.facts)
+def _rank(readers: Sequence[PageReader], meter: Meter, *, is_alone: bool) -> Rank:
+    """Return a rank from the pages of its process, of which each context has one."""
+    readers = sorted(readers, key=lambda page: int(page.facts.get("made_ns", 0)))
+    newest = readers[-1]
+    facts = newest.facts
+    rank = Rank(facts["rank"], facts["pid"], "dead", made_ns=facts["made_ns"], facts=facts)
+    if newest.is_alive():
+        rank = _with_process_state(rank, meter, is_alone=is_alone)
+    calls = sorted((c for page in readers for c in _calls(page)), key=lambda call: call.begin_ns)
+    return replace(rank, calls=tuple(calls))
+
+
+def _with_process_state(rank: Rank, meter: Meter, *, is_alone: bool) -> Rank:
+    """Fill in what the kernel reports on a rank's process; without it, the rank stays dead."""
+    thread_id = _thread_of(rank)
     try:
-        own = _status(f"/proc/{pid}/task/{thread_id}/stat")
-        whole = _status(f"/proc/{pid}/stat")
-        n_pages = int(Path(f"/proc/{pid}/statm").read_bytes().split()[1])
+        thread = _stat(f"/proc/{rank.pid}/task/{thread_id}/stat")
+        process = _stat(f"/proc/{rank.pid}/stat")
+        n_pages = int(Path(f"/proc/{rank.pid}/statm").read_bytes().split()[1])
     except (OSError, IndexError, ValueError):  # it has just ended
-        return None
-    condition = _CONDITIONS.get(own[0], "sleeping")
-    memory_bytes, now = n_pages * _PAGE_BYTES, time.monotonic_ns()
-    return _Vitals(condition, thread_id, _used_s(own), _used_s(whole), memory_bytes, now)
+        return rank
+    thread_percent = meter.percent(rank.pid, thread_id, _used_s(thread))
+    # Ranks that share a process count the time of their own threads alone.
+    percent = meter.percent(rank.pid, 0, _used_s(process)) if is_alone else thread_percent
+    return replace(
+        rank,
+        condition=_CONDITIONS.get(thread[0], "sleeping"),
+        cpu_percent=percent,
+        memory_bytes=n_pages * _PAGE_BYTES,
+        thread_percent=thread_percent,
+    )
 
 
-def _status(path: str) -> list[bytes]:
+def _thread_of(rank: Rank) -> int:
+    """Return the id of a rank's own thread, or of the main one if it has ended."""
+    thread_id = int(rank.facts.get("thread_id", 0))
+    return thread_id if Path(f"/proc/{rank.pid}/task/{thread_id}").exists() else rank.pid
+
+
+def _stat(path: str) -> list[bytes]:
     """Read the fields after the name, which may contain anything: the state first."""
     return Path(path).read_bytes().rpartition(b")")[2].split()
 
@@ -188,31 +190,12 @@ def _used_s(fields: list[bytes]) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S  # utime and stime, see proc(5)
 
 
-def _rank(found: Sequence[_Page], meter: Meter, *, is_alone: bool) -> Rank:
-    """Return a rank from the pages of its process, of which each context has one."""
-    found = sorted(found, key=lambda page: int(page.facts.get("made_ns", 0)))
-    calls = sorted((c for page in found for c in _calls(page)), key=lambda call: call.begin_ns)
-    facts, vitals = found[-1].facts, found[-1].vitals
-    known = Rank(facts["rank"], facts["pid"], "dead", tuple(calls), facts["made_ns"], facts)
-    if vitals is None:
-        return known
-    own = meter.percent(known.pid, vitals.thread_id, vitals.at_ns, vitals.thread_s)
-    # Ranks that share a process count the time of their own threads alone.
-    whole = meter.percent(known.pid, 0, vitals.at_ns, vitals.process_s) if is_alone else own
-    return replace(
-        known,
-        condition=vitals.condition,
-        cpu_percent=whole,
-        memory_bytes=vitals.memory_bytes,
-        thread_percent=own,
-    )
-
-
-def _calls(page: _Page) -> Iterable[ObservedCall]:
+def _calls(page: PageReader) -> Iterable[ObservedCall]:
+    """Read the calls of a page, with the members of their groups."""
     context = f"{page.facts.get('model', '')} {page.facts.get('backend', '')}"
     groups = {name: decode_ranks(each) for name, each in page.facts.get("groups", {}).items()}
     groups[EVERYBODY] = tuple(range(page.facts["world_size"]))
-    for each in page.records:
+    for each in page.records():
         yield ObservedCall(
             name=each.name,
             context=context,
@@ -242,15 +225,22 @@ def send(job: ObservedJob, number: int) -> None:
 def stacks_of(
     ranks: Sequence[Rank], timeout_s: float, *, all_threads: bool = False
 ) -> dict[int, list[Stack] | str]:
-    """Return the stacks of ranks, or why there are none; only live ones of this host are asked."""
+    """Return the stacks of ranks, own threads' first, or why there are none."""
 
     def stacks(rank: Rank) -> list[Stack] | str:
         if not rank.is_alive:
             return "is dead"
         if rank.stacks is not None:  # they were read on the rank's own host
             return rank.stacks
-        is_stopped = rank.condition == "stopped"
-        return read_stacks(rank.facts, timeout_s, is_stopped=is_stopped, all_threads=all_threads)
+        if rank.condition == "stopped":
+            return STOPPED
+        if "signal" not in rank.facts:
+            return "can't be asked for its stack: that takes Python 3.11 or later, and Linux"
+        own = _thread_of(rank)
+        texts = stack_signal.texts(rank.pid, rank.facts, own, timeout_s, all_threads)
+        if texts is None:
+            return f"doesn't answer within {timeout_s:g} s"
+        return [Stack(thread, parse(text)) for thread, text in texts.items()]
 
     with ThreadPoolExecutor(_N_AT_ONCE) as executor:
         found = executor.map(stacks, ranks)

@@ -102,8 +102,8 @@ class _Track:
     open: list[tuple[int, Event | None]] = field(default_factory=list)
     """The end of each slice, and its waiting."""
 
-    def takes(self, begin_ns: int, end_ns: int) -> bool:
-        """Return whether a slice fits that begins after all others here."""
+    def has_room(self, begin_ns: int, end_ns: int) -> bool:
+        """Close the slices that have ended; return whether one that begins now fits the others."""
         while self.open and self.open[-1][0] <= begin_ns:
             self.open.pop()
         return not self.open or end_ns <= self.open[-1][0]
@@ -117,7 +117,7 @@ class _RankEvents:
             {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}},
             {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}},
         ]
-        self.calls: dict[int, Event] = {}  # by their meetings
+        self.calls: dict[int, Event] = {}  # by the ids of their meetings
         self.waits: list[tuple[Event, Meeting]] = []
         self._pid, self._tids = pid, tids
         self._tracks: dict[int, list[_Track]] = {}
@@ -129,7 +129,8 @@ class _RankEvents:
         args = {**args_of(record), "number": record.number}
         call = self._slice(track, record.name, "call", begin_ns, end_ns - begin_ns, args)
         outer = track.open[-1][1] if track.open else None
-        # A slice of waiting is cut where an inner call begins, as slices may not overlap.
+        # A slice of waiting is cut where an inner call begins, as slices may not overlap: to
+        # nothing if that call began before the waiting.
         if outer is not None and call["ts"] + call["dur"] > outer["ts"]:
             outer["dur"] = min(outer["dur"], max(call["ts"] - outer["ts"], 0))
         waiting = None
@@ -143,9 +144,10 @@ class _RankEvents:
         track.open.append((end_ns, waiting))
 
     def _track(self, thread_id: int, begin_ns: int, end_ns: int) -> _Track:
+        """Return a track of a thread with room for a slice; add one if there is none."""
         tracks = self._tracks.setdefault(thread_id, [])
         for track in tracks:
-            if track.takes(begin_ns, end_ns):
+            if track.has_room(begin_ns, end_ns):
                 return track
         track = _Track(next(self._tids))
         name = f"thread {thread_id}{f', calls that overlap {len(tracks)}' if tracks else ''}"

@@ -40,7 +40,7 @@ _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError, 
 
 def packed(jobs: Sequence[ObservedJob], version: str) -> Iterator[str]:
     """Encode jobs of this host, with the stack of each rank, as short lines."""
-    found = [[job.name, job.at_ns, _ranks(job)] for job in jobs]
+    found = [[job.name, job.at_ns, _encoded_ranks(job)] for job in jobs]
     about = {"version": version, "unix_ns": time.time_ns(), "monotonic_ns": time.monotonic_ns()}
     body = zlib.compress(json.dumps({**about, "jobs": found}).encode())
     text = base64.b64encode(body).decode()
@@ -49,7 +49,8 @@ def packed(jobs: Sequence[ObservedJob], version: str) -> Iterator[str]:
         yield f"unisono-top {socket.gethostname()}-{os.getpid()} {number}/{len(parts)} {part}"
 
 
-def _ranks(job: ObservedJob) -> list[dict[str, Any]]:
+def _encoded_ranks(job: ObservedJob) -> list[dict[str, Any]]:
+    """Encode the ranks of a job for JSON, with their stacks."""
     stacks = stacks_of(job.ranks, _ANSWER_S)
     found = []
     for rank in job.ranks:
@@ -68,11 +69,12 @@ def look_through(commands: Sequence[str], version: str) -> tuple[list[ObservedJo
     # A malformed command is an error before any other one runs.
     words = [_words(command) for command in commands]
     with ThreadPoolExecutor(max(len(commands), 1)) as executor:
-        found = list(executor.map(_through, commands, words, repeat(version)))
+        found = list(executor.map(_jobs_through, commands, words, repeat(version)))
     return [job for jobs, _ in found for job in jobs], [why for _, why in found if why]
 
 
 def _words(command: str) -> list[str]:
+    """Return the words by which a command runs unisono on its hosts."""
     try:
         words = shlex.split(command)
     except ValueError as error:
@@ -82,7 +84,10 @@ def _words(command: str) -> list[str]:
     return [*words, "unisono", "top", "--packed"]
 
 
-def _through(command: str, words: Sequence[str], version: str) -> tuple[list[ObservedJob], str]:
+def _jobs_through(
+    command: str, words: Sequence[str], version: str
+) -> tuple[list[ObservedJob], str]:
+    """Return the jobs on the hosts of a command, and its failure, empty for none."""
     begun_ns = time.time_ns()
     with TemporaryFile() as out, TemporaryFile() as err:  # pipes would wait for grandchildren
         why = _run(words, out, err)
@@ -95,7 +100,7 @@ def _through(command: str, words: Sequence[str], version: str) -> tuple[list[Obs
             plain = json.loads(zlib.decompress(base64.b64decode(body)))
             if plain["version"] != version:
                 raise ValueError(f"unisono is {plain['version']} there and {version} here")
-            jobs += _jobs(plain, begun_ns)
+            jobs += _decoded_jobs(plain, begun_ns)
     # An earlier failure explains a later one. Jobs that could be read are kept.
     except _UNREADABLE as error:
         why = why or f"its answer cannot be read ({error}): install the same version there"
@@ -149,19 +154,19 @@ def _bodies(text: str) -> tuple[list[str], bool]:
     return bodies, len(whole) == len(found)
 
 
-def _jobs(plain: dict[str, Any], begun_ns: int) -> list[ObservedJob]:
+def _decoded_jobs(plain: dict[str, Any], begun_ns: int) -> list[ObservedJob]:
     """Decode jobs from `packed`, in the clock of this host."""
-    # Its host's time of day, as far as it lies within the run of the command.
+    # Times of day differ between hosts, but the jobs were encoded while the command ran.
     now_ns = time.time_ns()
     ago_ns = now_ns - min(max(plain["unix_ns"], begun_ns), now_ns)
     shift_ns = time.monotonic_ns() - ago_ns - plain["monotonic_ns"]
     return [
-        job_of(name, [_rank(each, shift_ns) for each in ranks], at_ns + shift_ns)
+        job_of(name, [_decoded_rank(each, shift_ns) for each in ranks], at_ns + shift_ns)
         for name, at_ns, ranks in plain["jobs"]
     ]
 
 
-def _rank(plain: dict[str, Any], shift_ns: int) -> Rank:
+def _decoded_rank(plain: dict[str, Any], shift_ns: int) -> Rank:
     calls = []
     for each in plain["calls"]:
         # The end of a call that isn't over is 0, and stays so.

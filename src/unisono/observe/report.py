@@ -9,13 +9,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from unisono.observe.jobs import ObservedJob, stacks_of
-from unisono.observe.stacks import Frame, Stack, is_before, own_frame
+from unisono.observe.stacks import Frame, Stack, is_before, user_frame
 from unisono.observe.verdict import Culprit, Rank, State, Verdict, judge
 
 _S = 1e9
 _MAX_RANKS_ASKED = 8  # for their stacks, in one report
 _ANSWER_S = 0.3
 _RETRY_S = 5.0  # before a rank that hasn't answered is asked again
+# Verdicts on a wrong call, whose position is the line of the call, and not a line within it.
+_WRONG_CALLS = ("mismatch", "deadlock", "extra call")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,35 +28,38 @@ class Answer:
     at_s: float
     state: tuple[object, ...]
 
+    @property
+    def may_be_retried(self) -> bool:
+        """Whether a rank that didn't answer may do so now, even in the same state."""
+        return isinstance(self.stacks, str) and time.monotonic() - self.at_s >= _RETRY_S
 
-class Asked:
-    """The ranks that have been asked for stacks, and their answers."""
+
+class StackCache:
+    """The last stacks of ranks that have been asked for them."""
 
     # Asking a rank interrupts waits in C there, so a view that refreshes each second asks each rank
     # once, until it begins or ends a call.
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, int], Answer] = {}
+        self._known: dict[tuple[str, int], Answer] = {}  # by job and rank
 
     def stacks(
         self, job: ObservedJob, verdict: Verdict, wanted: Iterable[int]
     ) -> dict[int, Answer]:
         """Return the stacks of ranks; ask those whose call has changed since the last time."""
         living = {rank.rank: rank for rank in job.ranks if rank.is_alive}
-        states = {rank: _state_of(living[rank], verdict) for rank in wanted if rank in living}
-        now_s, new = time.monotonic(), []
+        states = {rank: _call_state(living[rank], verdict) for rank in wanted if rank in living}
+        stale = []
         for rank, state in states.items():
-            # A rank that hasn't answered may do so later, even in the same state.
             known = self._known.get((job.name, rank))
-            is_late = known and isinstance(known.stacks, str) and now_s - known.at_s >= _RETRY_S
-            if known is None or known.state != state or is_late:
-                new.append(living[rank])
-        for rank, stacks in stacks_of(new, _ANSWER_S).items():
+            if known is None or known.state != state or known.may_be_retried:
+                stale.append(living[rank])
+        for rank, stacks in stacks_of(stale, _ANSWER_S).items():
             self._known[job.name, rank] = Answer(stacks, time.monotonic(), states[rank])
         return {rank: self._known[job.name, rank] for rank in states}
 
 
-def _state_of(rank: Rank, verdict: Verdict) -> tuple[object, ...]:
+def _call_state(rank: Rank, verdict: Verdict) -> tuple[object, ...]:
     """Return a rank's process and call; its stacks are kept until one of them changes."""
     state, call = verdict.states[rank.rank], None
     if state.call is not None:
@@ -65,27 +70,32 @@ def _state_of(rank: Rank, verdict: Verdict) -> tuple[object, ...]:
 def reports(jobs: Sequence[ObservedJob]) -> dict[str, Any]:
     """Return the state of each rank of each job, and the ranks that make others wait."""
     # On this host, ranks that make others wait are asked for stacks; after an extra call, all are.
-    asked = Asked()
-    return {"host": socket.gethostname(), "jobs": [report_of(job, asked) for job in jobs]}
+    cache = StackCache()
+    return {"host": socket.gethostname(), "jobs": [report_of(job, cache) for job in jobs]}
 
 
 def facts_of(job: ObservedJob) -> dict[str, Any]:
     """Return a job's name, program, size and age, from its pages."""
     began_ns = min(rank.made_ns for rank in job.ranks)
     known = {key: job.facts.get(key, "") for key in ("program", "cwd", "backend", "model")}
-    up_s = max(job.at_ns - began_ns, 0) / _S
+    up_s = _age_s(began_ns, job.at_ns)
     return {"job": job.name, **known, "world_size": job.world_size, "up_s": up_s}
 
 
-def report_of(job: ObservedJob, asked: Asked) -> dict[str, Any]:
+def _age_s(began_ns: int, at_ns: int) -> float:
+    """Return an age in seconds at the beginning of a look; 0 for what began during the look."""
+    return max(at_ns - began_ns, 0) / _S
+
+
+def report_of(job: ObservedJob, cache: StackCache) -> dict[str, Any]:
     """Return the state of each rank of a job, and the ranks that make others wait."""
     verdict = judge(job.ranks, job.at_ns)
     # Only stacks distinguish an extra call from a rank that is merely ahead. Asking for stacks
     # interrupts the ranks' waits, so this is done only for this verdict.
-    if verdict.kind == "extra call" and _is_early(job, verdict, asked):
-        verdict = judge(job.ranks, job.at_ns, is_early=True)
+    if verdict.kind == "extra call" and _is_only_ahead(job, verdict, cache):
+        verdict = judge(job.ranks, job.at_ns, may_be_extra=False)
     culprits = [each.rank for each in verdict.culprits[:_MAX_RANKS_ASKED]]
-    answers = asked.stacks(job, verdict, culprits)
+    answers = cache.stacks(job, verdict, culprits)
     return {
         **facts_of(job),
         "verdict": {"kind": verdict.kind, "text": verdict.text},
@@ -112,11 +122,11 @@ def calls_of(job: ObservedJob) -> dict[int, str]:
     }
 
 
-def _is_early(job: ObservedJob, verdict: Verdict, asked: Asked) -> bool:
+def _is_only_ahead(job: ObservedJob, verdict: Verdict, cache: StackCache) -> bool:
     """Return whether a rank's stack is before the line that only the culprit has reached."""
     alone = verdict.culprits[0].rank
     others = [rank.rank for rank in job.ranks if rank.rank != alone][:_MAX_RANKS_ASKED]
-    answers = asked.stacks(job, verdict, [alone, *others])
+    answers = cache.stacks(job, verdict, [alone, *others])
     frames = {rank: _own_stack(answer) for rank, answer in answers.items()}
     return any(is_before(frames.get(rank, ()), frames.get(alone, ())) for rank in others)
 
@@ -130,12 +140,11 @@ def _own_stack(answer: Answer | None) -> tuple[Frame, ...]:
 def _position(culprit: Culprit, verdict: Verdict, answer: Answer | None) -> dict[str, Any]:
     """Return a culprit's position: the line of its call, of its stack, or of its last call."""
     state, frames = verdict.states[culprit.rank], _own_stack(answer)
-    own, call = own_frame(frames), state.call
-    # For a wrong call the position is the line of the call, not a line within it.
-    is_of_calls = verdict.kind in ("mismatch", "deadlock", "extra call")
+    user, call = user_frame(frames), state.call
+    is_of_calls = verdict.kind in _WRONG_CALLS
     position: dict[str, Any] = {"file": "", "line": 0, "function": "", "from": ""}
-    if own is not None and not (is_of_calls and call is not None):
-        position = {**own._asdict(), "from": "stack"}
+    if user is not None and not (is_of_calls and call is not None):
+        position = {**user._asdict(), "from": "stack"}
     elif call is not None:
         source = "call" if is_of_calls or state.is_inside else "last call"
         position |= {"file": call.file, "line": call.line, "from": source}
@@ -148,6 +157,7 @@ def _position(culprit: Culprit, verdict: Verdict, answer: Answer | None) -> dict
 
 
 def _rank(rank: Rank, state: State, now_ns: int) -> dict[str, Any]:
+    """Return a rank's process, state and call as plain data."""
     call = state.call
     named = ("name", "group", "number", "size_bytes", "file", "line")
     return {
@@ -160,7 +170,7 @@ def _rank(rank: Rank, state: State, now_ns: int) -> dict[str, Any]:
         "memory_bytes": rank.memory_bytes,
         "state": state.kind,
         "waits_for": list(state.waits_for),
-        "since_s": max(now_ns - state.since_ns, 0) / _S,
+        "since_s": _age_s(state.since_ns, now_ns),
         "is_in_call": state.is_inside,
         "call": None if call is None else {key: getattr(call, key) for key in named},
     }

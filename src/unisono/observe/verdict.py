@@ -104,16 +104,18 @@ class Verdict:
     states: Mapping[int, State] = field(default_factory=dict)
 
 
-def judge(ranks: Sequence[Rank], now_ns: int, *, is_early: bool = False) -> Verdict:
+def judge(ranks: Sequence[Rank], now_ns: int, *, may_be_extra: bool = True) -> Verdict:
     """Return each rank's state, and the ranks that make others wait."""
     job = _JobFacts(ranks, now_ns)
     states = {rank: job.state(rank) for rank in sorted(job.ranks)}
-    # The first rule that holds decides. A rank that is only early isn't in a call too many.
-    for rule in (_gone, _mismatch, _extra, _late, _deadlock, _unseen):
-        found = None if rule is _extra and is_early else rule(job)
+    rules = [_gone, _mismatch, _extra, _late, _deadlock, _unseen]
+    if not may_be_extra:  # stacks have shown that the rank alone in a call is only ahead
+        rules.remove(_extra)
+    for rule in rules:  # the first that holds decides
+        found = rule(job)
         if found is not None:
             kind, text, culprits = found
-            return Verdict(kind, text, job.weighed(culprits), states)
+            return Verdict(kind, text, job.with_costs(culprits), states)
     text = "no rank waits for another"
     if any(wait.ranks for wait in job.waits.values()):
         text = f"no rank has waited longer than {_PATIENCE_S:g} s"
@@ -150,10 +152,11 @@ class _JobFacts:
         if not self.ranks[rank].is_alive:
             return None
         # A call without a number isn't made, since a hook has rejected it.
-        waits = [self._missing(rank, call) for call in self.open[rank] if call.number]
+        waits = [self._wait_in(rank, call) for call in self.open[rank] if call.number]
         return max(waits, key=lambda wait: (len(wait.ranks), len(wait.unseen)), default=None)
 
-    def _missing(self, rank: int, call: ObservedCall) -> _Wait:
+    def _wait_in(self, rank: int, call: ObservedCall) -> _Wait:
+        """Return a rank's wait in one call: for the members that haven't reached it."""
         others = [other for other in call.ranks if other != rank]
 
         def is_missing(other: int) -> bool:
@@ -205,6 +208,7 @@ class _JobFacts:
         return self.waited_s(ranks) >= _PATIENCE_S
 
     def state(self, rank: int) -> State:
+        """Return the state of a rank: its process's, its wait, or its current or last call."""
         facts, opened, wait = self.ranks[rank], self.open[rank], self.waits.get(rank)
         call = wait.call if wait else (opened[-1] if opened else None)
         is_inside = call is not None
@@ -218,26 +222,24 @@ class _JobFacts:
             return State("waits", call, is_inside, since_ns, wait.ranks)
         return State("in call" if is_inside else "computes", call, is_inside, since_ns)
 
-    def weighed(self, culprits: Sequence[Culprit]) -> tuple[Culprit, ...]:
-        """Return culprits with their costs."""
+    def with_costs(self, culprits: Sequence[Culprit]) -> tuple[Culprit, ...]:
+        """Return culprits with their waiters and costs."""
         lost_s, lates, n_calls = _costs(self.ranks.values())
         found = []
         for culprit in culprits:
-            # Deadlocks and extra calls come with their waiters.
-            waiters = culprit.waiters or self.waiters(culprit.rank)
-            own = lates.get(culprit.rank, [])
-            found.append(
-                replace(
-                    culprit,
-                    waiters=waiters,
-                    waited_s=self.waited_s(waiters),
-                    lost_s=lost_s.get(culprit.rank, 0.0)
-                    + sum(self.waited_s([rank]) for rank in waiters),
-                    came_last=len(own),
-                    n_calls=n_calls,
-                    median_late_s=statistics.median(own) if own else 0.0,
-                )
+            rank = culprit.rank
+            # Those of deadlocks and extra calls have their waiters already.
+            waiters = culprit.waiters or self.waiters(rank)
+            known = replace(
+                culprit,
+                waiters=waiters,
+                waited_s=self.waited_s(waiters),
+                lost_s=lost_s[rank] + sum(self.waited_s([each]) for each in waiters),
+                came_last=len(lates[rank]),
+                n_calls=n_calls,
+                median_late_s=statistics.median(lates[rank] or [0.0]),
             )
+            found.append(known)
         return tuple(found)
 
 
@@ -277,8 +279,10 @@ def _mismatch(job: _JobFacts) -> _Found:
             if len(by_name) > 1 and job.have_waited([rank]):
                 parts = [f"{named(ranks)} called {name}" for name, ranks in by_name.items()]
                 text = f"call {call.number} of {call.group} isn't the same: {', '.join(parts)}"
-                why = "called {}, unlike others"
-                odd = [Culprit(each, why.format(name)) for name, each in _odd_ones(by_name)]
+                odd = [
+                    Culprit(each, f"called {name}, unlike others")
+                    for name, each in _odd_ones(by_name)
+                ]
                 return "mismatch", text, odd
     return None
 
@@ -400,15 +404,17 @@ def _unseen(job: _JobFacts) -> _Found:
     return "unseen", text, []
 
 
-def _costs(ranks: Iterable[Rank]) -> tuple[dict[int, float], dict[int, list[float]], int]:
-    """Return the seconds that others waited for each rank, its latenesses, and the calls' count."""
+def _costs(
+    ranks: Iterable[Rank],
+) -> tuple[defaultdict[int, float], defaultdict[int, list[float]], int]:
+    """Return the seconds lost by each rank, its delays where it came last, and the calls' count."""
     arrivals: dict[tuple[_KEY, int], dict[int, ObservedCall]] = defaultdict(dict)
     for rank in ranks:
-        for call in _leaves(rank.calls):
+        for call in _without_inner(rank.calls):
             if call.number and call.is_blocking:
                 arrivals[call.key, call.number][rank.rank] = call
-    lost_s: dict[int, float] = defaultdict(float)
-    lates: dict[int, list[float]] = defaultdict(list)
+    lost_s: defaultdict[int, float] = defaultdict(float)
+    lates: defaultdict[int, list[float]] = defaultdict(list)
     n_calls = 0
     for calls in arrivals.values():
         first = next(iter(calls.values()))
@@ -421,13 +427,13 @@ def _costs(ranks: Iterable[Rank]) -> tuple[dict[int, float], dict[int, list[floa
         others = [call for rank, call in calls.items() if rank != last]
         # A rank may have left before the last one arrived, such as the root of a broadcast.
         waits = [min(each.end_ns or last_ns, last_ns) - each.begin_ns for each in others]
-        lost_s[last] += sum(max(wait, 0) for wait in waits) / _S
+        lost_s[last] += sum(waits) / _S
         lates[last].append((last_ns - max(each.begin_ns for each in others)) / _S)
     return lost_s, lates, n_calls
 
 
-def _leaves(calls: Sequence[ObservedCall]) -> Iterator[ObservedCall]:
-    """Iterate over the calls without inner ones, so not over sections."""
+def _without_inner(calls: Sequence[ObservedCall]) -> Iterator[ObservedCall]:
+    """Iterate over the calls that contain no others, in the order of their starts."""
     for at, call in enumerate(calls):
         following = next((each for each in calls[at + 1 :] if each.lane == call.lane), None)
         if following is None or following.begin_ns >= (call.end_ns or math.inf):

@@ -133,12 +133,10 @@ class Clock(NamedTuple):
 
 
 # No rank leaves these before the last one has arrived.
-_MEETS = frozenset(
-    {
-        *("all_gather", "all_reduce", "all_reduce_", "all_to_all", "barrier", "gradients"),
-        *("all_gather_tensors_with_shapes", "reduce_scatter", "new_group"),
-    }
-)
+_MEETS = frozenset([
+    "all_gather", "all_gather_tensors_with_shapes", "all_reduce", "all_reduce_", "all_to_all",
+    "barrier", "gradients", "new_group", "reduce_scatter",
+])  # fmt: skip
 _DAY_NS = 10_000_000  # usual difference between hosts that synchronize with a time server
 _NARROWEST = 9  # calls that bound the difference of two clocks best
 
@@ -148,13 +146,16 @@ def common_clock(ranks: Records, clocks: Mapping[int, Clock]) -> tuple[dict[int,
     # A rank leaves a call that all meet in after the last one's arrival. So each bounds the
     # difference of two hosts from both sides, and the shortest ones bound it best.
     hosts = {rank: clocks[rank].boot for rank in sorted(clocks)}
+    # In reverse, so that the clock of a host's first rank stays.
     walls = {clocks[rank].boot: clocks[rank].to_wall_ns for rank in sorted(clocks, reverse=True)}
     first, *others = dict.fromkeys(hosts.values()) or [""]
     bounds: dict[str, list[tuple[int, int]]] = {host: [] for host in others}
     offsets = {rank: walls[host] for rank, host in hosts.items()}
     for meeting in meetings(ranks, offsets) if others else ():
         spans = _spans(meeting, hosts)
-        for host in spans.keys() & bounds.keys() if first in spans else ():
+        if first not in spans:
+            continue
+        for host in spans.keys() & bounds.keys():
             (arrival, end), (its_arrival, its_end) = spans[first], spans[host]
             # The clocks' difference is between arrival - its_end and end - its_arrival.
             width = end - arrival + its_end - its_arrival
@@ -229,7 +230,7 @@ class Waits:
 
 
 class _Timeline:
-    """Seconds by rank; a call within another isn't counted twice."""
+    """Time by rank; where intervals overlap, it counts once."""
 
     def __init__(self, size: int) -> None:
         self._until = [-math.inf] * size
@@ -278,7 +279,7 @@ class _Sums:
 
     def __init__(self, size: int, unsure_ns: int) -> None:
         self.lost, self.waited, self.busy = _Timeline(size), _Timeline(size), _Timeline(size)
-        self.late: list[tuple[int, int, int]] = []  # which rank, by how much, for which call
+        self.late: list[tuple[int, int, int]] = []  # rank, time lost in ns, index of the call
         self.lines: dict[tuple[str, str], LineCost] = {}
         self._unsure_ns = unsure_ns
         self._ended_ns: dict[int, int] = {}
@@ -295,13 +296,14 @@ class _Sums:
             self.lines[record.name, site] = line
         line.calls += 1
         line.size_bytes += record.size_bytes
-        gap_ns, late_ns = last_ns - self._ended_ns.get(last, last_ns), 0
+        computed_ns = last_ns - self._ended_ns.get(last, last_ns)  # since that rank's last call
+        late_ns = 0
         for rank in meeting.records:
             begin, waited_ns = meeting.wait_begin_ns(rank), meeting.waited_ns(rank)
             late_ns = max(late_ns, waited_ns)
             self._ended_ns[rank] = meeting.end_ns(rank)
             self._intervals[rank].append((begin, begin + waited_ns, meeting.end_ns(rank), line))
-        if late_ns > max(FLOOR_NS, FLOOR_SHARE * gap_ns, self._unsure_ns):
+        if late_ns > max(FLOOR_NS, FLOOR_SHARE * computed_ns, self._unsure_ns):
             # The longest wait is the time lost; overlapping calls count once.
             new = self.lost.add(last, last_ns - late_ns, last_ns)
             line.lost_s[last] += new / 1e9
@@ -310,13 +312,13 @@ class _Sums:
 
     def finish(self) -> None:
         """Add the times of ranks in calls, once all calls have been added."""
-        # By the starts of their waits, which aren't in the order of the calls' arrivals.
+        # In the order of their starts, which isn't that of the calls' arrivals.
         for rank, intervals in enumerate(self._intervals):
-            for begin, until, end, line in sorted(intervals, key=lambda each: each[0]):
+            for begin, waited_until, end, line in sorted(intervals, key=lambda each: each[0]):
                 busy_ns = self.busy.add(rank, begin, end)
                 line.total_s += busy_ns / 1e9
                 # A call within another adds no time, and therefore no waiting.
-                line.waiting_s += min(self.waited.add(rank, begin, until), busy_ns) / 1e9
+                line.waiting_s += min(self.waited.add(rank, begin, waited_until), busy_ns) / 1e9
 
 
 def _slowest(late: Iterable[tuple[int, int, int]], watched_ns: int) -> int | None:
@@ -345,19 +347,19 @@ def draw(what: str, found: Mapping[str, Waits], path: str | os.PathLike[str]) ->
     figure = make(figsize=(_WIDTH_INCHES, _HEIGHT_INCHES * len(found)), layout="constrained")
     places = figure.subplots(len(found), squeeze=False)[:, 0]
     for axes, (name, each) in zip(places, found.items(), strict=True):
-        _draw(axes, f"{name}: " if name else "", each)
+        _draw(axes, each)
+        axes.set_title(f"{name}: {each.headline}" if name else each.headline)
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:  # such as a suffix that it doesn't know
         raise ArgumentError(f"{what}: {os.fspath(path)} can't be written: {error}") from error
 
 
-def _draw(axes: Any, begin: str, found: Waits) -> None:
+def _draw(axes: Any, found: Waits) -> None:
     ranks = range(len(found.lost_s))
     left, right = ([rank + side * _BAR_WIDTH / 2 for rank in ranks] for side in (-1, 1))
     axes.bar(left, found.lost_s, _BAR_WIDTH, label="others waited for it")
     axes.bar(right, found.waited_s, _BAR_WIDTH, label="it waited for others")
     axes.locator_params("x", integer=True, min_n_ticks=1)
     axes.set(xlim=(-0.5, len(ranks) - 0.5), xlabel="rank", ylabel="seconds")
-    axes.set_title(begin + found.headline)
     axes.legend()

@@ -125,14 +125,13 @@ def watching() -> Iterator[Watch]:
 
 def _packed(clock: Clock, records: Iterable[CollectiveRecord]) -> bytes:
     columns = list(zip(*records, strict=True))  # equal values beside each other take no room
-    return zlib.compress(pickle.dumps((*clock, columns)))
+    return zlib.compress(pickle.dumps((clock, columns)))
 
 
 def _waits(packed: Sequence[bytes]) -> Waits:
     clocks, records = {}, {}
     for rank, each in enumerate(packed):
-        *clock, columns = pickle.loads(zlib.decompress(each))
-        clocks[rank] = Clock(*clock)
+        clocks[rank], columns = pickle.loads(zlib.decompress(each))
         records[rank] = [CollectiveRecord(*row) for row in zip(*columns, strict=True)]
     return waits(records, *common_clock(records, clocks))
 

@@ -23,7 +23,7 @@ __tracebackhide__ = hides
 _LOOK_S = 0.15  # between two looks at busy replicas after another one has failed
 _LOOKS = 2  # in a row that find one waiting
 _PATIENCE_S = 5.0  # with those that compute
-_Give = Callable[[int], bytes | None]
+_Give = Callable[[int], bytes | None]  # returns a rank's next task, if there is one left
 
 
 class LateError(LaunchError):
@@ -90,6 +90,7 @@ class PoolCall(JobRanks):
         self.replicas_stay = not self.busy and not self._is_broken
 
     def _wait_for_others(self, job: Job[Any]) -> None:
+        """Wait until the other replicas are done, or are seen to wait for the failed one."""
         # Those that compute end by themselves; those that wait for the failed one never do.
         patience_s = _PATIENCE_S if self._is_together else math.inf
         end, n_looks = min(time.monotonic() + patience_s, self._limit), 0
@@ -116,6 +117,7 @@ class PoolCall(JobRanks):
         return bool(answers)
 
     def _send_next(self, job: Job[Any], rank: int) -> None:
+        """Send a replica its next task; without one, or after a failure, it is done."""
         body = None if job.failures else self._give(rank)
         if body is not None:
             self.busy.add(rank)

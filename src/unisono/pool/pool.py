@@ -228,6 +228,7 @@ class WorkerPool:
             )
 
     def _ready(self, limit: float | None) -> Replicas:
+        """Return idle replicas; start them if there are none, or if one has ended."""
         if self._is_closed:
             raise NotInitializedError("this pool is closed: make another one")
         if self._replicas is not None and not self._replicas.has_ended():
@@ -239,6 +240,7 @@ class WorkerPool:
         return self._replicas
 
     def _drop(self) -> None:
+        """End the replicas, busy or not; the next call starts others."""
         if self._replicas is not None:
             self._replicas.end()
             self._replicas = None
@@ -288,7 +290,7 @@ def outcome(
     *,
     only: Collection[int] | None = None,
     keep: bool = False,
-    begun: Callable[[PoolCall], object] = lambda _: None,
+    on_start: Callable[[PoolCall], object] = lambda _: None,
 ) -> PoolCall:
     """Run a function in a pool, and return the call with each rank's answer or failure."""
     # For tests and notebooks, which show all failures. `keep` leaves replicas running that are
@@ -300,7 +302,7 @@ def outcome(
     with pool._lock:
         replicas = pool._ready(limit)
         call = PoolCall(replicas, once(body, ranks), limit, is_together=True)
-        begun(call)
+        on_start(call)
         try:
             call.run(pool._size)
         except LaunchError as error:

@@ -36,14 +36,14 @@ _MIN_STACK_S = 0.1  # for each, however long the earlier ones took
 _NEVER_WAITS = re.compile(
     r"/unisono/(testing|notebook|pool|launchers|pickling\.py|tracebacks\.py)\b"
 )
-_Answer = tuple[int, bytes, bytes]
+_Answer = tuple[int, bytes, bytes]  # rank, kind and body
 
 
 class Replicas:
     """One set of replicas, all of which have reported that they are ready."""
 
     def __init__(
-        self, size: int, backend: str | None, options: dict[str, Any], limit: float | None = None
+        self, size: int, backend: str | None, options: dict[str, Any], limit: float | None
     ) -> None:
         self._size = size
         # By rank: process, Python's and the kernel's id of the thread, facts of `stack_signal`.
@@ -124,6 +124,7 @@ class Replicas:
         return {rank: self._stack(rank, until) or [] for rank in ranks}
 
     def _stack(self, rank: int, until: float) -> list[FrameSummary] | None:
+        """Return the stack of a replica, outermost first; None without an answer."""
         pid, thread_id, native_id, facts = self._ids[rank]
         if pid == os.getpid():
             frame = frame_of(thread_id)

@@ -212,7 +212,9 @@ def test_sets_of_ranks_stay_beside_each_other(
     ]
     shell.run_line_magic("ranks", "stop")
     assert "2 ranks on threads: ended" in capsys.readouterr().out
-    for line, text in (("x", "invalid int"), ("2 --rank 5", "there are ranks 0 to 1")):
+    wrong = [("x", "invalid int"), ("2 --rank 5", "there are ranks 0 to 1")]
+    wrong.append(("2 --rank x", r"argument --rank: 'x' should be ranks, such as 0 or 0,1\. It is "))
+    for line, text in wrong:
         with pytest.raises(ArgumentError, match=text):
             shown(line, "1")
     with pytest.raises(ArgumentError, match="%ranks stop"):

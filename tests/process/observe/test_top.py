@@ -29,7 +29,7 @@ from tests.support.tops import (
 )
 from unisono.errors import CollectiveError, WorkerFailedError
 from unisono.observe.jobs import Meter, look
-from unisono.observe.report import Asked, report_of, reports
+from unisono.observe.report import StackCache, report_of, reports
 
 pytestmark = pytest.mark.usefixtures("own_pages")
 SHOWN, HIDDEN = "\x1b[?1049h", "\x1b[?1049l"
@@ -82,7 +82,7 @@ def test_a_rank_that_stays_where_it_is_is_asked_once() -> None:
     with job_of_processes("locked"):
         seen()
         (job,) = look(Meter())
-        late, asked = job.ranks[hangs.LATE], Asked()
+        late, asked = job.ranks[hangs.LATE], StackCache()
         written = Path(f"/proc/{late.pid}/fd/{late.facts['stacks_fd']}")
         (first,) = report_of(job, asked)["culprits"]
         n_bytes = written.stat().st_size

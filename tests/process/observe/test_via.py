@@ -260,7 +260,7 @@ def test_ages_are_those_of_the_clock_there_whatever_the_time_of_day(
         "monotonic_ns": 4 * DAY_NS,
         "jobs": [["a", 4 * DAY_NS, [asdict(rank)]]],
     }
-    (job,) = remote._jobs(plain, time.time_ns() - 10**9)
+    (job,) = remote._decoded_jobs(plain, time.time_ns() - 10**9)
     (seen,) = job.ranks
     assert job.at_ns - seen.made_ns == 3 * DAY_NS
     assert job.at_ns - seen.calls[0].begin_ns == DAY_NS

@@ -87,6 +87,12 @@ def test_what_is_piped_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     assert line.split()[0] == "passed"
 
 
+def test_a_file_that_cannot_be_written_is_wrong_use() -> None:
+    done = run("check", "serial", "-n", "1", "--law", "broadcast", "--save", "/dev/null/x")
+    assert done.code == 2
+    assert done.err.startswith("error: --save /dev/null/x: it can't be written: ")
+
+
 def test_no_color_is_heeded() -> None:
     assert "\x1b[32m" in on_terminal(100, *CHECK)[0]
     assert "\x1b[32m" not in on_terminal(100, *CHECK, NO_COLOR="1")[0]

@@ -10,17 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.hanging import hanging, takes_stacks
-from unisono.observe.jobs import stacks_of
-from unisono.observe.stacks import (
-    STOPPED,
-    Frame,
-    equal,
-    folded,
-    is_before,
-    own_frame,
-    parse,
-    read_stacks,
-)
+from unisono.observe.jobs import STOPPED, stacks_of
+from unisono.observe.stacks import Frame, equal, folded, is_before, parse, user_frame
 from unisono.observe.verdict import Rank
 
 TEXT = """\
@@ -41,7 +32,7 @@ def test_what_faulthandler_writes_is_read() -> None:
     assert parse("") == parse("nothing of this kind") == ()
 
 
-OURS = Frame(sys.modules[own_frame.__module__].__file__ or "", 1, "wait")
+OURS = Frame(sys.modules[user_frame.__module__].__file__ or "", 1, "wait")
 LIBRARY = Frame(json.__file__, 1, "loads")
 SITE = Frame("/opt/x/site-packages/torch/nn.py", 2, "forward")
 STARTED = Frame("<string>", 5, "<module>")
@@ -50,11 +41,11 @@ OWN = Frame("/home/me/unisono/train.py", 9, "load")  # of a project that is call
 
 def test_the_users_line_is_outside_of_libraries() -> None:
     frozen = Frame("<frozen importlib._bootstrap>", 1, "_load")
-    assert own_frame([LIBRARY, SITE, frozen, OURS, OWN, Frame("run.py", 1, "<module>")]) == OWN
-    assert own_frame([OURS, LIBRARY, SITE]) == LIBRARY
-    assert own_frame([OURS, STARTED]) is own_frame([]) is None
+    assert user_frame([LIBRARY, SITE, frozen, OURS, OWN, Frame("run.py", 1, "<module>")]) == OWN
+    assert user_frame([OURS, LIBRARY, SITE]) == LIBRARY
+    assert user_frame([OURS, STARTED]) is user_frame([]) is None
     elsewhere = Frame("/opt/clone/src/unisono/control/hub.py", 354, "_sleep")
-    assert own_frame([elsewhere, OWN]) == OWN
+    assert user_frame([elsewhere, OWN]) == OWN
     assert folded([OWN, elsewhere, STARTED]) == (OWN,)
 
 
@@ -104,7 +95,7 @@ def test_own_threads_stack_comes_first() -> None:
         assert sorted(found) == [0, 5]
         for stacks in found.values():
             assert not isinstance(stacks, str)
-            own = own_frame(stacks[0].frames)
+            own = user_frame(stacks[0].frames)
             assert own is not None and own.function == "hang"
             assert Path(own.file).name == "hanging.py"
             assert stacks[0].thread_id == process.facts["thread_id"]
@@ -115,8 +106,8 @@ def test_why_a_rank_did_not_answer_is_not_claimed_to_be_known() -> None:
     """It may also block the signal, or be in a call of the kernel that nothing interrupts."""
 
     def told(**facts: int) -> object:
-        known = {"pid": os.getpid(), **facts}
-        return read_stacks(known, 0.3, is_stopped=False, all_threads=False)
+        (rank,) = ranks_of({"pid": os.getpid(), **facts}, "sleeping", 0)
+        return stacks_of([rank], 0.3)[0]
 
     assert told(signal=60) == "doesn't answer within 0.3 s"
     assert "takes Python 3.11 or later" in str(told())

@@ -158,7 +158,7 @@ def test_a_short_wait_names_nobody() -> None:
 
 
 def test_who_is_known_to_be_early_made_no_call_too_many() -> None:
-    verdict = judge(ALONE, NOW, is_early=True)
+    verdict = judge(ALONE, NOW, may_be_extra=False)
     assert verdict.kind == "late"
     assert [each.rank for each in verdict.culprits] == [0, 2]
 
