@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from unisono import Group, ReduceOp, context, recording, registry
+from unisono import Group, ReduceOp, context, registry
 from unisono.collectives import (
     _dtype_emulation,
     _exact_sums,
@@ -29,6 +29,7 @@ from unisono.models.threads import ThreadsModel
 from unisono.observe import waits
 from unisono.payload import codec, pickling, tensors
 from unisono.payload.tensors import TensorHeader
+from unisono.recording import records
 from unisono.registry import register_model
 from unisono.testing import Outcome, check
 from unisono.training import equality, evaluation, loader, preemption
@@ -197,17 +198,14 @@ def _begins_with_another_each_time(
     return fold_tensors(op, model.all_gather(tensor, group).roll(calls, 0))
 
 
-def _rounds_each_addition(context: Any, call: str, tensors: Any, group: Any) -> list[Tensor]:
-    sums = [tensor.sum(0, dtype=tensor.dtype) for tensor in tensors]
-    return [
-        _dtype_emulation.all_reduce(context, each, ReduceOp.SUM, group, each.device)
-        for each in sums
-    ]
+def _rounds_each_addition(context: Any, call: str, terms: Tensor, group: Any) -> Tensor:
+    mine = terms.sum(0, dtype=terms.dtype)
+    return _dtype_emulation.all_reduce(context, mine, ReduceOp.SUM, group, mine.device)
 
 
-def _rounds_long_ones_once_more(context: Any, call: str, tensors: Any, group: Any) -> list[Tensor]:
-    sums = _summed_exactly(context, call, tensors, group)
-    return [each.bfloat16().to(each.dtype) if each.numel() > 30_000 else each for each in sums]
+def _rounds_long_ones_once_more(context: Any, call: str, terms: Tensor, group: Any) -> Tensor:
+    total = _summed_exactly(context, call, terms, group)
+    return total.bfloat16().to(total.dtype) if total.numel() > 30_000 else total
 
 
 _summed_exactly = _exact_sums.sum_exactly
@@ -225,7 +223,7 @@ def _gathers_by_rank(part: Any, size: int, dst: Any) -> Any:
 
 _clipped = torch.nn.utils.clip_grad_norm_
 _gathered = evaluation.gather_results
-_begun, _ended = recording.CallLog.begin, recording.Token.end
+_begun, _ended = records.CallLog.begin, records.Token.end
 _object_encoded, _taken_apart = codec._encode_object, tensors.taken_apart
 _header_read = TensorHeader.unpack
 # Above the models: what breaks the law, wherever its name is used.
@@ -261,7 +259,7 @@ BREAKS: dict[str, list[tuple[Any, str, Any]]] = {
     ],
     "a_tensor_that_one_rank_refuses_is_an_error_on_every_rank": [(call, "refuse", _tells_nobody)],
     "what_a_users_class_raises_leaves_the_ranks_in_step": [
-        (call, "_is_of_value", lambda error: False)
+        (call, "_is_of_users_class", lambda error: False)
     ],
     "what_is_several_times_in_memory_isnt_overwritten": [
         (_dtype_emulation, "check_writable", _dtype_emulation.check_dense)
@@ -279,10 +277,10 @@ BREAKS: dict[str, list[tuple[Any, str, Any]]] = {
     ],
     "empty_tensors_of_any_shape_arrive": [(TensorHeader, "unpack", _counts_sizes_beside_a_zero)],
     "hooks_see_every_collective_with_name_bytes_group_and_number": [
-        (recording.Token, "end", _ends_in_silence)
+        (records.Token, "end", _ends_in_silence)
     ],
-    "hooks_see_the_group_of_a_call": [(recording.CallLog, "begin", _forgets_groups)],
-    "a_call_that_fails_is_recorded_with_its_error": [(recording, "summary", lambda error: "")],
+    "hooks_see_the_group_of_a_call": [(records.CallLog, "begin", _forgets_groups)],
+    "a_call_that_fails_is_recorded_with_its_error": [(records, "summary", lambda error: "")],
     "watching_names_the_rank_that_comes_late": [(waits, "_last_of", _is_fooled_by_durations)],
     "sums_have_the_same_bits_on_every_rank": [(ThreadsModel, "all_reduce", _begins_with_its_own)],
     "sums_have_the_same_bits_when_they_are_made_again": [

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from unisono.collectives.call import check
+from unisono.collectives.call import compare_calls
 from unisono.context import ContextState, communicator
 from unisono.control.signatures import called
 from unisono.host.collectives import HostCollectives, folds
@@ -75,7 +75,7 @@ class Averaging:
         with called(call):
             token = context.calls.begin("gradients", self.group, flat, host is None)
             try:
-                check(context, call, flat, self.group, host)
+                compare_calls(context, call, flat, self.group, host)
                 if host is None:
                     handle = context.start_all_reduce(flat, op, self.group)
                     # `end_step` waits for it, so that buckets overlap.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from unisono.collectives.call import swap
+from unisono.collectives.call import exchange_blobs
 from unisono.context import ContextState
 from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError
 from unisono.payload.codec import decode, encode, failure, raise_failures
@@ -175,14 +175,14 @@ def agree(
     states = b"".join(map(_state, listed.tensors, owners))
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=_DIGEST_BYTES).digest()
     blob = _LIST + digest + states if listed.error is None else failure(str(listed.error))
-    frames = swap(context, call, blob, group)
+    frames = exchange_blobs(context, call, blob, group)
     if listed.error is not None:
         # Only now, so that the other ranks raise, too.
         raise listed.error
     ranks = list(context.model.topology.members(group))
     raise_failures(frames, lambda: ranks, call)
     if any(frame[:_START] != blob[:_START] for frame in frames):
-        blobs = swap(context, f"{call}: the lists differ", encode(lines), group)
+        blobs = exchange_blobs(context, f"{call}: the lists differ", encode(lines), group)
         lists = [decode(blob, context.model.device) for blob in blobs]
         raise CollectiveMismatchError(_difference(call, lists, ranks))
     columns = list(zip(*(frame[_START:] for frame in frames), strict=True))
