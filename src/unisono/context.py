@@ -115,7 +115,7 @@ class ContextState:
         # and reported at the user's line; synchronously where threads aren't allowed, and until the
         # first call over all ranks is done: its result decides how their groups connect.
         self.check_whole()
-        if not (self.control.allows_threads and self.control.has_met(None)):
+        if not (self.control.allows_threads and self.control.is_connected(None)):
             self.settle(group)
             outcome: SafeFuture[T] = SafeFuture()  # with the errors for the handle's caller
             outcome.of(call, is_own=lambda error: isinstance(error, Exception))

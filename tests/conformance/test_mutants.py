@@ -198,17 +198,14 @@ def _begins_with_another_each_time(
     return fold_tensors(op, model.all_gather(tensor, group).roll(calls, 0))
 
 
-def _rounds_each_addition(context: Any, call: str, tensors: Any, group: Any) -> list[Tensor]:
-    sums = [tensor.sum(0, dtype=tensor.dtype) for tensor in tensors]
-    return [
-        _dtype_emulation.all_reduce(context, each, ReduceOp.SUM, group, each.device)
-        for each in sums
-    ]
+def _rounds_each_addition(context: Any, call: str, terms: Tensor, group: Any) -> Tensor:
+    mine = terms.sum(0, dtype=terms.dtype)
+    return _dtype_emulation.all_reduce(context, mine, ReduceOp.SUM, group, mine.device)
 
 
-def _rounds_long_ones_once_more(context: Any, call: str, tensors: Any, group: Any) -> list[Tensor]:
-    sums = _summed_exactly(context, call, tensors, group)
-    return [each.bfloat16().to(each.dtype) if each.numel() > 30_000 else each for each in sums]
+def _rounds_long_ones_once_more(context: Any, call: str, terms: Tensor, group: Any) -> Tensor:
+    total = _summed_exactly(context, call, terms, group)
+    return total.bfloat16().to(total.dtype) if total.numel() > 30_000 else total
 
 
 _summed_exactly = _exact_sums.sum_exactly
@@ -262,7 +259,7 @@ BREAKS: dict[str, list[tuple[Any, str, Any]]] = {
     ],
     "a_tensor_that_one_rank_refuses_is_an_error_on_every_rank": [(call, "refuse", _tells_nobody)],
     "what_a_users_class_raises_leaves_the_ranks_in_step": [
-        (call, "_is_of_value", lambda error: False)
+        (call, "_is_of_users_class", lambda error: False)
     ],
     "what_is_several_times_in_memory_isnt_overwritten": [
         (_dtype_emulation, "check_writable", _dtype_emulation.check_dense)

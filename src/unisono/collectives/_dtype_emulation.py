@@ -13,8 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from unisono.collectives.call import check, compares, fold
-from unisono.collectives.routing import Carrier, Reducer, carry, is_direct, route
+from unisono.collectives.call import compare_calls, compares, exchange_blobs, signature
+from unisono.collectives.routing import Plane, Reducer, plane_for, reducer_for, reduces_natively
 from unisono.context import ContextState
 from unisono.errors import PayloadError
 from unisono.host.collectives import HostCollectives
@@ -27,7 +27,14 @@ from unisono.model.reduction import (
     mean_factors,
 )
 from unisono.payload.codec import reason
-from unisono.payload.tensors import as_bytes_tensor, is_dense, plain, why_not_dense
+from unisono.payload.tensors import (
+    as_bytes_tensor,
+    is_dense,
+    plain,
+    stack_bytes,
+    to_bytes,
+    why_not_dense,
+)
 from unisono.topology import Group
 from unisono.tracebacks import hides
 
@@ -99,37 +106,41 @@ def check_reducible(tensor: Tensor, op: ReduceOp) -> None:
         )
 
 
-def own(context: ContextState, tensor: Tensor) -> Tensor:
+def private_copy(context: ContextState, tensor: Tensor) -> Tensor:
     """Copy a tensor into new contiguous memory on the model's transport device."""
     values = plain(tensor).resolve_conj().resolve_neg()
     moved = values.to(context.model.transport_device)
     # Resolving a lazy conjugate or negation copies, too, which only the address shows.
     is_copy = moved is not values or moved.data_ptr() != tensor.data_ptr()
-    # At most one element is contiguous whatever its strides are; a model may view its bytes.
+    # A tensor of 0 or 1 elements counts as contiguous whatever its strides, but viewing it as bytes
+    # needs stride 1.
     if is_copy and moved.is_contiguous() and moved.numel() > 1:
         return moved
     return moved.clone(memory_format=torch.contiguous_format)
 
 
-def lend(context: ContextState, tensor: Tensor, group: Group | None) -> Tensor:
-    """Return the user's memory where its carrier only reads it, else a copy as `own` does."""
-    # One on an accelerator has no carrier of its own: that of its copy is recorded.
-    if not tensor.is_cpu or type(carry(context, tensor, group)) is not HostCollectives:
-        return own(context, tensor)
-    return plain(tensor).resolve_conj().resolve_neg().contiguous()
+def view_or_copy(
+    context: ContextState, tensor: Tensor, plane: Plane, op: ReduceOp | None = None
+) -> Tensor:
+    """Return a contiguous view of the user's memory if it will only be read, else a copy."""
+    # Shared memory only reads it, but emulation of an operation overwrites it.
+    is_read = type(plane) is HostCollectives and tensor.is_cpu
+    if is_read and (op is None or reduces_natively(plane, tensor, op)):
+        return plain(tensor).resolve_conj().resolve_neg().contiguous()
+    return private_copy(context, tensor)
 
 
-def fill(tensor: Tensor, total: Tensor) -> Tensor:
+def overwrite(tensor: Tensor, values: Tensor) -> Tensor:
     """Overwrite a user's tensor without autograd, and return it."""
-    # A tensor made in inference mode can be written to in inference mode only.
+    # A tensor created in inference mode can be written to only in inference mode.
     with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
-        plain(tensor).copy_(total)
+        plain(tensor).copy_(values)
     return tensor
 
 
-def movement(tensors: Carrier, tensor: Tensor) -> tuple[Tensor, Restore]:
-    """Return a tensor [*shape] in a dtype that can be moved, and the inverse conversion."""
-    if tensor.dtype in tensors.dtypes:
+def as_movable(plane: Plane, tensor: Tensor) -> tuple[Tensor, Restore]:
+    """Return a tensor [*shape] in a dtype that the plane moves, and the inverse conversion."""
+    if tensor.dtype in plane.dtypes:
         return tensor, _same
     dtype = tensor.dtype
     # The last dimension holds the bytes of one element; the view shrinks it to size 1.
@@ -140,13 +151,14 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _guise(tensor: Tensor, op: ReduceOp, size: int) -> tuple[Tensor, ReduceOp, Restore]:
+def _emulate(tensor: Tensor, op: ReduceOp, size: int) -> tuple[Tensor, ReduceOp, Restore]:
     """Return a tensor and operation that emulate `op`, and the inverse conversion."""
     dtype = tensor.dtype
-    if op is ReduceOp.AVERAGE:  # first: it handles complex and narrow dtypes itself
-        return _guise_average(tensor, size)
     if dtype.is_complex and op is ReduceOp.SUM:
         return torch.view_as_real(tensor), op, torch.view_as_complex
+    if dtype.is_complex and op is ReduceOp.AVERAGE:
+        parts, step, back = _emulate(torch.view_as_real(tensor), op, size)
+        return parts, step, lambda total: torch.view_as_complex(back(total))
     # With its highest bit flipped, uint64 has the order of int64.
     if dtype is torch.uint64 and op in (ReduceOp.MIN, ReduceOp.MAX):
         flipped = tensor.view(torch.int64) ^ _SIGN
@@ -154,135 +166,130 @@ def _guise(tensor: Tensor, op: ReduceOp, size: int) -> tuple[Tensor, ReduceOp, R
     if not dtype.is_floating_point and not dtype.is_complex:
         return tensor.to(torch.int64), op, lambda total: total.to(dtype)  # of bool, too
     if dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize:
-        # MIN and MAX need another conversion even in float32.
-        wide, step, back = _guise(tensor.to(torch.float32), op, size)
+        # MIN, MAX and AVERAGE need another conversion even in float32.
+        wide, step, back = _emulate(tensor.to(torch.float32), op, size)
         return wide, step, lambda total: back(total).to(dtype)
+    if op is ReduceOp.AVERAGE:
+        return _scaled(tensor, size)
     if is_order_of_floats(tensor, op):
         keys, restore = as_ordered_ints(tensor, op)
         return keys, op, restore
     return tensor, op, _same
 
 
-def _guise_average(tensor: Tensor, size: int) -> tuple[Tensor, ReduceOp, Restore]:
-    """Sum terms scaled by a power of two, so that no sum overflows unless the mean does."""
-    # Scaling is exact but for numbers near the smallest, which for float16 begin at 6e-5: it is
-    # always computed in float32.
-    dtype = tensor.dtype
-    if dtype.is_complex:
-        parts, step, back = _guise_average(torch.view_as_real(tensor), size)
-        return parts, step, lambda total: torch.view_as_complex(back(total))
-    if dtype.itemsize < torch.float32.itemsize:
-        wide, step, back = _scaled(tensor.to(torch.float32), size)
-        return wide, step, lambda total: back(total).to(dtype)
-    return _scaled(tensor, size)
-
-
 def _scaled(tensor: Tensor, size: int) -> tuple[Tensor, ReduceOp, Restore]:
+    """Sum terms scaled by a power of two, so that no sum overflows unless the mean does."""
+    # Exact except for numbers near the smallest, which for float16 begin at 6e-5: `_emulate`
+    # computes it in float32.
     before, after = mean_factors(size)
     if size > 1:
         tensor.mul_(before)  # our own copy
     return tensor, ReduceOp.SUM, lambda total: total / after
 
 
-def _carrier(
-    context: ContextState, tensors: Reducer, tensor: Tensor, op: ReduceOp, group: Group | None
+def _emulate_if_needed(
+    context: ContextState, plane: Reducer, tensor: Tensor, op: ReduceOp, group: Group | None
 ) -> tuple[Tensor, ReduceOp, Restore]:
-    """Convert as `_guise` does, only where `tensors` need it. Overwrites `tensor`, once."""
-    if is_direct(tensors, tensor, op):
+    """Convert as `_emulate` does, unless `plane` reduces the tensor natively."""
+    # May overwrite `tensor`, which is then a private copy.
+    if reduces_natively(plane, tensor, op):
         return tensor, op, _same
     size, dtype = context.model.topology.size(group), tensor.dtype
-    if op is ReduceOp.AVERAGE and dtype is torch.bfloat16 and dtype in tensors.dtypes:
+    if op is ReduceOp.AVERAGE and dtype is torch.bfloat16 and dtype in plane.dtypes:
         return _scaled(tensor, size)  # its range is float32's: it needs no wider dtype
-    return _guise(tensor, op, size)
+    return _emulate(tensor, op, size)
 
 
-def all_gather(tensors: Carrier, tensor: Tensor, group: Group | None) -> Tensor:
+def all_gather(plane: Plane, tensor: Tensor, group: Group | None) -> Tensor:
     """Gather [*shape] to [n, *shape]. Collective over `group`."""
-    carrier, restore = movement(tensors, tensor)
-    return restore(tensors.all_gather(carrier, group))
+    movable, restore = as_movable(plane, tensor)
+    return restore(plane.all_gather(movable, group))
 
 
-def _fold(tensors: Carrier, carrier: Tensor, op: ReduceOp, group: Group | None) -> Tensor:
-    return fold_tensors(op, all_gather(tensors, carrier.contiguous(), group))
+def _gather_and_fold(plane: Plane, tensor: Tensor, op: ReduceOp, group: Group | None) -> Tensor:
+    return fold_tensors(op, all_gather(plane, tensor.contiguous(), group))
 
 
 def all_reduce(
     context: ContextState, tensor: Tensor, op: ReduceOp, group: Group | None, device: torch.device
 ) -> Tensor:
-    """Reduce a tensor of ours, [*shape], and return the result on `device`."""
+    """Reduce memory [*shape] that this may overwrite, and return the result on `device`."""
     # Collective over `group`.
-    tensors = route(context, tensor, group)
+    plane = reducer_for(context, tensor, group)
     # An exchange uses the model's dtypes: precision doesn't depend on the size of a tensor.
-    carrier, step, restore = _carrier(context, tensors or context.model, tensor, op, group)
-    if tensors is None:
-        total = fold(context, carrier.contiguous(), step, group)
-    else:
-        check(context, f"all_reduce {op.name}", tensor, group, tensors)
-        if carrier.dtype in tensors.dtypes:
-            total = tensors.all_reduce(carrier, step, group)
-        else:
-            # Not over `tensors`: memory in two levels only reduces, and this gathers.
-            total = _fold(carry(context, carrier, group), carrier, step, group)
+    converted, step, restore = _emulate_if_needed(
+        context, plane or context.model, tensor, op, group
+    )
+    if plane is None:
+        converted = converted.contiguous()
+        call = signature(f"all_reduce {step.name}", converted)
+        parts = exchange_blobs(context, call, to_bytes(converted), group)
+        total = fold_tensors(step, stack_bytes(parts, converted.dtype, converted.shape))
+        return restore(total).to(device)
+    compare_calls(context, f"all_reduce {op.name}", tensor, group, plane)
+    if converted.dtype in plane.dtypes:
+        total = plane.all_reduce(converted, step, group)
+    else:  # not over `plane`, which can't gather if it is memory in two levels
+        total = _gather_and_fold(plane_for(context, group), converted, step, group)
     return restore(total).to(device)
 
 
 def start_all_reduce(
     context: ContextState, tensor: Tensor, op: ReduceOp, group: Group | None
 ) -> Handle[Tensor]:
-    """Start `all_reduce` on a tensor of ours. Collective over `group`."""
+    """Start `all_reduce` on memory that it may overwrite. Collective over `group`."""
     # The first call of a group waits for the other ranks, too: the background thread can wait.
-    if not context.control.has_met(group) or route(context, tensor, group) is not context.model:
+    is_connected = context.control.is_connected(group)
+    if not is_connected or reducer_for(context, tensor, group) is not context.model:
         with torch.inference_mode(False):  # the thread isn't in that mode
             tensor = tensor.clone() if tensor.is_inference() else tensor
         call = partial(all_reduce, context, tensor, op, group, tensor.device)
         return context.start(call, group)
-    carrier, step, restore = _carrier(context, context.model, tensor, op, group)
-    if carrier.dtype not in context.model.dtypes:  # not a single operation, but a gather and a fold
-        call = partial(_reduce_folded, context, tensor, carrier, op, step, group)
-        return context.start(call, group).then(restore)
+    converted, step, restore = _emulate_if_needed(context, context.model, tensor, op, group)
+
+    def compare_and_fold() -> Tensor:
+        compare_calls(context, f"all_reduce {op.name}", tensor, group)
+        return _gather_and_fold(context.model, converted, step, group)
 
     def begin() -> Handle[Tensor]:
-        check(context, f"all_reduce {op.name}", tensor, group)
-        return context.start_all_reduce(carrier, step, group)
+        compare_calls(context, f"all_reduce {op.name}", tensor, group)
+        return context.start_all_reduce(converted, step, group)
 
+    if converted.dtype not in context.model.dtypes:  # not a single operation
+        return context.start(compare_and_fold, group).then(restore)
     # Comparing calls waits for the other ranks; starting an operation must not.
     started = joined(context.start(begin, group)) if compares(context, group) else begin()
     return started.then(restore)
 
 
-def _reduce_folded(
-    context: ContextState,
-    tensor: Tensor,
-    carrier: Tensor,
-    op: ReduceOp,
-    step: ReduceOp,
-    group: Group | None,
-) -> Tensor:
-    check(context, f"all_reduce {op.name}", tensor, group)
-    return _fold(context.model, carrier, step, group)
-
-
 def reduce(
-    context: ContextState, tensor: Tensor, dst: int, op: ReduceOp, group: Group | None
+    context: ContextState, value: Tensor, dst: int, op: ReduceOp, group: Group | None
 ) -> Tensor | None:
-    """Reduce a tensor of ours to global rank `dst`. Collective over `group`."""
-    tensors = carry(context, tensor, group)
-    check(context, f"reduce {op.name} to {dst}", tensor, group, tensors)
-    carrier, step, restore = _carrier(context, tensors, tensor, op, group)
-    if carrier.dtype in tensors.dtypes:
-        total = tensors.reduce(carrier.contiguous(), dst, step, group)
-        return None if total is None else restore(total)
-    total = _fold(tensors, carrier, step, group)
-    return restore(total) if context.model.topology.rank == dst else None
+    """Reduce a user's tensor to global rank `dst`. Collective over `group`."""
+    plane = plane_for(context, group)
+    is_dst = context.model.topology.rank == dst
+    # On `dst` the tensor becomes the result.
+    tensor = private_copy(context, value) if is_dst else view_or_copy(context, value, plane, op)
+    compare_calls(context, f"reduce {op.name} to {dst}", tensor, group, plane)
+    converted, step, restore = _emulate_if_needed(context, plane, tensor, op, group)
+    if converted.dtype in plane.dtypes:
+        total = plane.reduce(converted.contiguous(), dst, step, group)
+        return None if total is None else restore(total).to(value.device)
+    total = _gather_and_fold(plane, converted, step, group)
+    return restore(total).to(value.device) if is_dst else None
 
 
 def reduce_scatter(
-    context: ContextState, rows: Tensor, op: ReduceOp, group: Group | None
+    context: ContextState, value: Tensor, op: ReduceOp, group: Group | None
 ) -> Tensor:
-    """Reduce [n, *shape] and return this rank's row. Collective over `group`."""
-    tensors = carry(context, rows, group)
-    check(context, f"reduce_scatter {op.name}", rows, group, tensors)
-    carrier, step, restore = _carrier(context, tensors, rows, op, group)
-    if carrier.dtype in tensors.dtypes:
-        return restore(tensors.reduce_scatter(carrier.contiguous(), step, group))
-    return restore(_fold(tensors, carrier, step, group)[context.model.topology.position(group)])
+    """Reduce a user's tensor [n*k, ...] and return this rank's part. Collective over `group`."""
+    plane = plane_for(context, group)
+    size = context.model.topology.size(group)
+    tensor = view_or_copy(context, value, plane, op)
+    rows = tensor.view(size, value.shape[0] // size, *value.shape[1:])
+    compare_calls(context, f"reduce_scatter {op.name}", rows, group, plane)
+    converted, step, restore = _emulate_if_needed(context, plane, rows, op, group)
+    if converted.dtype in plane.dtypes:
+        return restore(plane.reduce_scatter(converted.contiguous(), step, group)).to(value.device)
+    total = _gather_and_fold(plane, converted, step, group)
+    return restore(total[context.model.topology.position(group)]).to(value.device)

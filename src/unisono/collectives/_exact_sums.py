@@ -17,16 +17,16 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from unisono.collectives import _dtype_emulation as carriers
-from unisono.collectives.call import swap
+from unisono.collectives import _dtype_emulation as emulation
+from unisono.collectives.call import exchange_blobs
 from unisono.context import ContextState
 from unisono.errors import PayloadError
 from unisono.model.reduction import ReduceOp
-from unisono.payload.tensors import plain
 from unisono.topology import Group
 from unisono.tracebacks import hides
 
@@ -84,29 +84,27 @@ FORMATS: dict[torch.dtype, Format] = {
 """Dtypes that have exact sums."""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Range of exponents in some tensors."""
+class Span(NamedTuple):
+    """Range of exponents in some tensors; marked if they hold infinity, NaN or -0."""
 
     low: int
     high: int
     is_marked: bool
 
     @classmethod
-    def of_all(cls, spans: Iterable[Span]) -> Span:
+    def of_all(cls, spans: Iterable[tuple[int, int, bool]]) -> Span:
         """Return the span that covers all `spans`."""
-        lows, highs, marks = zip(*((s.low, s.high, s.is_marked) for s in spans), strict=True)
+        lows, highs, marks = zip(*spans, strict=True)
         return cls(min(lows), max(highs), any(marks))
 
 
 _NO_LOW = 4095  # above every exponent, so that `of_all` ignores it; fits into 16 bits
-_NOTHING = Span(_NO_LOW, -1, False)
 
 
 def span(terms: Tensor) -> Span:
     """Return the span of a tensor's numbers."""
     if terms.numel() == 0:
-        return _NOTHING
+        return Span(_NO_LOW, -1, False)
     form = FORMATS[terms.dtype]
     bits = terms.view(form.bits)
     size = bits & ~form.sign
@@ -116,8 +114,7 @@ def span(terms: Tensor) -> Span:
     first, greatest, least = found.tolist()
     if greatest >= form.infinity:
         finite = terms.masked_fill(size >= form.infinity, 0.0)
-        rest = span(finite)
-        return Span(rest.low, rest.high, True)
+        return span(finite)._replace(is_marked=True)
     # -0, whose bits are the least int, needs the mark, too: only a sum of nothing else is -0.
     is_marked = first == form.sign
     if greatest == 0:
@@ -337,71 +334,38 @@ def check_summable(tensor: Tensor) -> None:
         raise PayloadError(f"there is no exact sum of {dtype}: pass tensor.float()")
 
 
-def sum_exactly(
-    context: ContextState, call: str, tensors: Sequence[Tensor], group: Group | None
-) -> list[Tensor]:
-    """Sum the terms of all ranks. Collective over `group`."""
-    sums: dict[int, Tensor] = {}
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        places = [i for i, tensor in enumerate(tensors) if tensor.dtype is dtype]
-        rows = [_rows(context, tensors[i]) for i in places]
-        total = _sum(context, call, rows[0] if len(rows) == 1 else torch.cat(rows, 1), group)
-        parts = torch.split(total, [row.shape[1] for row in rows])
-        for i, part in zip(places, parts, strict=True):
-            device, shape = tensors[i].device, tensors[i].shape[1:]
-            # Copied, as one part would keep the memory of all alive.
-            sums[i] = part.reshape(shape).to(device, copy=len(parts) > 1)
-    return [sums[i] for i in range(len(tensors))]
-
-
-def _rows(context: ContextState, tensor: Tensor) -> Tensor:
-    """Return [k, *shape] as [k, n] on the model's transport device."""
-    values = plain(tensor).resolve_conj().resolve_neg().to(context.model.transport_device)
-    return values.reshape(tensor.shape[0], tensor.shape[1:].numel())
-
-
-def _sum(context: ContextState, call: str, terms: Tensor, group: Group | None) -> Tensor:
-    """Sum [k, n] of all ranks to [n]."""
+def sum_exactly(context: ContextState, call: str, terms: Tensor, group: Group | None) -> Tensor:
+    """Sum the terms of all ranks, [k, n] on the transport device, to [n]."""
+    # Collective over `group`. Ranks may have different k.
     if terms.is_complex():
         parts = torch.view_as_real(terms.contiguous()).flatten(1)
-        return torch.view_as_complex(_sum(context, call, parts, group).view(-1, 2))
-    if terms.dtype not in FORMATS:
-        mine = _sum_of_integers(terms)
-        return carriers.all_reduce(context, mine, ReduceOp.SUM, group, mine.device)
+        return torch.view_as_complex(sum_exactly(context, call, parts, group).view(-1, 2))
+    dtype = terms.dtype
+    if dtype not in FORMATS:
+        # As in `all_reduce`: bools by OR, and integers wrap, which needs no more than 64 bits.
+        total = terms.any(0) if dtype is torch.bool else terms.to(torch.int64).sum(0).to(dtype)
+        return emulation.all_reduce(context, total, ReduceOp.SUM, group, total.device)
     blocks = torch.split(terms, BLOCK, dim=1)
-    spans, count = _agree(context, call, terms, [span(block) for block in blocks], group)
+    spans, count = _agreed_spans(context, call, terms, [span(block) for block in blocks], group)
     total = terms.new_zeros(terms.shape[1])
     for found, block, into in zip(spans, blocks, torch.split(total, BLOCK), strict=True):
-        plan = layout(found, terms.dtype, count)
+        plan = layout(found, dtype, count)
         if plan is not None:  # else each sum is +0, as in `total`
             limbs = add(block, plan)
-            limbs = carriers.all_reduce(context, limbs, ReduceOp.SUM, group, limbs.device)
-            into.copy_(rounded(limbs, plan, terms.dtype))
+            limbs = emulation.all_reduce(context, limbs, ReduceOp.SUM, group, limbs.device)
+            into.copy_(rounded(limbs, plan, dtype))
     return total
 
 
-def _sum_of_integers(terms: Tensor) -> Tensor:
-    """Sum [k, n] to [n], new memory: bools by OR, and integers wrap, as in `all_reduce`."""
-    dtype = terms.dtype
-    if dtype is torch.bool:
-        return terms.any(0)
-    # A sum has the same bits in uint64 and in int64.
-    wide = terms.view(torch.int64) if dtype is torch.uint64 else terms.to(torch.int64)
-    total = wide.sum(0)
-    return total.view(dtype) if dtype is torch.uint64 else total.to(dtype)
-
-
-def _agree(
+def _agreed_spans(
     context: ContextState, call: str, terms: Tensor, spans: Sequence[Span], group: Group | None
 ) -> tuple[list[Span], int]:
-    """Return all ranks' spans of each block and numbers of terms. Collective over `group`."""
+    """Return the span of each block over all ranks, and the number of all terms."""
+    # Collective over `group`.
     # A rank's frame: the count of its terms as uint64, then for each block low as uint16, high as
     # int16 and `is_marked` as a byte, little-endian.
-    packed = [_SPAN.pack(each.low, each.high, each.is_marked) for each in spans]
-    frame = b"".join([_COUNT.pack(terms.shape[0]), *packed])
-    frames = swap(context, f"{call} of {terms.shape[1]} {terms.dtype}", frame, group)
+    frame = _COUNT.pack(terms.shape[0]) + b"".join(_SPAN.pack(*each) for each in spans)
+    frames = exchange_blobs(context, f"{call} of {terms.shape[1]} {terms.dtype}", frame, group)
     count = sum(_COUNT.unpack_from(frame)[0] for frame in frames)
     rows = [_SPAN.iter_unpack(memoryview(frame)[_COUNT.size :]) for frame in frames]
-    return [
-        Span.of_all(Span(*each) for each in column) for column in zip(*rows, strict=True)
-    ], count
+    return [Span.of_all(column) for column in zip(*rows, strict=True)], count

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.collectives import _dtype_emulation as carriers
+from unisono.collectives import _dtype_emulation as emulation
 from unisono.collectives._exact_sums import check_summable, sum_exactly
-from unisono.collectives.call import swap
+from unisono.collectives.call import exchange_blobs
 from unisono.context import ContextState
 from unisono.errors import CollectiveMismatchError, PayloadError
 from unisono.model.reduction import Number, ReduceOp, fold_numbers, sum_numbers_exactly
 from unisono.payload.codec import decode, encode, frame_or_reason, raise_failures
 from unisono.payload.pytree import survey, unflatten
+from unisono.payload.tensors import plain
 from unisono.topology import Group
 from unisono.tracebacks import hides
 
@@ -28,7 +29,7 @@ _PLAIN = (bool, int, float, complex)
 _BOOLS_OF_NUMPY = (("numpy", "bool"), ("numpy", "bool_"))  # until numpy 2: bool_
 _CPU = torch.device("cpu")
 _INTS = range(-(1 << 63), 1 << 63)  # as for a single int
-Look = Callable[[Tensor, str], str]
+TensorCheck = Callable[[Tensor, str], str]
 """Rejects a tensor at a path, or returns the properties that must be equal on all ranks."""
 
 
@@ -55,12 +56,20 @@ def reduce_values(
 ) -> Any:
     """Reduce a number or a container. Collective over `group`."""
 
-    def look(tensor: Tensor, path: str) -> str:
-        carriers.check_reducible(tensor, op)
+    def check_tensor(tensor: Tensor, path: str) -> str:
+        emulation.check_reducible(tensor, op)
         return f"{tensor.dtype}{list(tensor.shape)}"
 
-    columns, leaves, tensors = _compared(context, call, value, look, group)
-    totals = _reduce_fused(context, tensors, op, group) if tensors else []
+    def as_row(tensor: Tensor) -> Tensor:
+        return emulation.private_copy(context, tensor).reshape(-1)
+
+    def reduce(row: Tensor) -> Tensor:
+        return emulation.all_reduce(context, row, op, group, row.device)
+
+    columns, leaves, tensors = _exchange_numbers(context, call, value, check_tensor, group)
+    totals: list[Tensor] = []
+    if tensors:
+        totals = _reduce_joined(tensors, [tensor.shape for tensor in tensors], as_row, reduce)
     return _rebuilt(value, leaves, [fold_numbers(op, column) for column in columns], totals)
 
 
@@ -70,8 +79,8 @@ def sum_values(
     """Sum tensors, numbers or containers exactly. Collective over `group`."""
     counts: set[int] = set()
 
-    def look(tensor: Tensor, path: str) -> str:
-        carriers.check_reducible(tensor, ReduceOp.SUM)
+    def check_tensor(tensor: Tensor, path: str) -> str:
+        emulation.check_reducible(tensor, ReduceOp.SUM)
         check_summable(tensor)
         if not are_terms:
             return f"{tensor.dtype}{list(tensor.shape)}"
@@ -85,22 +94,31 @@ def sum_values(
         counts.add(tensor.shape[0])
         return f"{tensor.dtype}{list(tensor.shape[1:])}"
 
-    columns, leaves, tensors = _compared(context, call, value, look, group, not are_terms)
+    def as_row(terms: Tensor) -> Tensor:  # [k, *shape] as [k, n]
+        row = plain(terms).resolve_conj().resolve_neg().to(context.model.transport_device)
+        return row.reshape(terms.shape[0], terms.shape[1:].numel())
+
+    columns, leaves, tensors = _exchange_numbers(
+        context, call, value, check_tensor, group, takes_numbers=not are_terms
+    )
     terms = tensors if are_terms else [tensor.unsqueeze(0) for tensor in tensors]
-    totals = sum_exactly(context, call, terms, group) if terms else []
+    shapes = [each.shape[1:] for each in terms]
+    totals = _reduce_joined(terms, shapes, as_row, partial(sum_exactly, context, call, group=group))
     return _rebuilt(value, leaves, [sum_numbers_exactly(column) for column in columns], totals)
 
 
 def _at(path: str) -> str:
+    """Return words for a leaf's place in a container, none for a value without one."""
     return f" at {path}" if path else ""
 
 
-def _compared(
+def _exchange_numbers(
     context: ContextState,
     call: str,
     value: Any,
-    look: Look,
+    check_tensor: TensorCheck,
     group: Group | None,
+    *,
     takes_numbers: bool = True,
 ) -> tuple[list[tuple[Number, ...]], list[Any], list[Tensor]]:
     """Return the numbers of all ranks, leaf by leaf, this rank's leaves, and its tensors."""
@@ -111,13 +129,13 @@ def _compared(
     if takes_numbers and type(value) in _PLAIN and (type(value) is not int or value in _INTS):
         leaves, frame = [value], frame_or_reason(encode, value)
     else:
-        frame = frame_or_reason(_describe, value, look, takes_numbers, leaves, tensors)
-    frames = swap(context, call, frame, group)
+        frame = frame_or_reason(_describe, value, check_tensor, takes_numbers, leaves, tensors)
+    frames = exchange_blobs(context, call, frame, group)
     ranks = partial(context.model.topology.members, group)
     raise_failures(frames, ranks, call)
-    read = [decode(each, _CPU) for each in frames]
+    decoded = [decode(each, _CPU) for each in frames]
     # A single number was sent without a structure.
-    pairs = [each if type(each) is tuple else ("", (each,)) for each in read]
+    pairs = [each if type(each) is tuple else ("", (each,)) for each in decoded]
     structures, values = zip(*pairs, strict=True)
     _check_alike(structures, ranks, call)
     return list(zip(*values, strict=True)), leaves, tensors
@@ -133,7 +151,11 @@ def _rebuilt(value: Any, leaves: list[Any], numbers_: list[Any], totals: list[Te
 
 
 def _describe(
-    value: Any, look: Look, takes_numbers: bool, leaves: list[Any], tensors: list[Tensor]
+    value: Any,
+    check_tensor: TensorCheck,
+    takes_numbers: bool,
+    leaves: list[Any],
+    tensors: list[Tensor],
 ) -> bytes:
     """Encode the structure of a value and its numbers, and list its leaves and tensors."""
     # Filled in place, because `frame_or_reason` returns the frame alone.
@@ -149,7 +171,7 @@ def _describe(
             structure.append(path)  # no type: ranks may mix int and float
             values.append(number)
         elif isinstance(leaf, Tensor):
-            structure.append(f"{path} {look(leaf, path)}")
+            structure.append(f"{path} {check_tensor(leaf, path)}")
             tensors.append(leaf)
         elif number is not None:
             kind = type(number).__name__
@@ -174,17 +196,21 @@ def _check_alike(structures: Sequence[str], ranks: Callable[[], Sequence[int]], 
     )
 
 
-def _reduce_fused(
-    context: ContextState, tensors: list[Tensor], op: ReduceOp, group: Group | None
+def _reduce_joined(
+    tensors: Sequence[Tensor],
+    shapes: Sequence[torch.Size],
+    as_row: Callable[[Tensor], Tensor],
+    reduce: Callable[[Tensor], Tensor],
 ) -> list[Tensor]:
-    """Reduce tensors, joined by dtype. Collective over `group`."""
+    """Reduce tensors in one operation for each dtype, to results of these shapes."""
+    # `as_row` flattens a tensor to [..., n], and `reduce` returns [n]. Collective as `reduce` is.
     results: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         places = [i for i, tensor in enumerate(tensors) if tensor.dtype is dtype]
-        flat = torch.cat([carriers.own(context, tensors[i]).reshape(-1) for i in places])
-        total = carriers.all_reduce(context, flat, op, group, flat.device)
-        parts = torch.split(total, [tensors[i].numel() for i in places])
+        rows = [as_row(tensors[i]) for i in places]
+        total = reduce(rows[0] if len(rows) == 1 else torch.cat(rows, -1))
+        parts = torch.split(total, [row.shape[-1] for row in rows])
         for i, part in zip(places, parts, strict=True):
             # Copied, as one part would keep the memory of all alive.
-            results[i] = part.reshape(tensors[i].shape).to(tensors[i].device, copy=True)
+            results[i] = part.reshape(shapes[i]).to(tensors[i].device, copy=len(parts) > 1)
     return [results[i] for i in range(len(tensors))]

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 
-from unisono.collectives import _dtype_emulation as carriers
-from unisono.collectives.call import T, TensorT, check, collective, frame_of, swap
+from unisono.collectives import _dtype_emulation as emulation
+from unisono.collectives.call import (
+    T,
+    TensorT,
+    collective,
+    compare_calls,
+    encode_or_header,
+    exchange_blobs,
+)
 from unisono.collectives.membership import GroupLike
-from unisono.collectives.routing import carry, fits_round
+from unisono.collectives.routing import fits_exchange, plane_for
 from unisono.context import ContextState
 from unisono.errors import PayloadError
 from unisono.host.collectives import HostCollectives
@@ -58,8 +66,8 @@ def broadcast(
     Collective over `group`.
 
     Args:
-        tensor: any payload, under idist's name: on `src` anything that `all_gather` takes; ignored
-            on the other ranks.
+        tensor: any payload (the parameter is called `tensor` as in ignite.distributed): on `src`
+            anything that `all_gather` takes; ignored on the other ranks.
         src: global rank whose value is sent.
         group: a Group, a list of ranks, or None for all ranks.
         safe_mode: accepted for compatibility with idist; every broadcast is safe.
@@ -82,25 +90,31 @@ def broadcast(
         {'seed': 1152921504606846976}
     """
     context, members = group
-    return lambda: _broadcast(context, tensor, src, members)
+    return partial(_broadcast, context, tensor, src, members)
 
 
 def _broadcast(context: ContextState, value: Any, src: int, group: Group | None) -> Any:
     """Exchange a value or its header, then broadcast the tensor. Collective over `group`."""
     is_src = context.model.topology.rank == src
     # A tensor that the data plane will carry sends its header here, any other value all of itself.
-    frame = frame_or_reason(frame_of, context, value, group) if is_src else b""
-    frames = swap(context, f"broadcast from {src}", frame, group)  # the others send nothing
-    frame = frames[context.model.topology.position(group, src)]
-    raise_failures([frame], lambda: [src], "broadcast")
-    head = decode(frame, context.model.device)
+    frame = frame_or_reason(encode_or_header, context, value, group) if is_src else b""
+    head = _received(context, "broadcast", src, frame, group)
     if not isinstance(head, TensorHeader):
         return head
-    tensor = carriers.own(context, value) if is_src else memory_for(context, head)
-    tensors = carry(context, tensor, group)
-    carrier, restore = carriers.movement(tensors, tensor)
-    got = restore(tensors.broadcast(carrier, src, group))
-    return head.finish(got.to(value.device if is_src else home(context, head)))
+    tensor = emulation.private_copy(context, value) if is_src else memory_for(context, head)
+    plane = plane_for(context, group)
+    movable, restore = emulation.as_movable(plane, tensor)
+    got = restore(plane.broadcast(movable, src, group))
+    return head.finish(got.to(value.device if is_src else device_for(context, head)))
+
+
+def _received(context: ContextState, call: str, src: int, frame: bytes, group: Group | None) -> Any:
+    """Return the value that `src` encoded; the other ranks send nothing."""
+    # Collective over `group`.
+    frames = exchange_blobs(context, f"{call} from {src}", frame, group)
+    frame = frames[context.model.topology.position(group, src)]
+    raise_failures([frame], lambda: [src], call)
+    return decode(frame, context.model.device)
 
 
 def memory_for(context: ContextState, head: TensorHeader) -> Tensor:
@@ -108,7 +122,7 @@ def memory_for(context: ContextState, head: TensorHeader) -> Tensor:
     return torch.empty(head.shape, dtype=head.dtype, device=context.model.transport_device)
 
 
-def home(context: ContextState, head: TensorHeader) -> torch.device:
+def device_for(context: ContextState, head: TensorHeader) -> torch.device:
     """Return the device on which a received tensor is returned to the user."""
     return context.model.device if head.on_accelerator else torch.device("cpu")
 
@@ -154,20 +168,19 @@ def broadcast_(
     context, members = group
     if not isinstance(tensor, Tensor):
         raise PayloadError(f"broadcast_ takes a tensor, not a {type(tensor).__name__}")
-    carriers.check_writable(tensor, "broadcast_")  # on src too, so that all ranks raise alike
+    emulation.check_writable(tensor, "broadcast_")  # on src too, so that all ranks raise alike
 
     def call() -> Tensor:
-        check(context, f"broadcast_ from {src}", tensor, members)
-        is_shared = type(carry(context, tensor, members)) is HostCollectives
+        compare_calls(context, f"broadcast_ from {src}", tensor, members)
+        plane = plane_for(context, members)
         is_plain = tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
-        is_direct = is_shared and is_plain  # such a carrier writes into the tensor that it gets
-        mine = plain(tensor) if is_direct else carriers.own(context, tensor)
-        # Not the carrier found above: the copy may be on another device.
-        tensors = carry(context, mine, members)
-        carrier, restore = carriers.movement(tensors, mine)
-        got = restore(tensors.broadcast(carrier, src, members))
+        # Shared memory of one host writes into the tensor that it gets.
+        is_direct = type(plane) is HostCollectives and tensor.is_cpu and is_plain
+        values = plain(tensor) if is_direct else emulation.private_copy(context, tensor)
+        movable, restore = emulation.as_movable(plane, values)
+        got = restore(plane.broadcast(movable, src, members))
         if not is_direct and context.model.topology.rank != src:
-            carriers.fill(tensor, got)
+            emulation.overwrite(tensor, got)
         return tensor
 
     return call
@@ -226,35 +239,32 @@ def scatter(
         'mine'
     """
     context, members = group
-    return lambda: _scatter(context, values, src, members)
+    return partial(_scatter, context, values, src, members)
 
 
 def _scatter(context: ContextState, values: Any, src: int, group: Group | None) -> Any:
     """Exchange the values or a header, then scatter the rows. Collective over `group`."""
     is_src = context.model.topology.rank == src
     frame = frame_or_reason(_scatter_frame, context, values, group) if is_src else b""
-    frames = swap(context, f"scatter from {src}", frame, group)
-    frame = frames[context.model.topology.position(group, src)]
-    raise_failures([frame], lambda: [src], "scatter")
-    head = decode(frame, context.model.device)
+    head = _received(context, "scatter", src, frame, group)
     if not isinstance(head, TensorHeader):
         return head[context.model.topology.position(group)]
     memory = memory_for(context, head)
-    tensors = carry(context, memory, group)
-    into, restore = carriers.movement(tensors, memory)
+    plane = plane_for(context, group)
+    into, restore = emulation.as_movable(plane, memory)
     rows = None
     if is_src:
         stacked = values if isinstance(values, Tensor) else torch.stack(list(values))
-        rows, _ = carriers.movement(tensors, carriers.lend(context, stacked, group))
-    got = restore(tensors.scatter(rows, into, src, group))
-    value = got.to(home(context, head))
+        rows, _ = emulation.as_movable(plane, emulation.view_or_copy(context, stacked, plane))
+    got = restore(plane.scatter(rows, into, src, group))
+    value = got.to(device_for(context, head))
     return head.finish(value if got is memory else value.clone())  # it may be a view
 
 
 def _scatter_frame(context: ContextState, values: Any, group: Group | None) -> bytes:
     size = context.model.topology.size(group)
     if isinstance(values, Tensor):
-        carriers.check_dense(values, "scatter")
+        emulation.check_dense(values, "scatter")
         if values.dim() == 0 or values.shape[0] != size:
             shape = list(values.shape)
             raise PayloadError(f"a tensor of shape {shape} has no row for each of {size}")
@@ -264,12 +274,10 @@ def _scatter_frame(context: ContextState, values: Any, group: Group | None) -> b
         raise PayloadError(f"scatter takes a list of {size} values, one for each rank, not {count}")
     # Values get one common header if all are tensors of one kind, too large for the exchange.
     heads = {
-        header(value) if is_exact(value) and not fits_round(context, value, group) else None
+        header(value) if is_exact(value) and not fits_exchange(context, value, group) else b""
         for value in values
     }
-    if len(heads) == 1 and None not in heads:
-        return heads.pop() or b""  # never None: for the type checker
-    return encode(list(values))
+    return heads.pop() if len(heads) == 1 and b"" not in heads else encode(list(values))
 
 
 @overload
@@ -305,7 +313,7 @@ def all_to_all(value: Any, group: GroupLike = None, *, async_op: bool = False) -
 
     Raises:
         PayloadError: its length isn't a multiple of n; or a value can't be sent (on every rank).
-        CollectiveMismatchError: another rank rejected its tensor, where calls are compared.
+        CollectiveMismatchError: another rank rejected its tensor, if calls are compared.
         CollectiveError: a peer failed or timed out.
 
     Example:
@@ -318,8 +326,8 @@ def all_to_all(value: Any, group: GroupLike = None, *, async_op: bool = False) -
     context, members = group
     size = context.model.topology.size(members)
     if not isinstance(value, Tensor):
-        return lambda: _swap_values(context, value, members)
-    carriers.check_dense(value, "all_to_all")
+        return partial(_exchange_values, context, value, members)
+    emulation.check_dense(value, "all_to_all")
     if value.dim() == 0 or value.shape[0] % size:
         raise PayloadError(
             f"all_to_all takes a tensor whose dim 0 is a multiple of {size}, not one of shape "
@@ -327,17 +335,17 @@ def all_to_all(value: Any, group: GroupLike = None, *, async_op: bool = False) -
         )
 
     def call() -> Tensor:
-        check(context, "all_to_all", value, members)
-        mine = carriers.lend(context, value, members)
-        rows = mine.view(size, value.shape[0] // size, *value.shape[1:])
-        tensors = carry(context, rows, members)
-        carrier, restore = carriers.movement(tensors, rows)
-        return restore(tensors.all_to_all(carrier, members)).reshape(value.shape).to(value.device)
+        compare_calls(context, "all_to_all", value, members)
+        plane = plane_for(context, members)
+        tensor = emulation.view_or_copy(context, value, plane)
+        rows = tensor.view(size, value.shape[0] // size, *value.shape[1:])
+        movable, restore = emulation.as_movable(plane, rows)
+        return restore(plane.all_to_all(movable, members)).reshape(value.shape).to(value.device)
 
     return call
 
 
-def _swap_values(context: ContextState, values: Any, group: Group | None) -> list[Any]:
+def _exchange_values(context: ContextState, values: Any, group: Group | None) -> list[Any]:
     """Exchange lengths, then padded frames, one for each rank. Collective over `group`."""
     size, ranks = context.model.topology.size(group), context.model.topology.members(group)
     frames: list[bytes] = []
@@ -350,13 +358,13 @@ def _swap_values(context: ContextState, values: Any, group: Group | None) -> lis
 
     own_lengths = frame_or_reason(lengths)
     # All frames are padded to the longest of any rank, whose length isn't known before.
-    lengths_of_all = swap(context, "all_to_all of values", own_lengths, group)
+    lengths_of_all = exchange_blobs(context, "all_to_all of values", own_lengths, group)
     raise_failures(lengths_of_all, lambda: ranks, "all_to_all")
     sizes = [decode(frame, context.model.device) for frame in lengths_of_all]
     width = context.control.bucket(max(max(row) for row in sizes))
     mine = b"".join(frame.ljust(width, b"\0") for frame in frames)
     rows = from_bytes(mine, torch.uint8, (size, width)).to(context.model.transport_device)
-    got = carry(context, rows, group).all_to_all(rows, group).cpu().contiguous()
+    got = plane_for(context, group).all_to_all(rows, group).cpu().contiguous()
     place = context.model.topology.position(group)
     return [
         decode(to_bytes(row[: sizes[i][place]]), context.model.device) for i, row in enumerate(got)

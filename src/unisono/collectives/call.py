@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._C._dynamo.eval_frame import set_eval_frame
 
 from unisono.arguments import check_flag
-from unisono.collectives.membership import check_rank, enter
-from unisono.collectives.routing import Reducer, fits_round
+from unisono.collectives.membership import check_rank, resolve_and_settle
+from unisono.collectives.routing import Reducer, fits_exchange
 from unisono.context import ContextState, communicator, left_half_way
 from unisono.control.rendezvous import host_of_this_process
 from unisono.control.signatures import call_head, line, purpose_or, site as find_site, unpack
@@ -21,9 +21,8 @@ from unisono.errors import CollectiveMismatchError, PayloadError, UnisonoError
 from unisono.host.collectives import HostCollectives
 from unisono.host.hierarchical import TwoLevels
 from unisono.model.handle import Handle
-from unisono.model.reduction import ReduceOp, fold_tensors
 from unisono.payload.codec import encode, header, reason
-from unisono.payload.tensors import is_exact, stack_bytes, to_bytes
+from unisono.payload.tensors import is_exact
 from unisono.recording.records import Token, is_in_step, mark_in_step
 from unisono.topology import EVERYBODY, Group
 from unisono.tracebacks import hides, is_interrupt, raised_here
@@ -35,14 +34,14 @@ T = TypeVar("T")
 TensorT = TypeVar("TensorT", bound=Tensor)
 
 
-def frame_of(context: ContextState, value: object, group: Group | None) -> bytes:
+def encode_or_header(context: ContextState, value: object, group: Group | None) -> bytes:
     """Encode a value, or only its header if the data plane carries it."""
-    if isinstance(value, Tensor) and is_exact(value) and not fits_round(context, value, group):
+    if isinstance(value, Tensor) and is_exact(value) and not fits_exchange(context, value, group):
         return header(value)
     return encode(value)
 
 
-def swap(
+def exchange_blobs(
     context: ContextState, call: str, blob: bytes, group: Group | None, site: bytes = b""
 ) -> list[bytes]:
     """Return every rank's blob, if all ranks made the same call."""
@@ -77,7 +76,8 @@ def signature(call: str, tensor: Tensor) -> str:
 def compares(context: ContextState, group: Group | None, *, sums: bool = False) -> bool:
     """Return whether ranks compare their calls before each operation of the data plane."""
     # Local, or collective at creation of the channel for comparison. Ranks that share memory for
-    # tensors always compare: mismatched calls would read memory of another call.
+    # tensors always compare: mismatched calls would read memory of another call. Memory in two
+    # levels carries only `sums`.
     control = context.control
     checks = control.checks(group)
     if checks is None:
@@ -85,19 +85,19 @@ def compares(context: ContextState, group: Group | None, *, sums: bool = False) 
     return checks or control.host(group) is not None
 
 
-def check(
+def compare_calls(
     context: ContextState,
     call: str,
     tensor: Tensor,
     group: Group | None,
-    carrier: Reducer | None = None,
+    plane: Reducer | None = None,
 ) -> None:
     """Compare the ranks' next calls, where this is enabled."""
     # Collective over `group` there, else local.
-    is_shared = type(carrier) is HostCollectives
-    if is_shared or compares(context, group, sums=type(carrier) is TwoLevels):
+    is_shared = type(plane) is HostCollectives
+    if is_shared or compares(context, group, sums=type(plane) is TwoLevels):
         site = find_site()
-        swap(context, signature(call, tensor), b"", group, site)
+        exchange_blobs(context, signature(call, tensor), b"", group, site)
         line.compared = site  # the operation's record needs it, too
 
 
@@ -112,7 +112,7 @@ def refuse(
     is_inline = False
     if isinstance(tensor, Tensor):
         with suppress(Exception):  # a subclass's own code may raise
-            is_inline = fits_round(context, tensor, group, folds=True)
+            is_inline = fits_exchange(context, tensor, group, folds=True)
     if is_inline or compares(context, group, sums=tensor is not None):
         refuse_compared(context, call, group, error)
     raise error
@@ -124,16 +124,9 @@ def refuse_compared(
     """Raise as `refuse` does, in a call that is always compared. Collective over `group`."""
     # The other ranks raise the mismatch, and this one the error that caused it.
     with suppress(CollectiveMismatchError):
-        swap(context, f"{call}, which it refuses: {reason(error)}"[:_LONGEST_CALL], b"", group)
+        text = f"{call}, which it refuses: {reason(error)}"[:_LONGEST_CALL]
+        exchange_blobs(context, text, b"", group)
     raise error
-
-
-def fold(context: ContextState, tensor: Tensor, op: ReduceOp, group: Group | None) -> Tensor:
-    """Reduce a small CPU tensor [*shape] from the bytes of all ranks, in rank order."""
-    # Collective over `group`.
-    call = signature(f"all_reduce {op.name}", tensor)
-    parts = swap(context, call, to_bytes(tensor), group)
-    return fold_tensors(op, stack_bytes(parts, tensor.dtype, tensor.shape))
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -149,11 +142,8 @@ def guarded(fn: F) -> F:
         dynamo = set_eval_frame(None)  # else dynamo compiles all that a call runs
         try:
             return fn(*args, **kwargs)
-        except UnisonoError as error:
-            raised_here(error)
-            raise
         except BaseException as error:
-            _note_half_way(fn.__name__, error)
+            _record_failure(fn.__name__, None, error)
             raise
         finally:
             set_eval_frame(dynamo)
@@ -161,13 +151,19 @@ def guarded(fn: F) -> F:
     return cast("F", functools.update_wrapper(call, fn))
 
 
-def _note_half_way(name: str, error: BaseException) -> None:
-    if not (_is_of_signature(error) or is_in_step(error)):  # neither interrupts a collective
+def _record_failure(name: str, token: Token | None, error: BaseException) -> None:
+    """Record a call's failure; an error of ours keeps only the user's frames."""
+    if token is not None:
+        token.end(error)
+    if isinstance(error, UnisonoError):
+        raised_here(error)  # Python 3.10 raises it with all frames again
+    elif not (_is_of_signature(error) or is_in_step(error)):  # neither interrupts a collective
         left_half_way(name, error)
 
 
 def _is_of_signature(error: BaseException) -> bool:
-    trace = error.__traceback__  # begins in the wrapper, where wrong arguments raise
+    """Return whether the error is Python's refusal of wrong arguments."""
+    trace = error.__traceback__  # begins in the wrapper; no frame follows if nothing was called
     return isinstance(error, TypeError) and trace is not None and trace.tb_next is None
 
 
@@ -193,7 +189,7 @@ def _with_prologue(
     refuses: tuple[type[UnisonoError], ...],
     outside: Callable[[Any], Any] | None,
 ) -> F:
-    own, at, root_at = _places(fn.__code__.co_varnames, root)
+    first_name, at, root_at = _places(fn.__code__.co_varnames, root)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         token, dynamo = None, set_eval_frame(None)  # else dynamo compiles all that a call runs
@@ -202,14 +198,14 @@ def _with_prologue(
             if type(async_op) is not bool:
                 async_op = kwargs["async_op"] = check_flag("async_op", async_op)
             group = args[at] if len(args) > at else kwargs.get("group")
-            context = communicator(None, not async_op and group is None)  # `enter` settles a group
+            context = communicator(None, settles=not async_op and group is None)
             if group is not None:
-                group = enter(context, group, async_op)
+                group = resolve_and_settle(context, group, async_op=async_op)
             if root:
                 check_rank(context, group, _argument(args, kwargs, root_at, root), root)
-            first = (args[0] if args else kwargs.get(own)) if at else None
+            first = (args[0] if args else kwargs.get(first_name)) if at else None
             if group is not None and context.model.topology.rank not in group.ranks:
-                return _not_taken(first if outside is None else outside(first), async_op)
+                return _of_outsider(first if outside is None else outside(first), async_op)
             token = context.calls.begin(fn.__name__, group, first, async_op)
             if len(args) > at:
                 args = (*args[:at], (context, group), *args[at + 1 :])
@@ -218,7 +214,7 @@ def _with_prologue(
             try:
                 run = fn(*args, **kwargs)
             except Exception as error:
-                if isinstance(error, refuses) or _is_of_value(error):
+                if isinstance(error, refuses) or _is_of_users_class(error):
                     refuse(context, fn.__name__, first if folds else None, group, error)
                 raise  # all ranks raise it alike, or it interrupts this one
             if async_op:
@@ -227,7 +223,7 @@ def _with_prologue(
             token.end()
             return value
         except BaseException as error:
-            _end(fn.__name__, token, error)
+            _record_failure(fn.__name__, token, error)
             raise
         finally:
             set_eval_frame(dynamo)
@@ -235,31 +231,22 @@ def _with_prologue(
     return cast("F", functools.update_wrapper(call, fn))
 
 
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], at: int, name: str) -> Any:
+    return args[at] if len(args) > at else kwargs.get(name, 0)
+
+
 def _places(names: tuple[str, ...], root: str) -> tuple[str, int, int]:
     """Return the first argument's name, and the positions of `group` and of the root."""
     return names[0], names.index("group"), names.index(root) if root else 0
 
 
-def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], at: int, name: str) -> Any:
-    return args[at] if len(args) > at else kwargs.get(name, 0)
-
-
-def _end(name: str, token: Token | None, error: BaseException) -> None:
-    """Record a call's failure; an error of ours keeps only the user's frames."""
-    if token is not None:
-        token.end(error)
-    if isinstance(error, UnisonoError):
-        raised_here(error)  # Python 3.10 raises it with all frames again
-    else:
-        _note_half_way(name, error)
-
-
-def _is_of_value(error: Exception) -> bool:
+def _is_of_users_class(error: Exception) -> bool:
     """Return whether a user's class raised the error while a call was checked."""
     return not (isinstance(error, UnisonoError) or _is_of_signature(error) or is_interrupt(error))
 
 
-def _not_taken(value: T, async_op: bool) -> T | Handle[T]:
+def _of_outsider(value: T, async_op: bool) -> T | Handle[T]:
+    """Return the result of a call on a rank that isn't a member, or a finished handle of it."""
     return Handle(lambda: value, lambda: True) if async_op else value
 
 

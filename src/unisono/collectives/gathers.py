@@ -11,10 +11,10 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from unisono.collectives import _dtype_emulation as carriers
-from unisono.collectives.call import T, check, collective, frame_of, swap
+from unisono.collectives import _dtype_emulation as emulation
+from unisono.collectives.call import T, collective, compare_calls, encode_or_header, exchange_blobs
 from unisono.collectives.membership import GroupLike
-from unisono.collectives.routing import carry
+from unisono.collectives.routing import plane_for
 from unisono.context import ContextState
 from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError
 from unisono.payload.codec import decode, frame_or_reason, raise_failures
@@ -50,10 +50,10 @@ def all_gather(
     Collective over `group`.
 
     Args:
-        tensor: any payload, under idist's name: a tensor [d0, ...] of any dense dtype and device,
-            where d0 may differ between ranks, unlike the other dimensions and the dtype; or a
-            number, bool, str, bytes, Path, None, container or object that can be pickled, also of
-            different types.
+        tensor: any payload (the parameter is called `tensor` as in ignite.distributed): a tensor
+            [d0, ...] of any dense dtype and device, where d0 may differ between ranks, unlike the
+            other dimensions and the dtype; or a number, bool, str, bytes, Path, None, container or
+            object that can be pickled, also of different types.
         group: a Group, a list of ranks, or None for all ranks.
         uneven: whether to return tensors as a list by rank instead of one tensor; their shapes may
             then differ in every dimension.
@@ -83,7 +83,7 @@ def all_gather(
         if not isinstance(tensor, Tensor):
             return parts
         if not uneven:
-            return _joined(parts, context, members, tensor)
+            return _joined(context, tensor, parts, members)
         # Copied, as one row would keep the memory of all alive.
         return [part.clone() for part in parts] if isinstance(parts, Tensor) else parts
 
@@ -96,7 +96,7 @@ def _gather(
     """Return every rank's value, from one exchange and one gather of the large tensors."""
     # Large ones of one shape are returned as [n, *shape], which serves as a list.
     frame = frame_or_reason(_frame, context, value, call, group)
-    frames = swap(context, call, frame, group)
+    frames = exchange_blobs(context, call, frame, group)
     raise_failures(frames, partial(context.model.topology.members, group), call)
     device = context.model.device
     values = [decode(frame, device) for frame in frames]
@@ -105,7 +105,7 @@ def _gather(
     # From here on all ranks decide by the same headers: they raise together, or gather together.
     ranks = context.model.topology.members(group)
     if not all(isinstance(item, (TensorHeader, Tensor)) for item in values):
-        kinds = ", ".join(f"rank {r}: {_name(item)}" for r, item in zip(ranks, values, strict=True))
+        kinds = _listed([_kind(item) for item in values], ranks)
         raise CollectiveMismatchError(f"{call} of tensors and of other values at once: {kinds}")
     # Short tensors have arrived whole, but are gathered again with the long ones.
     heads = [item if isinstance(item, TensorHeader) else head_of(item) for item in values]
@@ -124,38 +124,40 @@ def _rows(
 ) -> Tensor:
     """Gather the elements of all ranks' tensors, each row padded to the longest."""
     longest = max(math.prod(shape) for shape in shapes)
-    mine = carriers.lend(context, tensor, group).reshape(-1)
-    if mine.numel() < longest:
-        mine = torch.cat([mine, mine.new_zeros(longest - mine.numel())])
-    # Routed again: the copy may be on another device, and longer.
-    return carriers.all_gather(carry(context, mine, group), mine, group).to(tensor.device)
+    plane = plane_for(context, group)
+    row = emulation.view_or_copy(context, tensor, plane).reshape(-1)
+    if row.numel() < longest:
+        row = torch.cat([row, row.new_zeros(longest - row.numel())])
+    return emulation.all_gather(plane, row, group).to(tensor.device)
 
 
 def _cut(rows: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    cut = zip(rows, shapes, strict=True)
-    return [row[: math.prod(shape)].reshape(shape).clone() for row, shape in cut]
+    """Return copies of the rows without their padding."""
+    padded = zip(rows, shapes, strict=True)
+    return [row[: math.prod(shape)].reshape(shape).clone() for row, shape in padded]
 
 
 def _frame(context: ContextState, value: Any, call: str, group: Group | None) -> bytes:
     if isinstance(value, Tensor):
-        carriers.check_dense(value, call)
+        emulation.check_dense(value, call)
         value = plain(value)  # tensors are joined to one, of any class
-    return frame_of(context, value, group)
+    return encode_or_header(context, value, group)
 
 
-def _name(item: object) -> str:
+def _kind(item: object) -> str:
     if isinstance(item, Tensor):
         item = head_of(item)
     return str(item) if isinstance(item, TensorHeader) else type(item).__qualname__
 
 
-def _listed(heads: Sequence[TensorHeader], ranks: Sequence[int]) -> str:
-    return ", ".join(f"rank {rank}: {head}" for rank, head in zip(ranks, heads, strict=True))
+def _listed(items: Sequence[object], ranks: Sequence[int]) -> str:
+    return ", ".join(f"rank {rank}: {item}" for rank, item in zip(ranks, items, strict=True))
 
 
 def _joined(
-    parts: list[Any] | Tensor, context: ContextState, group: Group | None, value: Tensor
+    context: ContextState, value: Tensor, parts: list[Any] | Tensor, group: Group | None
 ) -> Any:
+    """Join the parts along dim 0 on the device of `value`; raise on all ranks if they don't fit."""
     if isinstance(parts, Tensor):
         return parts.flatten(0, 1) if parts.dim() > 1 else parts
     if not all(isinstance(part, Tensor) for part in parts):
@@ -223,7 +225,7 @@ def all_gather_tensors_with_shapes(
     name, topology = "all_gather_tensors_with_shapes", context.model.topology
     if not isinstance(tensor, Tensor):
         raise PayloadError(f"{name} takes a tensor, not a {type(tensor).__qualname__}")
-    carriers.check_dense(tensor, name)
+    emulation.check_dense(tensor, name)
     try:  # as Python's ints, whatever their type: ranks compare the text of their shapes
         expected = [tuple(index(size) for size in shape) for shape in shapes]
     except TypeError as error:
@@ -232,16 +234,16 @@ def all_gather_tensors_with_shapes(
         raise ArgumentError(
             f"{name}: {len(expected)} shapes were given for {topology.size(members)} ranks"
         )
-    own = expected[topology.position(members)]
-    if tuple(tensor.shape) != own:
+    stated = expected[topology.position(members)]
+    if tuple(tensor.shape) != stated:
         raise ArgumentError(
             f"{name}: rank {topology.rank} has a tensor of shape {list(tensor.shape)}, but its "
-            f"shape is {list(own)} in `shapes`"
+            f"shape is {list(stated)} in `shapes`"
         )
 
     def call() -> list[Tensor]:
         # Compares the dtype; not the shape, which may differ: all shapes are in the text.
-        check(context, f"{name} {expected}", tensor.new_empty(0), members)
+        compare_calls(context, f"{name} {expected}", tensor.new_empty(0), members)
         return _cut(_rows(context, tensor, expected, members), expected)
 
     return call
@@ -294,7 +296,7 @@ def gather(value: Any, dst: int = 0, group: GroupLike = None, *, async_op: bool 
     def call() -> Any:
         parts = _gather(context, value, members, f"gather to {dst}")
         # Every rank joins them, so that all raise if the shapes don't fit.
-        whole = _joined(parts, context, members, value) if isinstance(value, Tensor) else parts
+        whole = _joined(context, value, parts, members) if isinstance(value, Tensor) else parts
         return whole if context.model.topology.rank == dst else None
 
     return call

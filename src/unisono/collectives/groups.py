@@ -9,12 +9,12 @@ import torch.distributed as dist
 from typing_extensions import Unpack
 
 from unisono.arguments import seconds
-from unisono.collectives.call import collective, guarded, swap
+from unisono.collectives.call import collective, exchange_blobs, guarded
 from unisono.collectives.membership import GroupLike, checked, make, resolve
+from unisono.collectives.outcomes import exchange
 from unisono.context import communicator, current_model
 from unisono.control.rendezvous import host_of_this_process
 from unisono.options import GroupOptions
-from unisono.payload.codec import decode, encode
 from unisono.topology import Group
 from unisono.tracebacks import hides
 
@@ -30,7 +30,8 @@ def new_group(ranks: Sequence[int], **options: Unpack[GroupOptions]) -> Group:
 
     Args:
         ranks: global ranks, in any order; the group is ordered by rank. An empty sequence, such as
-            ``range(1, 1)``, creates a group whose collectives return every rank's input.
+            ``range(1, 1)``, creates an empty group: a collective over it returns each rank's own
+            input unchanged.
         options: ``timeout``, in seconds or as a timedelta, for each collective over the group (by
             default the job's timeout; XLA has none), and options of the model's library: for
             torch.distributed ``backend``, ``pg_options`` and ``group_desc``.
@@ -62,7 +63,7 @@ def new_group(ranks: Sequence[int], **options: Unpack[GroupOptions]) -> Group:
 def local_group() -> Group:
     """Return the group of the ranks on this node.
 
-    Collective at creation, over all ranks of the context, at the first call in a context; later
+    Collective at creation: the first call in a context is collective over all its ranks; later
     calls are local.
 
     Returns:
@@ -77,12 +78,11 @@ def local_group() -> Group:
         1
     """
     context = communicator()
-    own_group = context.groups.get(())  # the key of no list of ranks
+    own_group = context.groups.get(())  # a key that no list of ranks has
     if own_group is None:
         node = (host_of_this_process(), context.model.topology.node_rank)
         with context.calls.begin("local_group"):
-            frames = swap(context, "local_group", encode(node), None)
-        nodes = [decode(frame, context.model.device) for frame in frames]
+            nodes = exchange(context, "local_group", node)
         for other in dict.fromkeys(nodes):  # all ranks create the groups of all nodes, in order
             ranks = [rank for rank, place in enumerate(nodes) if place == other]
             made = resolve(context, ranks)
@@ -121,8 +121,8 @@ def barrier(group: GroupLike = None, *, async_op: bool = False) -> Any:
         >>> idist.barrier()
     """
     context, members = group
-    # The list of blobs is never empty, so that the result is None.
-    return lambda: swap(context, "barrier", b"", members) and None
+    # `and None`: the list of blobs is never empty, so the result is None.
+    return lambda: exchange_blobs(context, "barrier", b"", members) and None
 
 
 def library_group(group: Group) -> Any:

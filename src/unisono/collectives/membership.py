@@ -63,6 +63,7 @@ def resolve(context: ContextState, group: GroupLike) -> Group | None:
         ranks = tuple(group)
         if any(type(rank) is not int for rank in ranks):  # True and 1.0 are equal to 1 as keys
             checked(context, ranks)
+        # Without ranks, a new group: the key () holds the local group.
         made = context.groups.get(ranks) if ranks else make(context, ())
         if made is None:
             ordered = checked(context, ranks)
@@ -79,7 +80,9 @@ def resolve(context: ContextState, group: GroupLike) -> Group | None:
     return adopted.of_context(context.context_id)
 
 
-def enter(context: ContextState, group: GroupLike, async_op: bool) -> Group | None:
+def resolve_and_settle(
+    context: ContextState, group: GroupLike, *, async_op: bool = False
+) -> Group | None:
     """Resolve a group; unless the call is asynchronous, wait for pending operations over it."""
     # Collective at creation, as `resolve` is.
     resolved = resolve(context, group)
@@ -88,11 +91,11 @@ def enter(context: ContextState, group: GroupLike, async_op: bool) -> Group | No
     return resolved
 
 
-def team(group: GroupLike, async_op: bool = False) -> tuple[ContextState, Group | None, bool]:
+def context_and_group(group: GroupLike) -> tuple[ContextState, Group | None, bool]:
     """Return the active context, the group, and whether this replica is a member of it."""
     # Collective at creation, as `resolve` is.
-    context = communicator(settles=False)  # `enter` settles the group alone
-    resolved = enter(context, group, async_op)
+    context = communicator(settles=False)  # only operations over this group have to end
+    resolved = resolve_and_settle(context, group)
     is_member = resolved is None or context.model.topology.rank in resolved.ranks
     return context, resolved, is_member
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from unisono.collectives.call import T, guarded, swap
+from unisono.collectives.call import T, exchange_blobs, guarded
 from unisono.context import ContextState
 from unisono.errors import CollectiveMismatchError, PayloadError, PeerFailedError
 from unisono.payload.codec import decode, encode
@@ -17,24 +17,7 @@ from unisono.tracebacks import fold, hides, summary
 
 __tracebackhide__ = hides
 
-Report = tuple[str, str]
-"""An exception as a line, and its traceback."""
 _CPU = torch.device("cpu")
-
-
-def report(error: BaseException) -> Report:
-    """Return a report of an exception for the other ranks."""
-    return summary(error), fold(error, error.__traceback__)
-
-
-def failure(rank: int, name: str, reported: Report) -> PeerFailedError:
-    """Create the error that every rank raises, all of them in step."""
-    headline, text = reported
-    failed = PeerFailedError(
-        f"rank {rank} raised {headline} in {name}\n\n{text}", rank=rank, traceback=text
-    )
-    failed.is_in_step = True
-    return failed
 
 
 def agreed(
@@ -51,12 +34,14 @@ def agreed(
     """Return every rank's fact; raise on every rank if one has an error."""
     # Collective over `group`. With a `refusal`, the prefix of its text, a PayloadError of one rank
     # is a PayloadError on every rank.
-    how = None if error is None else report(error)
+    report: tuple[str, str] | None = None  # the exception as a line, and its traceback
     if refusal is not None and isinstance(error, PayloadError):
-        how = (f"{refusal}{error}", "")
-    is_in_turn = isinstance(error, CollectiveMismatchError)
+        report = (f"{refusal}{error}", "")
+    elif error is not None:
+        report = (summary(error), fold(error, error.__traceback__))
+    is_consequence = isinstance(error, CollectiveMismatchError)
     # Mostly no rank has an error or a fact: None is encoded without a pickle.
-    mine = None if how is None and fact is None else (how, is_in_turn, fact)
+    mine = None if report is None and fact is None else (report, is_consequence, fact)
     with context.calls.begin(name, group):
         try:
             replies = exchange(context, call or name, mine, group, misses)
@@ -65,7 +50,8 @@ def agreed(
     # The other ranks know of a Ctrl-C or an exit now, which this rank raises unchanged.
     if error is not None and not isinstance(error, Exception):
         raise error
-    # A failed rank leaves others in collectives, which fail in turn: it is the one to report.
+    # A failed rank leaves others in collectives, which then fail as a consequence: `min` reports
+    # the failed one, whose mark is False.
     ranks = context.model.topology.members(group)
     failed = [
         (reply[1], rank, reply[0])
@@ -73,9 +59,18 @@ def agreed(
         if reply is not None and reply[0] is not None
     ]
     if failed:
-        _, rank, how = min(failed)
-        raise (failure(rank, name, how) if how[1] else PayloadError(how[0])) from error
+        _, rank, (line, trace) = min(failed)
+        raise (_failure(rank, name, line, trace) if trace else PayloadError(line)) from error
     return [None if reply is None else reply[2] for reply in replies]
+
+
+def _failure(rank: int, name: str, line: str, trace: str) -> PeerFailedError:
+    """Create the error that every rank raises, all of them in step."""
+    failed = PeerFailedError(
+        f"rank {rank} raised {line} in {name}\n\n{trace}", rank=rank, traceback=trace
+    )
+    failed.is_in_step = True
+    return failed
 
 
 def together(
@@ -103,14 +98,14 @@ def together(
 
 @guarded
 def exchange(
-    context: ContextState, call: str, mine: Any, group: Group | None = None, misses: float = 0
+    context: ContextState, call: str, value: Any, group: Group | None = None, misses: float = 0
 ) -> list[Any]:
     """Return every rank's value; other ranks may still be in up to `misses` earlier calls."""
     context.settle(group)
-    frame = encode(mine)
+    frame = encode(value)
     while True:
         # The mismatch is raised on those ranks, too, which then call this.
         missed = (CollectiveMismatchError,) if misses > 0 else ()
         misses -= 1
         with suppress(*missed):
-            return [decode(each, _CPU) for each in swap(context, call, frame, group)]
+            return [decode(each, _CPU) for each in exchange_blobs(context, call, frame, group)]

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.collectives import _dtype_emulation as carriers
-from unisono.collectives.broadcasts import home, memory_for
-from unisono.collectives.call import frame_of, guarded
-from unisono.collectives.membership import GroupLike, check_rank, team
+from unisono.collectives import _dtype_emulation as emulation
+from unisono.collectives.broadcasts import device_for, memory_for
+from unisono.collectives.call import encode_or_header, guarded
+from unisono.collectives.membership import GroupLike, check_rank, context_and_group
 from unisono.context import ContextState
 from unisono.errors import ArgumentError, GroupMembershipError
 from unisono.model.fallback import FRAME_BYTES, as_frame, inline_part, length_of
@@ -49,17 +49,18 @@ def send(value: Any, dst: int, group: GroupLike = None) -> None:
     """
     context, members = _pair(group, dst, "dst")
     with context.calls.begin("send", pair(context.model.topology.rank, dst), value):
-        frame = frame_or_reason(frame_of, context, value, members)
+        frame = frame_or_reason(encode_or_header, context, value, members)
         # The head has a fixed size, as the peer doesn't know the length of the frame.
         head = as_frame(frame)
         context.model.send(_as_row(context, head), dst, members)
         if inline_part(head) is None:
             context.model.send(_as_row(context, frame), dst, members)
-        # Only now, as the peer waits for the frame and raises the same error.
+        # Raise only after sending: the peer waits for the frame, then raises the same error.
         raise_failures([frame], lambda: [context.model.topology.rank], "send")
         if frame[:1] == b"h":  # the tensor follows its header
-            carrier, _ = carriers.movement(context.model, carriers.own(context, value))
-            context.model.send(carrier, dst, members)
+            tensor = emulation.private_copy(context, value)
+            movable, _ = emulation.as_movable(context.model, tensor)
+            context.model.send(movable, dst, members)
 
 
 @guarded
@@ -102,13 +103,13 @@ def recv(src: int, group: GroupLike = None) -> Any:
         value = decode(frame, context.model.device)
         if not isinstance(value, TensorHeader):
             return value
-        carrier, restore = carriers.movement(context.model, memory_for(context, value))
-        got = restore(context.model.recv(carrier, src, members))
-        return value.finish(got.to(home(context, value)))
+        movable, restore = emulation.as_movable(context.model, memory_for(context, value))
+        got = restore(context.model.recv(movable, src, members))
+        return value.finish(got.to(device_for(context, value)))
 
 
 def _pair(group: GroupLike, peer: int, role: str) -> tuple[ContextState, Group | None]:
-    context, members, is_member = team(group)
+    context, members, is_member = context_and_group(group)
     check_rank(context, members, peer, role)
     if not is_member:
         raise GroupMembershipError(

@@ -8,11 +8,11 @@ from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, overload
 
 from torch import Tensor
 
-from unisono.collectives import _dtype_emulation as carriers
+from unisono.collectives import _dtype_emulation as emulation
 from unisono.collectives._scalars import reduce_values, sum_values
-from unisono.collectives.call import TensorT, check, collective
+from unisono.collectives.call import TensorT, collective, compare_calls
 from unisono.collectives.membership import GroupLike
-from unisono.collectives.routing import carry, is_direct, route
+from unisono.collectives.routing import reducer_for, reduces_natively
 from unisono.context import ContextState
 from unisono.errors import ArgumentError, PayloadError
 from unisono.host import memory
@@ -30,7 +30,7 @@ class _Dataclass(Protocol):
 
 
 class NumpyScalar(Protocol):
-    """Real number of numpy; tensors have no ``tobytes``, arrays no ``is_integer``."""
+    """A real NumPy scalar. ``tobytes`` excludes tensors, ``is_integer`` arrays."""
 
     def __float__(self) -> float: ...
 
@@ -42,15 +42,16 @@ class NumpyScalar(Protocol):
 
 
 Container: TypeAlias = Mapping[Any, Any] | list[Any] | tuple[Any, ...] | _Dataclass
-"""Types reduced leaf by leaf. A TypedDict is a Mapping, and no dict, to a type checker."""
+"""Types reduced leaf by leaf. To a type checker, a TypedDict is a Mapping but not a dict."""
 Reducible: TypeAlias = Tensor | complex | NumpyScalar | Container
 Plain = TypeVar("Plain", bool, int, float, complex)
-"""Types that all operations but means keep; a subclass, such as an IntEnum, gives its base."""
+"""Types that every operation except a mean returns unchanged; a subclass, such as an IntEnum, comes
+back as its base type."""
 ContainerT = TypeVar("ContainerT", bound=Container)
 Summed = TypeVar("Summed", Tensor, int, float, complex)
-"""Types that a sum keeps where bools are counted."""
+"""Types that a sum returns unchanged if it counts bools, so that a sum of bools is an int."""
 Inexact = TypeVar("Inexact", Tensor, float, complex)
-"""Types that every operation keeps; an int is a float here."""
+"""Types that every operation returns unchanged; an int comes back as a float."""
 
 
 @overload
@@ -96,19 +97,19 @@ def all_reduce(
     Collective over `group`.
 
     Args:
-        tensor: any payload that can be reduced, under idist's name: a tensor [*shape] of any dense
-            dtype and device, the same shape and dtype on every rank; or a number; or a dict, list,
-            tuple or dataclass of these, sent as one message for all numbers and one for each
-            dtype of tensors.
-        op: ``SUM AVERAGE MEAN AVG PRODUCT MIN MAX AND OR XOR``, in any case (type checkers know
-            upper and lower); or an operation of torch, such as ``torch.distributed.ReduceOp.SUM``.
+        tensor: any payload that can be reduced (the parameter is called `tensor` as in
+            ignite.distributed): a tensor [*shape] of any dense dtype and device, the same shape and
+            dtype on every rank; or a number; or a dict, list, tuple or dataclass of these, sent as
+            one message for all numbers and one for each dtype of tensors.
+        op: ``SUM AVERAGE MEAN AVG PRODUCT MIN MAX AND OR XOR``, in upper, lower or mixed case; or
+            an operation of torch, such as ``torch.distributed.ReduceOp.SUM``.
         group: a Group, a list of ranks, or None for all ranks.
         exact: whether the sum is exact and then rounded once, to the nearest number, ties to even:
             its bits then don't depend on the number and order of ranks, the backend or the
             container. For SUM of float16, bfloat16, float32, float64, complex64, complex128 and
             numbers; integers and bools are always exact.
-            Infinities of both signs and NaN give NaN, a sum beyond the largest number infinity,
-            and all -0 give -0.
+            NaN, or infinities of both signs, give NaN; a sum beyond the largest number gives
+            infinity; all -0 give -0.
         async_op: whether to return a handle at once; don't change `tensor` until ``wait``.
 
     Returns:
@@ -119,8 +120,8 @@ def all_reduce(
         ArgumentError: unknown operation, or `exact` with an operation other than SUM.
         PayloadError: a value isn't a number or tensor, or the operation isn't defined on its
             dtype, such as an exact sum of float8.
-        CollectiveMismatchError: containers of different structure (on every rank); or another rank
-            rejected its tensor, where calls are compared.
+        CollectiveMismatchError: containers of different structure (raised on every rank); or, if
+            calls are compared, another rank rejected its tensor.
         CollectiveError: a peer failed or timed out.
 
     Example:
@@ -135,12 +136,12 @@ def all_reduce(
         return partial(sum_values, context, "all_reduce SUM exact", tensor, members)
     if not isinstance(tensor, Tensor):
         call = f"all_reduce {operation.name}"
-        return lambda: reduce_values(context, call, tensor, operation, members)
-    carriers.check_reducible(tensor, operation)
+        return partial(reduce_values, context, call, tensor, operation, members)
+    emulation.check_reducible(tensor, operation)
     if async_op:
-        mine = carriers.own(context, tensor)
-        context.settle(members)  # the library's start mustn't overtake queued calls
-        started = carriers.start_all_reduce(context, mine, operation, members)
+        mine = emulation.private_copy(context, tensor)
+        context.settle(members)  # queued calls must finish before the library starts this one
+        started = emulation.start_all_reduce(context, mine, operation, members)
         return started.then(lambda total: total.to(tensor.device))
     return partial(_all_reduce, context, tensor, operation, members)
 
@@ -153,20 +154,21 @@ def _check_sum(op: ReduceOp) -> None:
     elif op is ReduceOp.PRODUCT:
         advice = "there is no exact product"
     else:
-        advice = "it rounds nothing, so call it without `exact`"
+        advice = f"{op.name} never rounds, so call it without `exact`"
     raise ArgumentError(f"exact=True is for SUM, not for {op.name}: {advice}")
 
 
 def _all_reduce(context: ContextState, tensor: Tensor, op: ReduceOp, group: Group | None) -> Tensor:
     """Reduce a tensor to a new one."""
-    host = carry(context, tensor, group)
-    # Only memory of one host reads the tensor and writes the result elsewhere: no copy is needed.
-    if not isinstance(host, HostCollectives) or not is_direct(host, tensor, op):
-        mine = carriers.own(context, tensor)
-        return carriers.all_reduce(context, mine, op, group, tensor.device)
-    check(context, f"all_reduce {op.name}", tensor, group, host)
-    mine = carriers.lend(context, tensor, group)
-    return host.all_reduce(mine, op, group, memory.new(mine, mine.shape))
+    plane = reducer_for(context, tensor, group)
+    # Only shared memory of one host reads the tensor in place and writes the result elsewhere, so
+    # only there no copy is needed.
+    if not isinstance(plane, HostCollectives) or not reduces_natively(plane, tensor, op):
+        copy = emulation.private_copy(context, tensor)
+        return emulation.all_reduce(context, copy, op, group, tensor.device)
+    compare_calls(context, f"all_reduce {op.name}", tensor, group, plane)
+    values = emulation.view_or_copy(context, tensor, plane)
+    return plane.all_reduce(values, op, group, memory.new(values, values.shape))
 
 
 @overload
@@ -202,8 +204,8 @@ def exact_sum(terms: Any, group: GroupLike = None, *, async_op: bool = False) ->
         `terms` itself if this rank isn't a member.
 
     Raises:
-        PayloadError: a value isn't a tensor, has no dim 0 or a different k than the others of
-            this rank, or its dtype has no exact sum (on every rank, naming the rank).
+        PayloadError: a value isn't a tensor, has no dim 0, has a k that differs from this rank's
+            other tensors, or has a dtype without an exact sum (on every rank, naming the rank).
         CollectiveMismatchError: shapes, dtypes or containers differ (on every rank).
         CollectiveError: a peer failed or timed out.
 
@@ -258,42 +260,46 @@ def all_reduce_(
     operation = parse_op(op)
     if not isinstance(tensor, Tensor):
         raise PayloadError(f"all_reduce_ works in place on a tensor, not on {_kind(tensor)}")
-    carriers.check_reducible(tensor, operation)
+    emulation.check_reducible(tensor, operation)
     if async_op:
         context.settle(members)
-    # Before the first call over a group, `route` would wait for its other ranks.
-    is_met = not async_op or context.control.has_met(members)
-    tensors = route(context, tensor, members) if is_met else None
-    is_ready = (
-        tensors is not None
-        and is_direct(tensors, tensor, operation)
+    # Before the first call over a group, `reducer_for` would wait for its other ranks.
+    knows_plane = not async_op or context.control.is_connected(members)
+    plane = reducer_for(context, tensor, members) if knows_plane else None
+    is_direct = (  # whether the plane can reduce the user's own memory
+        plane is not None
+        and reduces_natively(plane, tensor, operation)
         and tensor.device == context.model.transport_device
         and tensor.is_contiguous()
-        # At most one element is contiguous whatever its strides are; a model may view its bytes.
+        # A tensor of 0 or 1 elements counts as contiguous whatever its strides, but viewing it as
+        # bytes needs stride 1.
         and (tensor.numel() > 1 or tensor.stride()[-1:] in ((), (1,)))
         and not (tensor.is_neg() or tensor.is_conj())
     )
-    if not is_ready:  # else it is contiguous
-        carriers.check_writable(tensor, "all_reduce_")
+    if not is_direct:  # else it is contiguous
+        emulation.check_writable(tensor, "all_reduce_")
     if async_op:
-        is_ready = is_ready and tensors is context.model  # others run later, on a copy
-        mine = plain(tensor) if is_ready else carriers.own(context, tensor)
-        started = carriers.start_all_reduce(context, mine, operation, members)
-        return started.then(
-            lambda total: tensor if total is mine and is_ready else carriers.fill(tensor, total)
-        )
+        # Other planes run in the background, on a copy.
+        is_direct = is_direct and plane is context.model
+        values = plain(tensor) if is_direct else emulation.private_copy(context, tensor)
+        started = emulation.start_all_reduce(context, values, operation, members)
+        return started.then(partial(_written_back, tensor, values if is_direct else None))
 
     def call() -> Tensor:
-        if tensors is None or not is_ready:
-            mine = carriers.own(context, tensor)
-            total = carriers.all_reduce(context, mine, operation, members, mine.device)
-            return carriers.fill(tensor, total)
-        check(context, f"all_reduce {operation.name}", tensor, members, tensors)
-        mine = plain(tensor)
-        total = tensors.all_reduce(mine, operation, members)
-        return tensor if total is mine else carriers.fill(tensor, total)
+        if plane is None or not is_direct:
+            copy = emulation.private_copy(context, tensor)
+            total = emulation.all_reduce(context, copy, operation, members, copy.device)
+            return emulation.overwrite(tensor, total)
+        compare_calls(context, f"all_reduce {operation.name}", tensor, members, plane)
+        values = plain(tensor)
+        return _written_back(tensor, values, plane.all_reduce(values, operation, members))
 
     return call
+
+
+def _written_back(tensor: Tensor, view: Tensor | None, total: Tensor) -> Tensor:
+    """Return `tensor` with the values of `total`, which may be its own `view` already."""
+    return tensor if total is view else emulation.overwrite(tensor, total)
 
 
 @overload
@@ -357,19 +363,13 @@ def reduce(
     """
     context, members = group
     operation = parse_op(op)
-    name = f"reduce {operation.name} to {dst}"
     if isinstance(value, Tensor):
-        carriers.check_reducible(value, operation)
+        emulation.check_reducible(value, operation)
+        return partial(emulation.reduce, context, value, dst, operation, members)
 
     def call() -> Any:
-        if isinstance(value, Tensor):
-            if context.model.topology.rank == dst:  # the tensor becomes the result
-                mine = carriers.own(context, value)
-            else:
-                mine = _lend(context, value, operation, members)
-            total = carriers.reduce(context, mine, dst, operation, members)
-            return None if total is None else total.to(value.device)
         # The exchange that compares the numbers brings them to all ranks anyway.
+        name = f"reduce {operation.name} to {dst}"
         total = reduce_values(context, name, value, operation, members)
         return total if context.model.topology.rank == dst else None
 
@@ -407,7 +407,7 @@ def reduce_scatter(
     Raises:
         ArgumentError: unknown operation.
         PayloadError: it isn't a dense tensor, or its dim 0 isn't a multiple of n.
-        CollectiveMismatchError: another rank's isn't, where calls are compared.
+        CollectiveMismatchError: another rank rejected its tensor, if calls are compared.
         CollectiveError: a peer failed or timed out.
 
     Example:
@@ -418,25 +418,13 @@ def reduce_scatter(
     context, members = group
     operation, size = parse_op(op), context.model.topology.size(members)
     if isinstance(tensor, Tensor):
-        carriers.check_reducible(tensor, operation)
+        emulation.check_reducible(tensor, operation)
     if not isinstance(tensor, Tensor) or tensor.dim() == 0 or tensor.shape[0] % size:
         raise PayloadError(
             f"reduce_scatter takes a tensor whose dim 0 is a multiple of {size}, not "
             f"{_kind(tensor)}"
         )
-
-    def call() -> Tensor:
-        mine = _lend(context, tensor, operation, members)
-        rows = mine.view(size, tensor.shape[0] // size, *tensor.shape[1:])
-        return carriers.reduce_scatter(context, rows, operation, members).to(tensor.device)
-
-    return call
-
-
-def _lend(context: ContextState, tensor: Tensor, op: ReduceOp, group: Group | None) -> Tensor:
-    if is_direct(carry(context, tensor, group), tensor, op):
-        return carriers.lend(context, tensor, group)
-    return carriers.own(context, tensor)  # it is overwritten
+    return partial(emulation.reduce_scatter, context, tensor, operation, members)
 
 
 def _kind(value: object) -> str:

@@ -18,13 +18,13 @@ from unisono.tracebacks import hides
 
 __tracebackhide__ = hides
 
-Carrier = ComputationModel | HostCollectives
+Plane = ComputationModel | HostCollectives
 """Collectives of tensors: the data plane, or memory that the ranks of a host share."""
 Reducer = ComputationModel | MemoryCollectives
-"""Implementations of `all_reduce`: one of those, or both in two levels."""
+"""Implementations of `all_reduce`: a plane, or both planes in two levels."""
 
 
-def fits_round(
+def fits_exchange(
     context: ContextState, tensor: Tensor, group: Group | None, *, folds: bool = False
 ) -> bool:
     """Return whether an exchange of the control plane carries a tensor."""
@@ -34,17 +34,11 @@ def fits_round(
     return tensor.numel() * tensor.itemsize <= context.control.inline_bytes(group, folds)
 
 
-def memory_of(
-    context: ContextState, tensor: Tensor, group: Group | None
-) -> MemoryCollectives | None:
-    """Return the memory that carries the sum of a tensor, None if there is none."""
-    # Local, as `fits_round`; collective at creation of the memory that ranks of one host share.
-    return context.control.memory(group) if tensor.is_cpu else None
-
-
-def carry(context: ContextState, tensor: Tensor, group: Group | None) -> Carrier:
-    """Return the plane that carries a tensor too large for an exchange."""
-    memory = context.control.memory(group) if tensor.is_cpu else None
+def plane_for(context: ContextState, group: Group | None) -> Plane:
+    """Return the plane that carries tensors too large for an exchange."""
+    # Local, or collective at creation of the memory that ranks of one host share. There is none if
+    # the transport device is an accelerator.
+    memory = context.control.memory(group)
     if type(memory) is HostCollectives:  # memory in two levels only reduces
         plane_is("memory")
         return memory
@@ -52,8 +46,9 @@ def carry(context: ContextState, tensor: Tensor, group: Group | None) -> Carrier
     return context.model
 
 
-def route(context: ContextState, tensor: Tensor, group: Group | None) -> Reducer | None:
+def reducer_for(context: ContextState, tensor: Tensor, group: Group | None) -> Reducer | None:
     """Return the plane that carries an `all_reduce`, None for an exchange."""
+    # Local or collective as `plane_for` is.
     if not tensor.is_cpu:
         plane_is("data")
         return context.model
@@ -61,17 +56,17 @@ def route(context: ContextState, tensor: Tensor, group: Group | None) -> Reducer
     if type(memory) is HostCollectives:
         plane_is("memory")
         return memory
-    # As `fits_round`, without its call.
+    # As `fits_exchange`, without its call.
     if tensor.numel() * tensor.itemsize <= context.control.inline_bytes(group, True):
         return None
     plane_is("data")
     return context.model if memory is None else memory
 
 
-def is_direct(carrier: Reducer, tensor: Tensor, op: ReduceOp) -> bool:
-    """Return whether `carrier` natively supports this operation on this dtype."""
-    if tensor.dtype not in carrier.dtypes or is_order_of_floats(tensor, op):
+def reduces_natively(plane: Reducer, tensor: Tensor, op: ReduceOp) -> bool:
+    """Return whether `plane` itself supports this operation on this dtype."""
+    if tensor.dtype not in plane.dtypes or is_order_of_floats(tensor, op):
         return False
-    if isinstance(carrier, MemoryCollectives):
+    if isinstance(plane, MemoryCollectives):
         return folds(tensor.dtype, op)
     return op is not ReduceOp.AVERAGE  # by the contract, models never get it

@@ -12,8 +12,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from unisono.collectives.call import T, guarded, refuse_compared, swap
-from unisono.collectives.membership import GroupLike, team
+from unisono.collectives.call import T, exchange_blobs, guarded, refuse_compared
+from unisono.collectives.membership import GroupLike, context_and_group
 from unisono.collectives.outcomes import agreed, exchange
 from unisono.context import ContextState, communicator
 from unisono.control.rendezvous import host_of_this_process
@@ -70,7 +70,7 @@ def shared_empty(
         >>> idist.all_reduce_(gradients).shape
         torch.Size([2, 3])
     """
-    context, members, is_member = team(group)
+    context, members, is_member = context_and_group(group)
     try:
         shape, kind = _shape_of(size), _dtype_of(dtype)
     except ArgumentError as error:
@@ -92,7 +92,7 @@ def _shared_empty(
     size_bytes = shape.numel() * kind.itemsize
     call = f"shared_empty of {str(kind)[6:]}{list(shape)}"
     if host is None or size_bytes == 0:
-        swap(context, call, b"", members)  # sizes and dtypes must agree here, too
+        exchange_blobs(context, call, b"", members)  # sizes and dtypes must agree here, too
         return torch.empty(shape, dtype=kind, device="cpu")
     mapped = _map_together(context, host, call, host.size * room_bytes(size_bytes), members)
     if mapped is None:
@@ -128,14 +128,14 @@ def _map_together(
             fd, mapped = made
             stack.callback(os.close, fd)
             address = memory.address_of(fd)
-        address = bytes(swap(context, call, address, group)[0])
+        address = bytes(exchange_blobs(context, call, address, group)[0])
         if address and mapped is None:
             with suppress(OSError):
                 fd = memory.open_at(address, writes=True)
                 stack.callback(os.close, fd)
                 mapped = mmap.mmap(fd, size_bytes)
         # Position 0 keeps its descriptor open until every rank has opened the memory, or failed.
-        votes = swap(context, call, b"" if mapped is None else _HAS, group)
+        votes = exchange_blobs(context, call, b"" if mapped is None else _HAS, group)
     return mapped if all(votes) else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import Any
 
 from typing_extensions import Unpack
@@ -40,12 +41,9 @@ def get_dist_info() -> tuple[int, int]:
     return topology.rank, topology.world_size
 
 
-def _found(launcher: str) -> RankInfo | None:
-    for name in _LAUNCHERS[launcher]:
-        info = find_environment(name).detect(os.environ)
-        if info is not None:
-            return info
-    return None
+def _detected(launcher: str) -> RankInfo | None:
+    found = (find_environment(name).detect(os.environ) for name in _LAUNCHERS[launcher])
+    return next((info for info in found if info is not None), None)
 
 
 def infer_launcher() -> str:
@@ -60,14 +58,11 @@ def infer_launcher() -> str:
         >>> idist.infer_launcher()
         'none'
     """
-    return next((launcher for launcher in _LAUNCHERS if _is_there(launcher)), "none")
-
-
-def _is_there(launcher: str) -> bool:
-    try:
-        return _found(launcher) is not None
-    except EnvironmentDetectionError:
-        return False
+    for launcher in _LAUNCHERS:
+        with suppress(EnvironmentDetectionError):  # its variables are incomplete
+            if _detected(launcher) is not None:
+                return launcher
+    return "none"
 
 
 def init_dist(
@@ -109,7 +104,7 @@ def init_dist(
     if name == "none":
         initialize(backend, rank=0, world_size=1, **options)
         return
-    info = _found(name)
+    info = _detected(name)
     if info is None:
         raise EnvironmentDetectionError(
             f"init_dist({launcher!r}): the variables of {' or '.join(_LAUNCHERS[name])} are "

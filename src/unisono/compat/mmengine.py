@@ -21,6 +21,7 @@ from unisono.compat.mmcv import infer_launcher
 from unisono.context import current, current_model
 from unisono.errors import ArgumentError, NotInitializedError
 from unisono.facts import is_distributed
+from unisono.model.reduction import ReduceOp, parse_op
 from unisono.sections import master_only
 from unisono.training import averaging, randomness
 
@@ -63,9 +64,7 @@ def get_data_device(data: Any) -> torch.device:
     """Return the device of a tensor, or the common device of a container's tensors."""
     if isinstance(data, Tensor):
         return data.device
-    if isinstance(data, str) or not isinstance(data, Iterable):
-        raise ArgumentError(f"a tensor, or a list or dict of tensors is needed: {data!r}")
-    devices = {get_data_device(v) for v in (data.values() if isinstance(data, Mapping) else data)}
+    devices = {get_data_device(item) for item in _items(data)}
     if len(devices) != 1:
         raise ArgumentError(
             f"the tensors should be on one device, not on {sorted(map(str, devices))}"
@@ -86,27 +85,25 @@ def cast_data_device(data: Any, device: torch.device, out: Any = None) -> Any:
             with torch.no_grad():  # `out` may require gradients
                 out.copy_(moved)
         return moved
-    if isinstance(data, str) or not isinstance(data, Iterable):
-        raise ArgumentError(f"a tensor, or a list or dict of tensors is needed: {data!r}")
-    if out is not None and len(out) != len(list(data)):
-        raise ArgumentError(f"out has {len(out)} items, the data {len(list(data))}")
+    items = _items(data)
+    if out is not None and len(out) != len(items):
+        raise ArgumentError(f"out has {len(out)} items, the data {len(items)}")
     if isinstance(data, Mapping):
-        into = out if out is not None else dict.fromkeys(data)
-        return {key: cast_data_device(item, device, into[key]) for key, item in data.items()}
-    items = list(data)
-    targets = list(out) if out is not None else [None] * len(items)
-    cast = [cast_data_device(i, device, o) for i, o in zip(items, targets, strict=True)]
+        targets = dict.fromkeys(data) if out is None else out
+        return {key: cast_data_device(item, device, targets[key]) for key, item in data.items()}
+    pairs = zip(items, [None] * len(items) if out is None else out, strict=True)
+    cast = [cast_data_device(item, device, target) for item, target in pairs]
     return tuple(cast) if isinstance(data, tuple) else cast
 
 
+def _items(data: Any) -> list[Any]:
+    """Return the items of a container, of a mapping its values."""
+    if isinstance(data, str) or not isinstance(data, Iterable):
+        raise ArgumentError(f"a tensor, or a list or dict of tensors is needed: {data!r}")
+    return list(data.values() if isinstance(data, Mapping) else data)
+
+
 Group = Any
-_OPS = {"band": "AND", "bor": "OR", "bxor": "XOR"}
-
-
-def _op(name: str) -> Any:
-    if not isinstance(name, str):
-        raise ArgumentError(f"op={name!r} should be a name, such as 'sum'")
-    return _OPS.get(name.lower(), name)
 
 
 class _RefusedError(ArgumentError, AssertionError, NotImplementedError):
@@ -121,15 +118,10 @@ def all_reduce(data: Tensor, op: str = "sum", group: Group = None) -> None:
         op: ``sum mean product min max band bor bxor``. A mean of ints is cut to an int, towards 0.
         group: of ranks; None for all.
     """
-    name = _op(op)
-    if not (_is_mean(name) and _is_int(data)):
-        reductions.all_reduce_(data, name, group)
+    if parse_op(op) is ReduceOp.AVERAGE and _is_int(data):
+        averaging.reduce_params([data], True, -1, op, group, cuts_means=True)
     else:
-        averaging.reduce_params([data], True, -1, name, group, cuts_means=True)
-
-
-def _is_mean(op: str) -> bool:
-    return op.upper() in ("MEAN", "AVG", "AVERAGE")
+        reductions.all_reduce_(data, parse_op(op), group)
 
 
 def _is_int(data: object) -> bool:
@@ -147,9 +139,7 @@ def all_gather(data: Tensor, group: Group = None) -> list[Tensor]:
 
 def gather(data: Tensor, dst: int = 0, group: Group = None) -> list[Tensor]:
     """Gather all ranks' tensors on global rank `dst`, [] elsewhere. Collective over `group`."""
-    # In lists, as the shapes may differ. A rank outside the group gets its own list.
-    rows = gathers.gather([data], dst, group)
-    return [row[0] for row in rows] if rows and get_rank() == dst else []
+    return gather_object(data, dst, group) or []  # as objects, since the shapes may differ
 
 
 def broadcast(data: Tensor, src: int = 0, group: Group = None) -> None:
@@ -179,13 +169,13 @@ def all_reduce_dict(data: dict[str, Tensor], op: str = "sum", group: Group = Non
     """
     if not isinstance(data, dict):
         raise _RefusedError(f"a dict is needed, not a {type(data).__qualname__}")
-    name = _op(op)
     if get_world_size(group) == 1 or get_rank(group) < 0:
         return
+    is_mean = parse_op(op) is ReduceOp.AVERAGE
     # Sorted, as the ranks may have the keys in different orders.
     values = {key: data[key] for key in sorted(data)}
     tensors = [value for value in values.values() if isinstance(value, Tensor)]
-    ints = {key: value for key, value in values.items() if _is_mean(name) and _is_int(value)}
+    ints = {key: value for key, value in values.items() if is_mean and _is_int(value)}
     floats = {value.dtype for value in tensors if value.is_floating_point()}
     if ints and floats:
         # In the type of the floats large ints would be rounded before the sum.
@@ -193,13 +183,13 @@ def all_reduce_dict(data: dict[str, Tensor], op: str = "sum", group: Group = Non
         values |= {key: value.to(torch.float64) for key, value in ints.items()}
     else:
         values = {key: value for key, value in values.items() if key not in ints}
-    data.update(reductions.all_reduce(values, name, group) if values else {})
+    data.update(reductions.all_reduce(values, parse_op(op), group) if values else {})
     if ints and floats:
         data.update({key: data[key].to(widest) for key in ints})
     elif ints:
         # Clones, because `reduce_params` overwrites its tensors, which the caller may still use.
         means = {key: value.clone() for key, value in ints.items()}
-        averaging.reduce_params(means, True, -1, name, group, cuts_means=True)
+        averaging.reduce_params(means, True, -1, op, group, cuts_means=True)
         data.update(means)
 
 
@@ -215,6 +205,7 @@ def gather_object(data: Any, dst: int = 0, group: Group = None) -> list[Any] | N
 
     Collective over `group`.
     """
+    # In lists, of which a rank outside the group gets its own.
     rows = gathers.gather([data], dst, group)
     return [row[0] for row in rows] if rows and get_rank() == dst else None
 
@@ -266,8 +257,8 @@ def all_reduce_params(
 ) -> None:
     """Reduce parameters in place: the facade's, with a sum by default. Collective over `group`."""
     # In mmengine every number up to 0 means the default.
-    limit, name = bucket_size_mb if bucket_size_mb > 0 else -1, _op(op)
-    averaging.reduce_params(params, coalesce, limit, name, group, cuts_means=True)
+    limit = bucket_size_mb if bucket_size_mb > 0 else -1
+    averaging.reduce_params(params, coalesce, limit, op, group, cuts_means=True)
 
 
 def init_dist(

@@ -88,7 +88,7 @@ class ControlPlane:
         # Not on accelerators: NCCL may wait forever where ranks begin them in another order.
         return self.model.transport_device.type == "cpu"
 
-    def has_met(self, group: Group | None) -> bool:
+    def is_connected(self, group: Group | None) -> bool:
         """Return whether a group's first call, at which its ranks agree, is done."""
         return True
 
@@ -214,7 +214,7 @@ class SocketControlPlane(ControlPlane):
             return host.exchange(blob, sizes)
         return fallback.exchange_bodies(self.model, blob, list(sizes), group)
 
-    def has_met(self, group: Group | None) -> bool:
+    def is_connected(self, group: Group | None) -> bool:
         """Return whether a group is connected."""
         return name_of(group) in self.hubs or self.model.topology.size(group) == 1
 

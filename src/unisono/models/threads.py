@@ -241,7 +241,9 @@ class ThreadsModel(ComputationModel, LaunchHooks):
 
     def recv(self, into: Tensor, src: int, group: Group | None = None) -> Tensor:
         rank = self._topology.rank
-        return self._world.fetch((name_of(group), src, rank), rank, allowed_s(self._world.timeout_s, group))
+        return self._world.fetch(
+            (name_of(group), src, rank), rank, allowed_s(self._world.timeout_s, group)
+        )
 
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
         timeout_s = only_timeout_s("new_group on threads", options)

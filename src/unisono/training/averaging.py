@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.collectives.broadcasts import broadcast, home
-from unisono.collectives.membership import GroupLike, check_rank, team
+from unisono.collectives.broadcasts import broadcast, device_for
+from unisono.collectives.membership import GroupLike, check_rank, context_and_group
 from unisono.collectives.outcomes import together
 from unisono.collectives.reductions import all_reduce
 from unisono.context import ContextState
@@ -74,7 +74,7 @@ def reduce_params(
     # Collective over `group`.
     limit_bytes = _bucket_bytes(coalesce, bucket_size_mb)
     operation = parse_op(op)
-    context, group, is_member = team(group)
+    context, group, is_member = context_and_group(group)
     if not is_member:
         return
     name = "all_reduce_grads" if of_grads else "all_reduce_params"
@@ -196,7 +196,7 @@ def broadcast_params(params: Params, src: int = 0, group: GroupLike = None) -> N
         >>> import torch, unisono as idist
         >>> idist.broadcast_params(torch.nn.BatchNorm1d(2), src=0)
     """
-    context, group, is_member = team(group)
+    context, group, is_member = context_and_group(group)
     check_rank(context, group, src, "src")
     if not is_member:
         return
@@ -238,7 +238,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0, group: GroupLi
         >>> model = torch.nn.Linear(2, 2)
         >>> idist.broadcast_optimizer_state(torch.optim.Adam(model.parameters()))
     """
-    context, group, is_member = team(group)
+    context, group, is_member = context_and_group(group)
     check_rank(context, group, src, "src")
     if not is_member:
         return
@@ -304,6 +304,6 @@ def _blank_state(
     leaves, _ = flatten(plain)
     for i, packed in heads.items():
         head, _ = TensorHeader.unpack(packed)
-        leaves[i] = torch.empty(head.shape, dtype=head.dtype, device=home(context, head))
+        leaves[i] = torch.empty(head.shape, dtype=head.dtype, device=device_for(context, head))
     state: dict[str, Any] = unflatten(plain, leaves)
     return state

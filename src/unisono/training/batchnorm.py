@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from unisono.collectives.gathers import all_gather_tensors_with_shapes
-from unisono.collectives.membership import GroupLike, team
+from unisono.collectives.membership import GroupLike, context_and_group
 from unisono.collectives.reductions import all_reduce_
 from unisono.context import current_model
 from unisono.errors import ArgumentError, UnsupportedOperation
@@ -110,7 +110,10 @@ class SyncBatchNorm(_BatchNorm):
         """Normalize [n, channels, ...]. Collective over `group` in training."""
         self._check_input_dim(input)
         # Without running statistics evaluation uses this rank's batch, as torch's does.
-        if not self.training or team(self.group)[0].model.topology.size(self.group) == 1:
+        if (
+            not self.training
+            or context_and_group(self.group)[0].model.topology.size(self.group) == 1
+        ):
             return super().forward(input)
         # Sums in half precision would be too coarse.
         kind = torch.promote_types(input.dtype, torch.float32)

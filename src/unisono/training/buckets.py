@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unisono.collectives.broadcasts import broadcast_
 from unisono.collectives.reductions import all_reduce_
-from unisono.collectives.routing import is_direct, memory_of
+from unisono.collectives.routing import reduces_natively
 from unisono.context import ContextState
 from unisono.host.collectives import HostCollectives
 from unisono.model.handle import Handle
@@ -110,8 +110,8 @@ def _reduce_on_host(
     host = None
     for work in works:
         tensor, memory = work[0], _in_memory_order(work)
-        carrier = memory_of(context, tensor, group)
-        is_taken = carrier is not None and tensor.numel() and is_direct(carrier, tensor, op)
+        carrier = context.control.memory(group) if tensor.is_cpu else None
+        is_taken = carrier is not None and tensor.numel() and reduces_natively(carrier, tensor, op)
         if carrier is None or memory is None or not is_taken:
             others.append(work)
             continue

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from unisono.collectives.call import swap
+from unisono.collectives.call import exchange_blobs
 from unisono.collectives.reductions import all_reduce_
 from unisono.context import ContextState, communicator, current, current_model
 from unisono.control.signatures import called
@@ -318,7 +318,7 @@ class Replicated(nn.Module):
                 mark = _SYNCS if self.training else _SYNCS_IN_EVAL
             src = 0
             if self._is_joining:
-                src = self._first_active(swap(communicator(), _JOIN, mark, None))
+                src = self._first_active(exchange_blobs(communicator(), _JOIN, mark, None))
             if mark == _SYNCS:
                 self._broadcast_buffers(src)
         return self.module(*args, **kwargs)
@@ -359,7 +359,7 @@ class Replicated(nn.Module):
             self._is_joining = False
         while True:
             # Without batches, this rank takes part in the steps of the others until all have ended.
-            marks = swap(communicator(), _JOIN, _HAS_ENDED, None)
+            marks = exchange_blobs(communicator(), _JOIN, _HAS_ENDED, None)
             if all(mark == _HAS_ENDED for mark in marks):
                 break
             src = self._first_active(marks)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from unisono.collectives.call import check
+from unisono.collectives.call import compare_calls
 from unisono.context import ContextState, communicator
 from unisono.control.signatures import called
 from unisono.host.collectives import HostCollectives, folds
@@ -120,7 +120,7 @@ class DDPAverager:
         with called(call):
             token = context.calls.begin("gradients", self.group, flat, host is None)
             try:
-                check(context, call, flat, self.group, host)
+                compare_calls(context, call, flat, self.group, host)
                 if host is None:
                     handle = context.start_all_reduce(flat, op, self.group)
                     # `end_step` waits for it, so that buckets overlap.

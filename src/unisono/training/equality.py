@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from unisono.collectives.call import guarded, swap
-from unisono.collectives.membership import GroupLike, team
+from unisono.collectives.call import exchange_blobs, guarded
+from unisono.collectives.membership import GroupLike, context_and_group
 from unisono.context import ContextState
 from unisono.errors import CollectiveMismatchError, PayloadError
 from unisono.payload.codec import decode, encode, frame_or_reason, raise_failures
@@ -53,7 +53,7 @@ def assert_equal(tree: Any, group: GroupLike = None) -> None:
         >>> import torch, unisono as idist
         >>> idist.assert_equal({"model": torch.nn.Linear(2, 1), "epoch": 3})
     """
-    context, group, is_member = team(group)
+    context, group, is_member = context_and_group(group)
     if not is_member:
         return
     trees: dict[str, Any] = {}
@@ -69,7 +69,7 @@ def assert_equal(tree: Any, group: GroupLike = None) -> None:
 
     frame = frame_or_reason(described)
     with context.calls.begin(_CALL, group):
-        frames = swap(context, _CALL, frame, group)
+        frames = exchange_blobs(context, _CALL, frame, group)
         raise_failures(frames, lambda: context.model.topology.members(group), _CALL)
         found = differing(context, _CALL, trees, [{"": bytes(each)} for each in frames], group)
         if found:
@@ -104,7 +104,7 @@ def differing(
     frame = frame_or_reason(
         lambda: encode({name: _leaves(trees[name]) for name in names if name in trees})
     )
-    frames = swap(context, f"{call}: values differ", frame, group)
+    frames = exchange_blobs(context, f"{call}: values differ", frame, group)
     ranks = context.model.topology.members(group)
     raise_failures(frames, lambda: ranks, call)
     by_rank = [decode(each, context.model.device) for each in frames]

@@ -26,7 +26,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from unisono import facts
-from unisono.collectives.call import introduce, swap
+from unisono.collectives.call import exchange_blobs, introduce
 from unisono.context import communicator, current, current_model
 from unisono.control.signatures import level
 from unisono.errors import ArgumentError, CollectiveMismatchError
@@ -345,7 +345,7 @@ class DistributedProxySampler(DistributedSampler[Any]):
             return  # not a sampler for this job's ranks
         digest = hashlib.blake2b(repr(indices).encode(), digest_size=16).digest()
         name = type(self.sampler).__qualname__
-        if len(set(swap(context, f"an epoch of a {name}", digest, None))) > 1:
+        if len(set(exchange_blobs(context, f"an epoch of a {name}", digest, None))) > 1:
             raise CollectiveMismatchError(
                 f"the sampler, a {name}, draws other indices on other ranks, so their parts would "
                 "overlap and leave samples out: use torch's default generator, or seed "

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from unisono.collectives.call import guarded, swap
+from unisono.collectives.call import exchange_blobs, guarded
 from unisono.context import communicator
 from unisono.errors import ArgumentError, UnsupportedOperation
 
@@ -132,7 +132,7 @@ def preemption_point() -> bool:
     _reported.update(_received)
     mark = _CANNOT if not _watched else _YES if _reported else _NO
     with context.calls.begin("preemption_point"):
-        marks = [bytes(each) for each in swap(context, "preemption_point", mark, None)]
+        marks = [bytes(each) for each in exchange_blobs(context, "preemption_point", mark, None)]
     if _CANNOT in marks:
         ranks = [rank for rank, each in enumerate(marks) if each == _CANNOT]
         raise UnsupportedOperation(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from unisono.collectives.broadcasts import broadcast
-from unisono.collectives.membership import GroupLike, team
+from unisono.collectives.membership import GroupLike, context_and_group
 from unisono.context import current_model
 from unisono.errors import ArgumentError
 
@@ -42,7 +42,7 @@ def sync_random_seed(seed: int | None = None, group: GroupLike = None) -> int:
         3
     """
     drawn = int.from_bytes(os.urandom(4), "little") if seed is None else _checked(seed)
-    _, members, is_member = team(group)
+    _, members, is_member = context_and_group(group)
     src = 0 if members is None or not is_member else members.ranks[0]
     agreed: int = broadcast(drawn, src, group) if is_member else drawn
     return agreed

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from unisono.collectives.call import swap
+from unisono.collectives.call import exchange_blobs
 from unisono.context import ContextState
 from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError
 from unisono.payload.codec import decode, encode, failure, raise_failures
@@ -155,14 +155,14 @@ def agree(
     lines = [_line(i, *each) for i, each in enumerate(zip(likes, owners, strict=True))]
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=_DIGEST_BYTES).digest()
     blob = _LIST + digest + b"".join(map(_state, tensors, owners))
-    frames = swap(context, call, blob if error is None else failure(str(error)), group)
+    frames = exchange_blobs(context, call, blob if error is None else failure(str(error)), group)
     if error is not None:
         # Only now, so that the other ranks raise, too.
         raise error
     ranks = list(context.model.topology.members(group))
     raise_failures(frames, lambda: ranks, call)
     if any(frame[:_START] != blob[:_START] for frame in frames):
-        blobs = swap(context, f"{call}: the lists differ", encode(lines), group)
+        blobs = exchange_blobs(context, f"{call}: the lists differ", encode(lines), group)
         lists = [decode(blob, context.model.device) for blob in blobs]
         raise CollectiveMismatchError(_difference(call, lists, ranks))
     columns = list(zip(*(frame[_START:] for frame in frames), strict=True))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unisono.arguments import check_count
-from unisono.collectives.call import swap
+from unisono.collectives.call import exchange_blobs
 from unisono.collectives.reductions import (
     Container,
     Inexact,
@@ -166,7 +166,7 @@ def _with_full_tensors(leaves: list[Any], paths: list[str]) -> list[Any]:
     if not sharded:
         return leaves
     # full_tensor() would hang if other ranks had no DTensors at these paths.
-    swap(communicator(), f"a reduction of DTensors at {', '.join(sharded)}", b"", None)
+    exchange_blobs(communicator(), f"a reduction of DTensors at {', '.join(sharded)}", b"", None)
     return [leaf.full_tensor() if is_sharded(leaf) else leaf for leaf in leaves]
 
 

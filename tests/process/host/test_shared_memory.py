@@ -87,6 +87,22 @@ def test_values_of_all_lengths_are_whole(pairs: int, tmp_path: Path) -> None:
     assert {limit > INLINE_BYTES for _, limit in found} == {is_everywhere}
 
 
+def test_a_short_sum_is_recorded_on_the_plane_that_carries_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UNISONO_SHARED_BYTES", "0")
+
+    def planes(rank: int) -> list[str]:
+        seen: list[str] = []
+        remove = unisono.add_hook(after=lambda record: seen.append(record.plane))
+        unisono.all_reduce(torch.ones(4))
+        unisono.all_reduce(torch.ones(1 << 20))
+        remove()
+        return seen
+
+    assert unisono.spawn("gloo", planes, nproc_per_node=2) == [["control", "data"]] * 2
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere sockets have files")
 def test_jobs_need_no_temporary_folder_and_those_of_two_users_do_not_meet() -> None:
     """They run at the same time. Of /proc even root can't make a file."""

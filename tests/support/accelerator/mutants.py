@@ -94,7 +94,7 @@ MUTANTS: dict[str, tuple[Mutant, str, str]] = {
         _OF_CPU,
     ),
     "CPU tensors given to the device's backend": (
-        replaces(_dtype_emulation, "own", lambda context, tensor: tensor.detach().clone()),
+        replaces(_dtype_emulation, "private_copy", lambda context, tensor: tensor.detach().clone()),
         _RESULTS,
         "No backend type associated with device type cpu",
     ),

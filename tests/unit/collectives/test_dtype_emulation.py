@@ -16,7 +16,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import unisono as idist
-from unisono.collectives import _dtype_emulation as carriers
+from unisono.collectives import _dtype_emulation as emulation
 from unisono.context import ContextState
 from unisono.errors import PayloadError
 from unisono.model.reduction import ReduceOp, fold_numbers, fold_tensors
@@ -40,11 +40,11 @@ STEPS: dict[ReduceOp, Callable[[Any, Any], Any]] = {
 
 def disguised(parts: list[Tensor], op: ReduceOp) -> Tensor:
     """Reduce as a model would that has none of the dtypes."""
-    guises = [carriers._guise(part.clone(), op, len(parts)) for part in parts]
-    steps = {step for _, step, _ in guises}
+    emulated = [emulation._emulate(part.clone(), op, len(parts)) for part in parts]
+    steps = {step for _, step, _ in emulated}
     assert len(steps) == 1
     assert ReduceOp.AVERAGE not in steps
-    return guises[0][2](fold_tensors(steps.pop(), [carrier for carrier, _, _ in guises]))
+    return emulated[0][2](fold_tensors(steps.pop(), [converted for converted, _, _ in emulated]))
 
 
 def wrapped(value: int, dtype: torch.dtype) -> int:
@@ -178,10 +178,10 @@ def test_movement_of_every_dtype_and_back() -> None:
     for dtype in (torch.bool, *INTEGERS, *FLOATS, torch.complex64, torch.complex128):
         for shape in ((), (0,), (3,), (2, 3)):
             tensor = torch.randint(2, shape).to(dtype)
-            carrier, restore = carriers.movement(context.model, tensor)
-            assert carrier.dtype in context.model.dtypes
-            same(restore(carrier), tensor)
-            same(restore(torch.stack([carrier, carrier])), torch.stack([tensor, tensor]))
+            movable, restore = emulation.as_movable(context.model, tensor)
+            assert movable.dtype in context.model.dtypes
+            same(restore(movable), tensor)
+            same(restore(torch.stack([movable, movable])), torch.stack([tensor, tensor]))
 
 
 def test_our_own_copy_is_contiguous_and_new() -> None:
@@ -190,7 +190,7 @@ def test_our_own_copy_is_contiguous_and_new() -> None:
     cases = [base, base.t(), base[:, ::2], base[1:], base[0, 0], base[:0], base.requires_grad_()]
     cases += [torch.ones(2, dtype=torch.complex64).conj(), torch.ones(1).expand(3, 2)]
     for tensor in cases:
-        mine = carriers.own(context, tensor)
+        mine = emulation.private_copy(context, tensor)
         assert mine.is_contiguous()
         assert not mine.requires_grad
         assert not mine.is_conj()
@@ -213,7 +213,7 @@ def test_what_has_no_meaning_is_refused() -> None:
     ]
     for tensor, op, text in refused:
         with pytest.raises(PayloadError, match=text):
-            carriers.check_reducible(tensor, op)
+            emulation.check_reducible(tensor, op)
 
 
 @settings(max_examples=40, deadline=None)

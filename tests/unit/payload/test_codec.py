@@ -25,8 +25,8 @@ import pytest
 import torch
 from hypothesis import example, given, settings, strategies as st
 
-from unisono.collectives.call import frame_of
-from unisono.collectives.routing import fits_round, route
+from unisono.collectives.call import encode_or_header
+from unisono.collectives.routing import fits_exchange, reducer_for
 from unisono.context import current
 from unisono.errors import PayloadError
 from unisono.model.fallback import INLINE_TENSOR_BYTES
@@ -301,10 +301,10 @@ def test_which_tensors_ride_the_data_plane() -> None:
     long = torch.zeros(INLINE_TENSOR_BYTES + 1, dtype=torch.uint8)
     wide = torch.zeros(INLINE_TENSOR_BYTES // 8, dtype=torch.int64)
     spread = torch.zeros(1).expand(INLINE_TENSOR_BYTES // 4 + 1)
-    fit = [fits_round(context, tensor, None) for tensor in (small, long, wide, spread)]
+    fit = [fits_exchange(context, tensor, None) for tensor in (small, long, wide, spread)]
     assert fit == [True, False, True, False]
-    assert route(context, small, None) is context.model
-    assert frame_of(context, long, None) == header(long)
+    assert reducer_for(context, small, None) is context.model
+    assert encode_or_header(context, long, None) == header(long)
     for other in (torch.eye(99).to_sparse(), torch.empty(999, device="meta"), "x" * 999, None):
         assert not is_exact(other)
         assert not is_dense(other)

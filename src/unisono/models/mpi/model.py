@@ -47,7 +47,7 @@ class _ControlPlane(ControlPlane):
     def separates_groups(self) -> bool:
         return self._calls.allows("MULTIPLE") and super().separates_groups
 
-    def has_met(self, group: Group | None) -> bool:
+    def is_connected(self, group: Group | None) -> bool:
         return group is not None or self.has_world
 
     def compares_calls(self, group: Group | None) -> bool:
