@@ -39,7 +39,7 @@ def called_on_models() -> set[str]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 owner = ast.unparse(node.func.value)
-                if owner == "tensors" or owner.endswith(".model") or owner.startswith("carry("):
+                if owner == "plane" or owner.endswith(".model") or owner.startswith("plane_for("):
                     called.add(node.func.attr)
     return called
 
