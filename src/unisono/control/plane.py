@@ -21,7 +21,7 @@ from unisono.control.hub import Hub
 from unisono.control.peers import Peers
 from unisono.control.rendezvous import checks_by, connect_group
 from unisono.control.signatures import SequenceNumbers, call_head, site, unpack
-from unisono.deadlines import allowed_s, end_of_call
+from unisono.deadlines import end_of_call
 from unisono.errors import GroupMembershipError
 from unisono.host.arena import Check
 from unisono.host.collectives import HostCollectives
@@ -206,7 +206,10 @@ class SocketControlPlane(ControlPlane):
         hub = self.hubs.get(EVERYBODY if group is None else group.name) or self._hub_of(group)
         if hub is None:
             return fallback.exchange(self.model, blob, group)
-        blobs, sizes = hub.exchange(blob, end_of_call(allowed_s(self.timeout_s, group)))
+        # As `allowed_s`, whose call would be one more in every collective.
+        own_s = None if group is None else group.timeout_s
+        until = end_of_call(self.timeout_s if own_s is None else own_s)
+        blobs, sizes = hub.exchange(blob, until)
         if max(sizes) <= hub.inline_bytes:
             return list(blobs)
         host = self.host(group)
@@ -235,8 +238,10 @@ class SocketControlPlane(ControlPlane):
 
     def compares_calls(self, group: Group | None) -> bool:
         """Return whether all ranks share memory, with tensors on the CPU: it costs 20 us then."""
-        self.memory(group)  # collective at creation: connects a group with tensors on the CPU
-        hub = self.hubs.get(EVERYBODY if group is None else group.name)
+        key = EVERYBODY if group is None else group.name
+        if key not in self.hubs:
+            self.memory(group)  # collective at creation: connects a group with tensors on the CPU
+        hub = self.hubs.get(key)
         return hub is not None and hub.compares_calls
 
     def memory(self, group: Group | None) -> MemoryCollectives | None:

@@ -59,7 +59,7 @@ class SharedTensors:
         if self.count >> _NUMBER_BITS or size_bytes >> _OFFSET_BITS:  # it doesn't fit into a token
             return tensor
         self._entries[tensor.data_ptr()] = self.count, parts
-        weakref.finalize(own, self._entries.pop, tensor.data_ptr(), None)
+        weakref.finalize(own, self._entries.pop, tensor.data_ptr(), None).atexit = False
         return tensor
 
     def close(self) -> None:
