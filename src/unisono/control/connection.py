@@ -5,10 +5,10 @@
                positions, which both ends know; of all other kinds: JSON or text
 
 All integers are little-endian. In a mailbox, kind and sequence number are the stamp, and the length
-is the word after it. Of a blob over the group's inline limit, the body holds only the first bytes,
-beside the whole size: the ranks then move it on the data plane. `signatures` defines the format of
-a blob. A body over the connection's limit ends it, so a peer can't make this process allocate more
-than that.
+is the word after it. A blob over the group's inline limit is cut: the body holds its whole size but
+only its first bytes, and the ranks then move it on the data plane. `signatures` defines the format
+of a blob. A body over the connection's limit ends the connection, so a peer can't make this process
+allocate more than that.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ GIVE, ALL, FAIL, NOTICE, ASK, ANSWER, LATE, LEAVE, WAKE = range(9)
 START_BYTES = 256
 """Bytes of a long blob that are in the body: enough to identify its call."""
 COPIED_BYTES = 1 << 14
-"""Longer parts are views instead of copies."""
+"""Longer parts of a body are passed as views, shorter ones as copies."""
 _CHUNK = 1 << 16
 _HEADER = struct.Struct("<BQQ")
 _SIZE_BYTES = 8
 Frame = tuple[int, int, bytes]
 """Kind, sequence number and body."""
 Blobs = tuple[Sequence[bytes], Sequence[int]]
-"""Blobs by position, and their sizes; of a long one only the start."""
+"""Blobs by position, and their whole sizes; a long blob is cut to its start."""
 
 
 def join_blobs(blobs: Sequence[bytes], sizes: Sequence[int]) -> bytes:
@@ -94,12 +94,12 @@ class Connection:
     def __init__(self, sock: socket.socket, mailbox: Mailbox | None, limit_bytes: int) -> None:
         sock.setblocking(False)
         self.mailbox: Mailbox | None = mailbox
-        """Carries messages of rounds that fit into it; None where there is only the socket."""
+        """Carries messages of rounds that fit into it; None if there is only the socket."""
         self._last_kind = LEAVE if mailbox is None else WAKE  # WAKE is valid only with a mailbox
         self._sock = sock
         self._limit = limit_bytes
         self._held = bytearray()
-        self._is_within = False  # a frame was begun and maybe not finished
+        self._is_within = False  # whether a frame was begun and not finished
         self.fd: int = sock.fileno()
 
     def send(self, kind: int, seq: int, body: bytes, until: float) -> None:
@@ -190,13 +190,13 @@ class Connection:
             mailbox.sleep(is_asleep)
 
     def _missing(self) -> int:
-        """Return the number of bytes that complete the first frame; 0 if unknown."""
+        """Return how many bytes the first frame still lacks; 0 if unknown."""
         if len(self._held) < _HEADER.size:
             return 0
         return int(_HEADER.unpack_from(self._held)[2]) + _HEADER.size - len(self._held)
 
     def _parse(self) -> Frame | None:
-        """Return the first frame of the bytes held, None if it isn't complete."""
+        """Remove and return the first frame of the bytes held; None if it isn't complete."""
         held = self._held
         if len(held) < _HEADER.size:
             return None

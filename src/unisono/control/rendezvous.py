@@ -1,10 +1,11 @@
 """Rendezvous of a group's ranks for the control plane, over the data plane.
 
-Each rank advertises where it can be reached, and a random key. All keys together make a secret,
-with which both ends of every connection prove that they belong to the group. The job's own secret
-goes into it where its ranks were given one. Where they weren't, and the kernel confirms that all
-are processes of one user on one host, they agree on one over those connections, and then prove
-themselves on the data plane too.
+Each rank advertises its addresses and a random key. All keys together make a secret, with which
+both ends of every connection prove that they belong to the group. If the job has a secret of its
+own, it becomes a part of that one. If the job has none, and the kernel confirms that all ranks are
+processes of one user on one host, they agree on one over these connections, and then prove on the
+data plane, too, that they know it.
+
 Ranks of one host meet at an abstract Unix-domain socket (Linux; elsewhere in a directory of mode
 0700), leaders of hosts over TCP. All listeners close once the ranks are connected.
 """
@@ -54,7 +55,7 @@ _log = logging.getLogger(__name__)
 _SET_UP_S = 10.0
 _RETRY_S = 0.01
 _HELLO = struct.Struct("<II")
-_NONCE_BYTES = 32  # also of a proof: they travel as rows of one size
+_NONCE_BYTES = 32  # as long as a proof: both travel as rows of one size
 _ACCEPTED = b"!"
 _REMEDY_HERE = "let this user's processes meet at Unix-domain sockets"
 _REMEDY_BETWEEN = (
@@ -64,8 +65,8 @@ _UNPROVED = "; membership in the job is not authenticated there"
 _ROUNDS, _SIDEBAND = 0, 1  # the two connections to each neighbour
 Endpoint = tuple[socket.socket, Mailbox | None]
 _SHARED_BYTES = 32 << 20  # of memory for tensors, by default, for each rank of a host
-_PART_OF_REST = 4  # a new group takes a quarter of the rest, so that later ones find room
-_ENTRY_BYTES = 64  # upper bound of what an entry of a round takes besides its blob
+_PART_OF_REST = 4  # a new group takes a quarter of the rest, which leaves room for later ones
+_ENTRY_BYTES = 64  # at most so many bytes of a round's entry aren't its blob
 T = TypeVar("T")
 
 
@@ -89,7 +90,7 @@ class _Advertisement:
 
 @dataclass(slots=True)
 class _Vote:
-    """A rank's outcome."""
+    """The outcome of a rank's connections: no `reason` if they succeeded."""
 
     reason: str = ""
     refused: str = ""
@@ -106,7 +107,7 @@ def host_of_this_process() -> str:
 
 
 def _advertise(control: SocketControlPlane) -> _Advertisement:
-    """Return this rank's advertisement; with a wrong setting, so that all ranks raise."""
+    """Return this rank's advertisement; it reports a wrong setting, so that all ranks raise."""
     own = _Advertisement(
         host=host_of_this_process(),
         pid=os.getpid(),
@@ -154,14 +155,15 @@ def connect_group(
     control: SocketControlPlane, group: Group | None, inline_bytes: int
 ) -> Hub | None:
     """Connect the ranks of a group."""
-    # Collective over `group`, in two rounds of the derived exchange; three where hosts differ.
+    # Collective over `group`, in two exchanges on the data plane; in three if hosts differ.
     name = name_of(group)
     if control.secret is not None and name not in control.proved:
         authenticate(control.model, group, control.secret, name)
         control.proved.add(name)
     hub, is_one_host = _connect_all(control, group, inline_bytes)
     if hub is not None and is_one_host and control.secret is None:
-        # The kernel has confirmed that each is this user's, so their shares make a secret.
+        # The kernel has confirmed that all are this user's processes, so random numbers of theirs
+        # make a secret.
         shares, _ = hub.exchange(secrets.token_bytes(32), time.monotonic() + host_s(_SET_UP_S))
         secret = hashlib.sha256(b"".join(shares)).digest()
         try:
@@ -252,7 +254,7 @@ def _connect_all(
 
 
 def _reasons_of(records: Sequence[_Advertisement | _Vote]) -> dict[int, str]:
-    """Return by position why ranks can't be connected."""
+    """Return the reasons why ranks can't be connected, by position."""
     return {position: each.reason for position, each in enumerate(records) if each.reason}
 
 
@@ -272,7 +274,7 @@ def checks_by(settings: Sequence[str]) -> bool | None:
 
 
 def _inline_bytes(hub: Hub, size: int, inline_bytes: int) -> int:
-    """Return the longest blob of a round, which carries those of all ranks."""
+    """Return the size of the longest blob in a round, which carries the blobs of all ranks."""
     if hub.all_share_memory:  # a body that is too long for a mailbox goes over the socket
         return max(inline_bytes, MAILBOX_BYTES // size - _ENTRY_BYTES)
     return min(inline_bytes, MAILBOX_BYTES // size)
@@ -341,7 +343,7 @@ def _exchange(model: ComputationModel, own: T, group: Group | None) -> list[T]:
     try:
         return [type(own)(**json.loads(blob)) for blob in blobs]
     except (ValueError, TypeError, RecursionError) as error:
-        raise CollectiveError(f"a rank sent what can't be read: {error}") from None
+        raise CollectiveError(f"a rank sent an invalid record: {error}") from None
 
 
 def _text_of(error: OSError) -> str:
@@ -406,6 +408,7 @@ class _Connector:
         return hub, _Vote(shares_memory=hub.shares_memory, has_arena=has_arena)
 
     def _build_hub(self, inline_bytes: int) -> Hub:
+        """Connect to the neighbours; return the hub over these connections."""
         ranks = self._control.model.topology.members(self._group)
         made = self._connect_neighbours()
         limit_bytes = max(MAILBOX_BYTES, len(ranks) * (inline_bytes + _ENTRY_BYTES))
@@ -501,7 +504,7 @@ class _Connector:
     def _admit(
         self, expected: Collection[tuple[int, int]], strangers: set[str], sock: socket.socket
     ) -> tuple[tuple[int, int], Mailbox | None] | None:
-        """Return the position of a rank below that proves itself; send it the shared memory."""
+        """Return position and channel of a rank below that proves itself; send it the memory."""
         is_local = sock.family == socket.AF_UNIX
         if not is_local:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

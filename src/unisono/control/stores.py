@@ -15,7 +15,8 @@ _ANSWER_S = 5.0
 
 def store_at(*args: Any, **options: Any) -> TCPStore:
     """Create torch's store with torch's arguments, which may include an open listener."""
-    # With libuv it accepts no listener in torch 2.6; it is known to accept one in torch 2.9.
+    # With libuv, the store of torch 2.6 accepts no listener; that of torch 2.9 is known to accept
+    # one.
     return TCPStore(*args, **{**options, "use_libuv": torch.__version__ >= "2.9"})
 
 

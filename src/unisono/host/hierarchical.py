@@ -3,8 +3,8 @@
 Inside each host tensors go through the memory that its ranks share, between hosts through the
 model's own all_reduce. A sum first adds the ranks of each host in their order, then the hosts: all
 ranks get the same bits. A short tensor goes through the first rank of each host. A long one is cut
-in slices, where all hosts have equally many ranks: each rank reduces one slice for its host, then
-with its twins, the ranks at the same place of the other hosts.
+in slices, if all hosts have equally many ranks: each rank reduces one slice for its host, then with
+its twins, the ranks at the same place of the other hosts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BLOCK_BYTES = 16 * _MIB
 
 
 class Between(Monitor, Protocol):
-    """The control plane's members used here."""
+    """The members of the control plane that `TwoLevels` uses."""
 
     @property
     def model(self) -> ComputationModel:
@@ -38,7 +38,7 @@ class Between(Monitor, Protocol):
 
 
 class _Inside:
-    """The monitor of one host's part, with the check of the operation of all ranks."""
+    """The monitor of operations within one host, which are parts of one of all ranks."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.check: Check = lambda rank: None
@@ -54,7 +54,7 @@ class _Inside:
 class TwoLevels(Turns):
     """The all_reduce of a model, for all ranks of a context on several hosts."""
 
-    # It accepts the tensors of `HostCollectives`, with a dtype in `dtypes`.
+    # It accepts the same tensors as `HostCollectives`, if their dtype is in `dtypes`.
     _monitor: Between
 
     def __init__(
@@ -95,7 +95,7 @@ class TwoLevels(Turns):
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
         """Reduce [*shape] of all ranks to one [*shape] on every rank, in place."""
-        # Collective over all ranks. As `HostCollectives.all_reduce`, but in the order of hosts.
+        # Collective over all ranks. Like `HostCollectives.all_reduce`, but it adds host by host.
         flat = tensor.view(-1)
         is_cut = self._is_even and flat.nbytes > _WHOLE_BYTES
         reduce = self._reduce_slices if is_cut else self._reduce_whole
@@ -129,7 +129,7 @@ class TwoLevels(Turns):
         assert self._host is not None  # as hosts have equally many ranks, and one has several
         twins = self._twins_at(self._position, len(self._ranks))
         mine = self._host.reduce_slice(flat, op)
-        if op is ReduceOp.AVERAGE:  # of the hosts' averages
+        if op is ReduceOp.AVERAGE:  # here of the averages of each host
             before, after = mean_factors(len(self._hosts))
             self._reduce_between(mine.mul_(before), ReduceOp.SUM, twins)
             if after != 1.0:

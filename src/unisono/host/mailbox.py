@@ -1,10 +1,10 @@
-"""A mailbox in memory that two ranks of one host share: no system call where both are awake.
+"""A mailbox in memory that two ranks of one host share: no system call if both are awake.
 
 Each direction holds one frame: a stamp (sequence number and kind in one word), the body's length,
 the body. The stamp is written last, and one word at a time is written and read as a whole. x86
 guarantees that earlier stores become visible first (TSO; Intel's manual, volume 3, 9.2); other CPUs
-use sockets. A frame is overwritten only by the next round's, which the other side can't ask for
-before it has taken this one.
+use sockets. Only the frame of the next round overwrites a frame, and that round can't begin before
+the other side has taken this one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Mailbox:
         self._taken = 0
 
     def put(self, kind: int, seq: int, body: bytes) -> bool:
-        """Write a frame for the other end, which has taken the last; return whether it sleeps."""
+        """Write a frame, once the other end has taken the last; return whether that end sleeps."""
         start, words, at = self._out_body, self._words, self._out
         self._bytes[start : start + len(body)] = body
         words[at + _SIZE] = len(body)
@@ -72,7 +72,7 @@ class Mailbox:
 
 
 def send(sock: socket.socket) -> Mailbox | None:
-    """Send a new mailbox; return this end, if any."""
+    """Create a mailbox and send its other end; return this one, None if that fails."""
     made = memory.make(2 * _HALF_BYTES)
     if made is None:
         memory.send(sock, None)
@@ -86,6 +86,6 @@ def send(sock: socket.socket) -> Mailbox | None:
 
 
 def receive(sock: socket.socket) -> Mailbox | None:
-    """Receive a mailbox's end, if any."""
+    """Receive one end of a mailbox; None if the other side could create none."""
     shared = memory.receive(sock, 2 * _HALF_BYTES)
     return None if shared is None else Mailbox(shared, False)
