@@ -47,17 +47,17 @@ def join_blobs(blobs: Sequence[bytes], sizes: Sequence[int]) -> bytes:
 
 def split_blobs(body: bytes, count: int, inline_bytes: int) -> Blobs:
     """Parse the body of a round's message."""
-    at = count * _SIZE_BYTES
-    if len(body) < at:
+    end = count * _SIZE_BYTES
+    if len(body) < end:
         raise ValueError(f"it sent {len(body)} bytes for the blobs of {count} ranks")
     sizes = struct.unpack_from(f"<{count}Q", body)
     view: Any = memoryview(body)
     blobs: list[bytes] = []
     for size in sizes:
-        start = at
-        at += size if size <= inline_bytes else min(size, START_BYTES)
-        blobs.append((body if at - start < COPIED_BYTES else view)[start:at])
-    if at != len(body):
+        start = end
+        end += size if size <= inline_bytes else min(size, START_BYTES)
+        blobs.append((body if end - start < COPIED_BYTES else view)[start:end])
+    if end != len(body):
         raise ValueError(f"it sent {len(body)} bytes for blobs of {sizes} bytes")
     return blobs, sizes
 

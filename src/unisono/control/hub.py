@@ -127,7 +127,10 @@ class Hub:
                     blobs[far], sizes[far] = each, each_size
             gathered = blobs, sizes
             if len(self._subtree) < self._size:
-                gathered = [blobs[at] for at in self._subtree], [sizes[at] for at in self._subtree]
+                gathered = (
+                    [blobs[position] for position in self._subtree],
+                    [sizes[position] for position in self._subtree],
+                )
         if up is not None:
             self._send(GIVE, up, join_blobs(*gathered), until)
             gathered = self._receive(ALL, (up,), until)[up]

@@ -265,7 +265,9 @@ class Peers:
                 raise self.fail_gone(position, "it closed the connection")
 
     def _positions(self, ranks: Collection[int] | None) -> list[int]:
-        return [at for at, rank in enumerate(self.ranks) if ranks is None or rank in ranks]
+        return [
+            position for position, rank in enumerate(self.ranks) if ranks is None or rank in ranks
+        ]
 
     def _has_ended(self, position: int) -> bool:
         """Return whether the process of a rank of this host is known to have ended."""
@@ -297,19 +299,24 @@ class Peers:
 
     def late(self, ranks: Collection[int] | None, group: str, step: int, is_over: bool) -> str:
         """Return a report on ranks that haven't begun an operation; waits 1 s at most."""
-        asked = [at for at in self._positions(ranks) if at != self.position][:_MAX_ASKED]
+        others = [position for position in self._positions(ranks) if position != self.position]
+        asked = others[:_MAX_ASKED]
         states = self._ask(asked, group)
         reported = self._reported(group, step)
         if reported:
             return reported
-        absent = [at for at in asked if at in states and states[at].step < step]
-        silent = [at for at in asked if at not in states]
+        absent = [
+            position for position in asked if position in states and states[position].step < step
+        ]
+        silent = [position for position in asked if position not in states]
         # If the next rank on the way to a silent one is silent too, the silent one may be well.
-        absent += [at for at in silent if self._next_hop(at) in (at, *states)]
+        absent += [
+            position for position in silent if self._next_hop(position) in (position, *states)
+        ]
         if not absent:
             reported = self._reported(group, step, _LATE_S) if is_over else ""
             absent = silent
-        text = reported or "\n".join(self._missing(at, states).text() for at in absent)
+        text = reported or "\n".join(self._missing(position, states).text() for position in absent)
         if text and is_over:
             self._record_late(group, step, text)
         return text
@@ -455,7 +462,11 @@ class Peers:
         for position in asked:
             self._forward(ASK, {"to": position, "of": self.position, "group": group}, position)
         self._condition.wait(lambda: all(position in self._answers for position in asked), _ASK_S)
-        return {at: state for at in asked if (state := self._answers.get(at)) is not None}
+        return {
+            position: state
+            for position in asked
+            if (state := self._answers.get(position)) is not None
+        }
 
     def _missing(self, position: int, states: Mapping[int, State]) -> Missing:
         """Return the description of a missing rank, given states from `_ask`."""
@@ -472,7 +483,9 @@ class Peers:
         for source, (blobs, _) in got.items():
             # The blobs of the rank above are left out: in `below` it has no positions.
             arrived |= zip(sorted(self.links.below.get(source, ())), blobs, strict=False)
-        by_rank = {self.ranks[at]: signatures.describe(blob) for at, blob in arrived.items()}
+        by_rank = {
+            self.ranks[position]: signatures.describe(blob) for position, blob in arrived.items()
+        }
         missing = []
         for position in absent:
             state = states.get(position, State())

@@ -108,7 +108,7 @@ def host_of_this_process() -> str:
 
 def _advertise(control: SocketControlPlane) -> _Advertisement:
     """Return this rank's advertisement; it reports a wrong setting, so that all ranks raise."""
-    own = _Advertisement(
+    advert = _Advertisement(
         host=host_of_this_process(),
         pid=os.getpid(),
         user=os.getuid() if hasattr(os, "getuid") else None,
@@ -117,10 +117,10 @@ def _advertise(control: SocketControlPlane) -> _Advertisement:
         debug=control.setting,
     )
     try:
-        own.warn_after_s, own.shared_bytes = warn_after_s(), _max_shared_bytes(control)
+        advert.warn_after_s, advert.shared_bytes = warn_after_s(), _max_shared_bytes(control)
     except EnvironmentDetectionError as error:
-        own.wrong_setting = error.args
-    return own
+        advert.wrong_setting = error.args
+    return advert
 
 
 def _max_shared_bytes(control: SocketControlPlane) -> int:
@@ -137,9 +137,9 @@ def _other_host_error(
     adverts: Sequence[_Advertisement], ranks: Sequence[int], position: int
 ) -> PeerRefusedError:
     """Return the error for a rank on another host, or another user's, in a one-host job."""
-    own = adverts[position]
-    other = next(at for at, advert in enumerate(adverts) if advert.host != own.host)
-    if adverts[other].user != own.user:
+    mine = adverts[position]
+    other = next(position for position, advert in enumerate(adverts) if advert.host != mine.host)
+    if adverts[other].user != mine.user:
         what = f"a process of user {adverts[other].user}"
     else:
         what = "on another host, or in another network namespace"
@@ -191,8 +191,8 @@ def authenticate(
     ranks, position = model.topology.members(group), model.topology.position(group)
     shape = (len(ranks), _NONCE_BYTES)
     device = model.transport_device if device is None else device
-    own = from_bytes(secrets.token_bytes(_NONCE_BYTES), torch.uint8, shape[1:]).to(device)
-    nonces = [to_bytes(row) for row in model.all_gather(own, group).cpu()]
+    nonce = from_bytes(secrets.token_bytes(_NONCE_BYTES), torch.uint8, shape[1:]).to(device)
+    nonces = [to_bytes(row) for row in model.all_gather(nonce, group).cpu()]
     subject = f"{label} {list(ranks)}".encode()
 
     def proof(source: int, target: int) -> bytes:
@@ -238,7 +238,9 @@ def _connect_all(
     if hub is not None and not reasons:
         hub.all_share_memory = all(vote.shares_memory for vote in votes)
         if all(vote.has_arena for vote in votes):
-            hub.hosts = [[ranks[at] for at in positions] for positions in connector.hosts]
+            hub.hosts = [
+                [ranks[position] for position in positions] for positions in connector.hosts
+            ]
         else:
             hub.arena = None
         hub.checks = checks_by([advert.debug for advert in adverts])
@@ -247,7 +249,7 @@ def _connect_all(
     if hub is not None:
         hub.peers.close()
     if connector.position == 0:
-        text = "; ".join(f"rank {ranks[at]}: {why}" for at, why in reasons.items())
+        text = "; ".join(f"rank {ranks[position]}: {why}" for position, why in reasons.items())
         remedy = _REMEDY_HERE if is_one_host else _REMEDY_BETWEEN
         _warn_once(text, remedy, _UNPROVED if control.secret is None else "")
     return None, is_one_host
@@ -302,11 +304,11 @@ def _exchange_votes(
         raise
     refusals = [position for position, each in enumerate(votes) if each.refused]
     if refusals:
-        own = model.topology.position(group)
-        at = own if own in refusals else refusals[0]  # this rank's comes first
+        mine = model.topology.position(group)
+        position = mine if mine in refusals else refusals[0]  # this rank's comes first
         if hub is not None:
             hub.peers.close()
-        rank, refusal = model.topology.members(group)[at], votes[at]
+        rank, refusal = model.topology.members(group)[position], votes[position]
         raise PeerRefusedError(f"rank {rank}: {refusal.refused}", refusal.instead)
     return votes
 
@@ -336,12 +338,12 @@ def _exchange_adverts(
     return _exchange(model, advert, group), listeners
 
 
-def _exchange(model: ComputationModel, own: T, group: Group | None) -> list[T]:
+def _exchange(model: ComputationModel, record: T, group: Group | None) -> list[T]:
     """Return the records of all ranks."""
-    fields: Any = own
+    fields: Any = record
     blobs = fallback.exchange(model, json.dumps(asdict(fields)).encode(), group)
     try:
-        return [type(own)(**json.loads(blob)) for blob in blobs]
+        return [type(record)(**json.loads(blob)) for blob in blobs]
     except (ValueError, TypeError, RecursionError) as error:
         raise CollectiveError(f"a rank sent an invalid record: {error}") from None
 
@@ -410,10 +412,14 @@ class _Connector:
     def _build_hub(self, inline_bytes: int) -> Hub:
         """Connect to the neighbours; return the hub over these connections."""
         ranks = self._control.model.topology.members(self._group)
-        made = self._connect_neighbours()
+        endpoints = self._connect_neighbours()
         limit_bytes = max(MAILBOX_BYTES, len(ranks) * (inline_bytes + _ENTRY_BYTES))
         rounds, sideband = (
-            {at: Connection(*ends, limit) for (at, kind), ends in made.items() if kind == channel}
+            {
+                position: Connection(*ends, limit)
+                for (position, kind), ends in endpoints.items()
+                if kind == channel
+            }
             for channel, limit in ((_ROUNDS, limit_bytes), (_SIDEBAND, 1 << 20))
         )
         channels, steps = (rounds, sideband), self._control.steps
@@ -423,32 +429,34 @@ class _Connector:
     def _pids(self) -> dict[int, int]:
         """Return the pids of other ranks on this host that share its pid namespace."""
         namespace = self._adverts[self.position].pid_namespace
-        others = [at for at in self._here if at != self.position and namespace]
-        shared = [at for at in others if self._adverts[at].pid_namespace == namespace]
-        return {at: self._adverts[at].pid for at in shared}
+        others = [position for position in self._here if position != self.position and namespace]
+        shared = [
+            position for position in others if self._adverts[position].pid_namespace == namespace
+        ]
+        return {position: self._adverts[position].pid for position in shared}
 
     def _connect_neighbours(self) -> dict[tuple[int, int], Endpoint]:
         """Return the connections to the ranks above and below, by position and channel."""
-        made: dict[tuple[int, int], Endpoint] = {}
+        endpoints: dict[tuple[int, int], Endpoint] = {}
         up = self._links.up
         try:
             if up is not None:
                 for channel in (_ROUNDS, _SIDEBAND):
-                    made[up, channel] = self._connect_to_parent(up, channel)
+                    endpoints[up, channel] = self._connect_to_parent(up, channel)
                 if up in self._here:  # the first rank of this host, which has created the memory
-                    self._receive_arena(made[up, _ROUNDS][0])
+                    self._receive_arena(endpoints[up, _ROUNDS][0])
             self._make_arena()
             for is_local in (True, False):
                 for child in self._accept_children(is_local):
-                    made.update([child])
+                    endpoints.update([child])
         except BaseException:  # Ctrl-C too: no descriptor is left open
-            for sock, _ in made.values():
+            for sock, _ in endpoints.values():
                 sock.close()
             raise
         finally:
             if self._arena_fd is not None:  # the memory lives as long as it is mapped
                 os.close(self._arena_fd)
-        return made
+        return endpoints
 
     def _connect_to_parent(self, up: int, channel: int) -> Endpoint:
         """Connect to the rank above, with mutual authentication."""
@@ -529,7 +537,7 @@ class _Connector:
         # On several hosts it serves `TwoLevels`, which only the group of all ranks uses.
         is_used = len(self.hosts) == 1 or (control.has_levels and self._group is None)
         if is_used and self._here[0] == self.position and len(self._here) > 1:
-            max_bytes = min(self._adverts[at].shared_bytes for at in self._here)
+            max_bytes = min(self._adverts[position].shared_bytes for position in self._here)
             made = arena.make(len(self._here), usable_cores(), max_bytes)
             if made is not None:
                 self._arena_fd, self._arena = made

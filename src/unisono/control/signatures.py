@@ -78,7 +78,7 @@ class CallHistory:
             return
         lines = [*zip(before, sites, strict=True)]
         for position, (old, new) in enumerate(lines):
-            others = {pair for at, pair in enumerate(lines) if at != position}
+            others = {pair for other, pair in enumerate(lines) if other != position}
             if len(others) > 1:  # the other ranks don't agree
                 continue
             their_old, their_new = others.pop()

@@ -100,8 +100,8 @@ def make(size: int, cores: int, max_bytes: int) -> tuple[int, Arena] | None:
         return None
     fd, shared = made
     words = memoryview(shared)[: plan.head_bytes].cast("Q")
-    for at, value in enumerate(astuple(plan), size * _LINE_WORDS):  # the last line, for `read`
-        words[at] = int(value)
+    for index, value in enumerate(astuple(plan), size * _LINE_WORDS):  # the last line, for `read`
+        words[index] = int(value)
     return fd, Arena(shared, 0, plan)
 
 

@@ -223,9 +223,9 @@ class HostCollectives(Turns):
                 fold_into(op, given, target)
             return
         room = arena.layout.block_bytes // source.itemsize
-        for at in range(0, count, room):
-            result = None if target is None else target[at : at + room]
-            self._reduce_block(source[at : at + room], result, op, check)
+        for begin in range(0, count, room):
+            result = None if target is None else target[begin : begin + room]
+            self._reduce_block(source[begin : begin + room], result, op, check)
 
     def _reduce_block(
         self, source: Tensor, target: Tensor | None, op: ReduceOp, check: Check

@@ -88,8 +88,8 @@ class TwoLevels(Turns):
         """Return the twins at a position; the first `count` are created at their first use."""
         # Creating a group is collective: all ranks create those of all twins, in the same order.
         while len(self._twins) < count:
-            at = len(self._twins)
-            ranks = tuple(sorted(ranks[at] for ranks in self._hosts))
+            place = len(self._twins)
+            ranks = tuple(sorted(ranks[place] for ranks in self._hosts))
             self._twins.append(self._monitor.make_part(ranks))
         return self._twins[position]
 

@@ -44,11 +44,11 @@ class Mailbox:
 
     def put(self, kind: int, seq: int, body: bytes) -> bool:
         """Write a frame, once the other end has taken the last; return whether that end sleeps."""
-        start, words, at = self._out_body, self._words, self._out
+        start, words, first = self._out_body, self._words, self._out
         self._bytes[start : start + len(body)] = body
-        words[at + _SIZE] = len(body)
-        words[at] = seq << _KIND_BITS | kind  # last: the reader looks for this word
-        return words[at + _SLEEPS] != 0
+        words[first + _SIZE] = len(body)
+        words[first] = seq << _KIND_BITS | kind  # last: the reader looks for this word
+        return words[first + _SLEEPS] != 0
 
     def has_frame(self) -> bool:
         """Return whether a frame has arrived."""
@@ -56,14 +56,14 @@ class Mailbox:
 
     def take(self) -> tuple[int, int, bytes] | None:
         """Return the frame that has arrived, or None; never waits."""
-        words, at = self._words, self._in
-        stamp = words[at]
+        words, first = self._words, self._in
+        stamp = words[first]
         if stamp == self._taken:
             return None
         self._taken = stamp
         start = self._in_body
         # The other end may have written any length: read no more than its half.
-        body = bytes(self._bytes[start : start + min(words[at + _SIZE], MAILBOX_BYTES)])
+        body = bytes(self._bytes[start : start + min(words[first + _SIZE], MAILBOX_BYTES)])
         return stamp & ((1 << _KIND_BITS) - 1), stamp >> _KIND_BITS, body
 
     def sleep(self, is_asleep: bool) -> None:

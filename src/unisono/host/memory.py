@@ -80,13 +80,13 @@ def receive(sock: socket.socket, size_bytes: int | None = None) -> mmap.mmap | N
 
 def new(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return an empty CPU tensor that is written at once; a long one lies in huge pages."""
-    made = like.new_empty(shape)
-    if made.nbytes >= _MAPPED_BYTES and _HUGE is not None:
-        begin = -(-made.data_ptr() // _PAGE_BYTES) * _PAGE_BYTES  # madvise requires whole pages
-        size_bytes = (made.data_ptr() + made.nbytes - begin) // _PAGE_BYTES * _PAGE_BYTES
+    tensor = like.new_empty(shape)
+    if tensor.nbytes >= _MAPPED_BYTES and _HUGE is not None:
+        begin = -(-tensor.data_ptr() // _PAGE_BYTES) * _PAGE_BYTES  # madvise requires whole pages
+        size_bytes = (tensor.data_ptr() + tensor.nbytes - begin) // _PAGE_BYTES * _PAGE_BYTES
         advise = ctypes.CDLL(None).madvise  # it may fail, on a kernel without huge pages
         advise(ctypes.c_void_p(begin), ctypes.c_size_t(size_bytes), _HUGE)
-    return made
+    return tensor
 
 
 # Processes of one user whose connections are in use share memory in another way: the owner of the

@@ -257,13 +257,13 @@ def _check(data: memoryview, blob: bytes) -> None:
 
 def _blocks(blob: bytes) -> list[memoryview]:
     """Return the blocks of a frame of `_packed`."""
-    data, at = memoryview(blob), _PICKLE.size
+    data, end = memoryview(blob), _PICKLE.size
     blocks: list[memoryview] = []
-    while at < len(data):
-        start = at + _SIZE.size
-        at = start + _SIZE.unpack_from(data, at)[0]
-        blocks.append(data[start:at])
-    if at != len(data):
+    while end < len(data):
+        start = end + _SIZE.size
+        end = start + _SIZE.unpack_from(data, end)[0]
+        blocks.append(data[start:end])
+    if end != len(data):
         raise PayloadError("received a damaged frame: it ends too early")
     _check(blocks[0], blob)
     return blocks

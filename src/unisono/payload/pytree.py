@@ -98,17 +98,17 @@ def _rebuild(node: Tree, children: list[tuple[str, Tree]], built: Iterator[Tree]
     return replace(node, **{name[1:]: next(built) for name, _ in children})  # without the dot
 
 
-def like(node: Tree, made: Any) -> Tree:
-    """Return a dict, list or tuple of the type of `node`, with the items of `made`."""
+def like(node: Tree, content: Any) -> Tree:
+    """Return a dict, list or tuple of the type of `node`, with other `content`."""
     if isinstance(node, tuple):
         make: Any = getattr(node, "_make", type(node))  # a namedtuple has `_make`
-        return make(made)
+        return make(content)
     new: Any = copy(node)  # not node.copy(), which may return a plain dict
     if isinstance(node, dict):
-        for key, item in made.items():  # not update(), which adds in a Counter
+        for key, item in content.items():  # not update(), which adds in a Counter
             new[key] = item
     else:
-        new[:] = made
+        new[:] = content
     return new
 
 

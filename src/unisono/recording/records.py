@@ -341,17 +341,17 @@ class CallLog:
 
     def _site_of(self, frame: FrameType, name: str, key: str) -> _Site:
         """Return the user's line; cache it if the frame itself is the user's."""
-        own = signatures.user_frame(frame)
-        if own is None:
+        innermost = signatures.user_frame(frame)
+        if innermost is None:
             file, _, number = signatures.carried_line().rpartition(":")
             line = int(number) if number.isdecimal() else 0  # where this thread's call was started
             text = encode_call(name, key, file, line)
             return _Site(frame.f_code, name, key, file, line, text, b"")
-        code, line = own.f_code, own.f_lineno or 0  # generated code may lack it
+        code, line = innermost.f_code, innermost.f_lineno or 0  # generated code may lack it
         file = code.co_filename
         text, known = encode_call(name, key, file, line), signatures.encode_site(file, line)
         site = _Site(code, name, key, file, line, text, known)
-        if own is frame:
+        if innermost is frame:
             if len(self._sites) >= _MAX_SITES:
                 self._sites.clear()
             self._sites[id(code) + frame.f_lasti] = site

@@ -139,10 +139,10 @@ def texts(
     """Return the stacks of one thread of a process, or of all; None if it doesn't answer."""
     # The arguments are as in `ask`, but `timeout_s` is the limit for all threads together.
     until = time.monotonic() + timeout_s
-    own = ask(pid, facts, thread_id, timeout_s)
-    if own is None:
+    stack = ask(pid, facts, thread_id, timeout_s)
+    if stack is None:
         return None
-    found = {thread_id: own}
+    found = {thread_id: stack}
     with contextlib.suppress(OSError):  # the process has ended
         tasks = os.listdir(f"/proc/{pid}/task") if all_threads else []
         for each in sorted({int(task) for task in tasks} - {thread_id}):

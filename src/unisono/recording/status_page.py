@@ -130,8 +130,8 @@ class StatusPage:
         finally:
             if fd >= 0:
                 os.close(fd)
-        own = {"pid": pid, "pids": pids, "start_ticks": start_ticks(pid)}
-        return cls(path, memory, {**facts, **own, "made_ns": time.monotonic_ns()})
+        process = {"pid": pid, "pids": pids, "start_ticks": start_ticks(pid)}
+        return cls(path, memory, {**facts, **process, "made_ns": time.monotonic_ns()})
 
     def update(self, **facts: Any) -> None:
         """Update facts."""
@@ -181,15 +181,15 @@ class Lane:
     def begin(self, text: bytes, number: int, size: int, begin_ns: int, state: int) -> int:
         """Write a call's record; return its stamp for `write`."""
         self._last = stamp = self._last + _STEP
-        at = (self._first + (stamp & _AROUND)) * _WORD
-        _pack(self._memory, at, stamp, begin_ns, 0, number, size, text, stamp | state)
+        offset = (self._first + (stamp & _AROUND)) * _WORD
+        _pack(self._memory, offset, stamp, begin_ns, 0, number, size, text, stamp | state)
         return stamp
 
     def write(self, stamp: int, word: int, value: int) -> None:
         """Set a word of a record unless it has been overwritten; safe in any thread."""
-        at = self._first + (stamp & _AROUND)
-        if self._words[at] == stamp:
-            self._words[at + word] = value
+        index = self._first + (stamp & _AROUND)
+        if self._words[index] == stamp:
+            self._words[index + word] = value
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,15 +245,15 @@ class PageReader:
         found = [
             record
             for lane in range(_LANES)
-            for at in range(_RING)
-            if (record := self._record(lane, at)) is not None
+            for index in range(_RING)
+            if (record := self._record(lane, index)) is not None
         ]
         return sorted(found, key=lambda record: record.begin_ns)
 
-    def _record(self, lane: int, at: int) -> PageRecord | None:
+    def _record(self, lane: int, index: int) -> PageRecord | None:
         """Read one record; return None if there is none, or if it is just being written."""
         start = _LANES_AT + lane * _LANE_BYTES
-        first = start + _HEAD_BYTES + at * _RECORD.size
+        first = start + _HEAD_BYTES + index * _RECORD.size
         last = self._words[first // _WORD + STATE]
         stamp, begin, end, number, size, text, _ = _RECORD.unpack_from(self._memory, first)
         # In a whole record the stamp at the end, read first, equals the one at the beginning.
