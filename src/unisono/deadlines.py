@@ -39,7 +39,7 @@ _until: ContextVar[float | None] = ContextVar("_until", default=None)
 
 @contextmanager
 def deadline(timeout: float | timedelta) -> Iterator[None]:
-    """Set a deadline for a block: collectives, spawns and calls of a pool that are late raise.
+    """Set a deadline for a block, after which its collectives, spawns and pool calls raise.
 
     All calls of the block's own thread share the deadline, whatever ``timeout`` the job has;
     an earlier deadline of an outer block still holds. After a collective has timed out its context
@@ -160,10 +160,10 @@ def require_time(late: Sequence[int], world_size: int) -> None:
 
     Args:
         late: ranks that aren't done.
-        world_size: of the job.
+        world_size: number of ranks of the job.
 
     Raises:
-        CollectiveTimeoutError: it has passed; names the ranks.
+        CollectiveTimeoutError: the deadline has passed; the message names the ranks.
     """
     until = end_of_block()
     if until is not None and time.monotonic() >= until:

@@ -15,7 +15,7 @@ V = TypeVar("V")
 EVERYBODY = "all ranks"
 """Name of the group of all ranks, which every context has."""
 PREFIXED = "UNISONO_PREFIXED"
-"""Variable of a process whose launcher prefixes its lines with its rank already."""
+"""Variable that is set if a launcher prefixes a process's lines with the rank already."""
 GRACE_S = 30.0
 """Seconds for ranks to save after a SIGTERM; torchrun gives its ranks as many."""
 PRIVATE_STORE = "UNISONO_PRIVATE_STORE"

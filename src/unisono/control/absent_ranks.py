@@ -38,7 +38,7 @@ _STOPPED = "stopped"
 _STATES = {_STOPPED: "it is stopped by a signal", "zombie": "its process has ended"}
 _MAX_NAMED = 8
 _FRAMES = 6
-_WIDTH = 100  # of a line of source
+_WIDTH = 100  # characters of a source line
 SIDEBAND = "unisono-sideband"
 """Start of the names of threads that serve sidebands."""
 _OWN_THREADS = (SIDEBAND, BACKGROUND)  # the user's code doesn't run in them
@@ -120,7 +120,7 @@ def stack_of(thread_id: int) -> str:
     by_id = {thread.ident: thread for thread in threading.enumerate()}
     thread, main = by_id.get(thread_id), threading.main_thread()
     if thread is None or thread.name.startswith(_OWN_THREADS):
-        thread_id = main.ident or thread_id  # the other one has ended, or works for the main thread
+        thread_id = main.ident or thread_id  # `thread` has ended, or works for the main thread
     stack = traceback.extract_stack(frame_of(thread_id))
     if len(stack) > 1 and stack[0].filename == "<string>" and is_ours(stack[1].filename):
         del stack[0]  # the command line of the process that starts ranks

@@ -28,8 +28,8 @@ _VARIABLES = ("UNISONO_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME
 def own_address(master_addr: str | None = None, *, has_others: bool = True) -> str:
     """Return the address at which other hosts reach this one."""
     # First the interface that a variable names (``UNISONO_SOCKET_IFNAME``, gloo's, NCCL's), then
-    # the address from which ``MASTER_ADDR`` is reached. If that is the loopback, as it may be on
-    # the first host, the address of the host's name, then that of the default route.
+    # the address from which ``MASTER_ADDR`` is reached. If this is the loopback, as it may be on
+    # the first host, the address of the host's name is next, then that of the default route.
     for variable in _VARIABLES:
         for name in os.environ.get(variable, "").split(","):
             # NCCL's lists that exclude (^) or match exactly (=) aren't supported.

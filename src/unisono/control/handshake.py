@@ -159,8 +159,9 @@ def accept(
     strangers: set[str],
     until: float = math.inf,
 ) -> Generator[tuple[socket.socket, T], None, None]:
-    """Accept connections, and yield those that `admit` returns something for."""
-    # Each has a thread, and the whole time: peers on a busy host are slow, and wait for no other.
+    """Accept connections; yield those for which `admit` returns a value, with that value."""
+    # Each has its own thread and the whole time: peers on a busy host are slow, and mustn't wait
+    # for each other.
     listener.setblocking(False)
     readable = select.poll()
     with contextlib.closing(Pending(admit, _MAX_PENDING, strangers)) as pending:

@@ -39,7 +39,7 @@ __tracebackhide__ = hides
 
 _SPIN_S = 200e-6  # longer than a wake-up takes, or one slow round would make the next one slow
 _MAX_NAPS = 64
-# The leader knows more about missing ranks, so it has time to warn first.
+# The rank above knows more about missing ranks, so it has time to warn or raise first.
 _WARN_LATER_S = 3.0
 _GRACE_S = 0.4
 _SUSPECT_S = 0.3  # between questions about a rank that ended while this one waits
@@ -232,7 +232,7 @@ class Hub:
             self._ended.append(position)
 
     def _take(self, position: int, is_gone: bool = False) -> None:
-        """Process a neighbour's frames; raise if it is gone or sent an invalid one."""
+        """Process a neighbour's frames; raise if it is gone or has sent an invalid frame."""
         how = ""
         try:
             # If the rank is gone, take all its frames: a report may follow the awaited one.

@@ -78,8 +78,8 @@ class Peers:
     #   idle or in a round --a peer is gone, FAIL arrives--> failed
     #   in a round --the deadline, a peer that doesn't read, a second thread--> failed
     #   in a round --Ctrl-C--> failed, and out of step
-    # On the way to failed it sends FAIL to its neighbours, on the connections of the rounds and
-    # on the sideband, which floods it. In failed every round raises the same again.
+    # On the way to failed the rank sends FAIL to its neighbours, on the connections of the rounds
+    # and on the sideband, which floods it. In failed every round raises the same error again.
     #
     # A neighbour:
     #   connected --LEAVE--> left in good order
@@ -576,7 +576,7 @@ class Peers:
                 return
             self._departures[position] = departure
             self._condition.notify_all()
-        # Ranks of its host see its process end, but not whether it left in good order.
+        # Ranks of its host see the process end, but not whether the rank left in good order.
         if position in self.pids:
             body = _encode_departure(position, departure)
             for other in self.sideband:

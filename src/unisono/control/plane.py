@@ -53,7 +53,7 @@ class ControlPlane:
     """The services of a context other than its collectives."""
 
     is_thread_bound: bool = False
-    """Whether `initialize`, or finding a context, binds it to one thread instead of the process.
+    """Whether a context, created or found, belongs to one thread instead of the process.
 
     It is True only on XLA. The contract's `replicas_are_threads` differs, as it concerns ``spawn``:
     a context that `initialize` creates on `threads` belongs to the process.
@@ -207,7 +207,7 @@ class SocketControlPlane(ControlPlane):
         hub = self.hubs.get(EVERYBODY if group is None else group.name) or self._hub_of(group)
         if hub is None:
             return fallback.exchange(self.model, blob, group)
-        # As `allowed_s`, whose call would be one more in every collective.
+        # Like `allowed_s`, but without one more call in every collective.
         own_s = None if group is None else group.timeout_s
         until = end_of_call(self.timeout_s if own_s is None else own_s)
         blobs, sizes = hub.exchange(blob, until)
@@ -311,7 +311,7 @@ class SocketControlPlane(ControlPlane):
         return handle is not None and sys.getrefcount(handle) >= count  # one was the group's own
 
     def adopt(self, group: Group) -> None:
-        """Record a group created outside unisono, and end those destroyed there."""
+        """Record a group created outside unisono, and end groups that were destroyed there."""
         known = self._handles.get(group.name)
         if known is not None and known[0]() is group.handle:
             return
@@ -360,7 +360,7 @@ class SocketControlPlane(ControlPlane):
         return sum(arena.layout.size_bytes for arena in arenas if arena is not None)
 
     def _connected_hubs(self) -> list[Hub]:
-        return [hub for hub in list(self.hubs.values()) if hub is not None]  # threads add to them
+        return [hub for hub in list(self.hubs.values()) if hub is not None]  # threads may add some
 
     def interrupt(self, how: str) -> None:
         """Report to the other ranks that this one was interrupted in a collective."""

@@ -1,10 +1,10 @@
 """Rendezvous of a group's ranks for the control plane, over the data plane.
 
-Each rank advertises its addresses and a random key. All keys together make a secret, with which
-both ends of every connection prove that they belong to the group. If the job has a secret of its
-own, it becomes a part of that one. If the job has none, and the kernel confirms that all ranks are
-processes of one user on one host, they agree on one over these connections, and then prove on the
-data plane, too, that they know it.
+Each rank advertises its addresses and a random key. All keys together, and the job's own secret if
+it has one, make a secret, with which both ends of every connection prove that they belong to the
+group. If the job has none, and the kernel confirms that all ranks are processes of one user on one
+host, they agree on a secret for the job over these connections, and then prove on the data plane,
+too, that they know it.
 
 Ranks of one host meet at an abstract Unix-domain socket (Linux; elsewhere in a directory of mode
 0700), leaders of hosts over TCP. All listeners close once the ranks are connected.
@@ -305,7 +305,7 @@ def _exchange_votes(
     refusals = [position for position, each in enumerate(votes) if each.refused]
     if refusals:
         mine = model.topology.position(group)
-        position = mine if mine in refusals else refusals[0]  # this rank's comes first
+        position = mine if mine in refusals else refusals[0]  # this rank's own comes first
         if hub is not None:
             hub.peers.close()
         rank, refusal = model.topology.members(group)[position], votes[position]
@@ -516,7 +516,7 @@ class _Connector:
         is_local = sock.family == socket.AF_UNIX
         if not is_local:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        hello = answer(sock, self._secret, _HELLO.size)  # `accept` closes it at the deadline
+        hello = answer(sock, self._secret, _HELLO.size)  # `accept` closes `sock` at the deadline
         if hello is None:
             who = str(peer(sock)) if is_local else f"a process at {sock.getpeername()[0]}"
             strangers.add(f"{who} without the job's secret")
@@ -527,7 +527,7 @@ class _Connector:
         if not is_local or channel != _ROUNDS:
             sock.sendall(_ACCEPTED)
             return (position, channel), None
-        box = mailbox.send(sock)  # in the order in which the other side receives them
+        box = mailbox.send(sock)  # before the arena, as the other side receives both
         memory.send(sock, self._arena_fd)
         return (position, channel), box
 
@@ -549,7 +549,7 @@ class _Connector:
         except OSError as error:
             if error.errno != errno.ENOMEM:
                 raise
-            return  # it arrived, but there is no room to map it
+            return  # the memory has arrived, but there is no room to map it
         if shared is not None:
             self._arena = arena.read(shared, len(self._here), self._here.index(self.position))
 

@@ -120,8 +120,8 @@ def read(shared: mmap.mmap, size: int, position: int) -> Arena:
 class Slices:
     """Views for reducing one block in slices, of which each rank owns one."""
 
-    # `sizes` are those of the parts before this rank's slice, of the slice, and after it. `before`
-    # and `after` are in this rank's slot, `parts` are the slice in all slots.
+    # `sizes`: elements before this rank's slice, in it, after it. `parts`: the slice in all inputs.
+    # `reduced`: its result. `results`: the other ranks' slices, each with its place in the block.
     sizes: list[int]
     before: Tensor
     after: Tensor

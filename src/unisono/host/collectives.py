@@ -171,7 +171,7 @@ class HostCollectives(Turns):
                 if parts is not None:
                     run(parts)
                     self._arena.barrier(check)  # until no rank needs this one's tensor any more
-            finally:  # the others may have written to it even if this rank was interrupted
+            finally:  # the others may have written to `tensor` even if this rank was interrupted
                 if writes and not tensor.is_inference():
                     increment_version(tensor)
 
@@ -230,7 +230,7 @@ class HostCollectives(Turns):
     def _reduce_block(
         self, source: Tensor, target: Tensor | None, op: ReduceOp, check: Check
     ) -> None:
-        """Reduce one block: each rank its slice; then copy the others' slices into `target`."""
+        """Reduce one block, a slice in each rank; then copy the others' slices into `target`."""
         arena = self._arena
         both = arena.slices(source.dtype, source.numel())
         now = both[arena.interval & 1]

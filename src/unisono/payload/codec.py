@@ -7,8 +7,8 @@ A frame is one value: a tag of one byte, then its body; integers are little-endi
     s b             str, UTF-8 with lone surrogates; bytes
     v <I pickle     other values of Python's own types: CRC-32 of the pickle, then the pickle
     p <I pickle     the same with tensors, paths or complex numbers
-    q <I blocks     the same with buffers: CRC-32 of the first block, then each as <Q bytes; the
-                    first is a pickle, the others are its buffers
+    q <I blocks     the same with buffers: CRC-32 of the first block, then each block as <Q bytes;
+                    the first is a pickle, the others are its buffers
     o <I blocks     any object, likewise; rejected under UNISONO_NO_PICKLE=1
     x h             a tensor, as its header and its memory; the header alone
     e               the sender's value couldn't be encoded: the reason, as UTF-8
@@ -219,7 +219,7 @@ def frame_or_reason(make: Callable[..., bytes], *args: Any) -> bytes:
 
 
 def reason(error: Exception) -> str:
-    """Return the text of an exception that encoding a value raised, of any class."""
+    """Return the text of an exception, of any class, that encoding a value has raised."""
     try:
         text = str(error)
     except Exception:  # the exception's __str__ may raise, too

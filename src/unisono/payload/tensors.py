@@ -31,7 +31,7 @@ _HEAD = struct.Struct("<BBB")
 _SHORT_BYTES = 2048  # for fewer bytes, a second copy is faster than creating a memoryview
 _LARGEST_BYTES = 2**47  # the address space of a process
 device: ContextVar[torch.device] = ContextVar("device")
-"""Device for tensors of accelerators: pickle has no argument for it."""
+"""Device onto which tensors of accelerators are loaded, as pickle has no argument for one."""
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -70,11 +70,11 @@ class TensorHeader:
         return packed + struct.pack(f"<{len(self.shape)}q", *self.shape)
 
     @classmethod
-    def unpack(cls, data: memoryview | bytes, at: int = 0) -> tuple[TensorHeader, int]:
-        """Return the header at `at`, and the position after it."""
-        code, flags, dims = _HEAD.unpack_from(data, at)
+    def unpack(cls, data: memoryview | bytes, start: int = 0) -> tuple[TensorHeader, int]:
+        """Return the header that begins at `start`, and the position after it."""
+        code, flags, dims = _HEAD.unpack_from(data, start)
         sizes = struct.Struct(f"<{dims}q")
-        shape = sizes.unpack_from(data, at + _HEAD.size)
+        shape = sizes.unpack_from(data, start + _HEAD.size)
         dtype = _DTYPE_OF[code]
         # A size of 0 counts as 1, as it would hide other sizes whose strides overflow in torch.
         extent = math.prod(max(size, 1) for size in shape)
@@ -84,7 +84,7 @@ class TensorHeader:
         if extent > most or any(size < 0 for size in shape) or (flags & 4 and has_no_grad):
             raise PayloadError(f"received a damaged frame: {dtype} of shape {shape}")
         parameter = bool(flags & 4) if flags & 2 else None
-        return cls(dtype, shape, bool(flags & 1), parameter), at + _HEAD.size + sizes.size
+        return cls(dtype, shape, bool(flags & 1), parameter), start + _HEAD.size + sizes.size
 
     def finish(self, tensor: Tensor) -> Tensor:
         """Return a received tensor with the sender's type."""

@@ -54,7 +54,7 @@ class CollectiveRecord(NamedTuple):
     Args:
         name: the call, as in ``"all_reduce"``; ``"initialize"``; a section such as
             ``"one_rank_first"``; ``"gradients"`` for one bucket of ``DistributedDataParallel``.
-        rank: the rank that made it.
+        rank: the rank that made the call.
         world_size: number of ranks of the job.
         job: identifies the job; the same on all its ranks if its launcher or its variables
             define it.
@@ -62,17 +62,17 @@ class CollectiveRecord(NamedTuple):
         ranks: global ranks of the group, in its order.
         number: count of this rank's calls over the group, including this one: equal numbers are the
             same call on all ranks; 0 after a call that a hook has rejected, which isn't made.
-        size_bytes: of the tensor argument; 0 for anything else.
-        dtype: its dtype, as in ``"float32"``; empty for anything else.
-        plane: its carrier: ``"control"``, ``"memory"`` (shared by the ranks of a host) or
+        size_bytes: bytes of the tensor argument; 0 if there is none.
+        dtype: dtype of the tensor argument, as in ``"float32"``; empty if there is none.
+        plane: carrier of the call: ``"control"``, ``"memory"`` (shared by the ranks of a host) or
             ``"data"`` (the model's library); empty before the call.
-        file: of the line that made the call.
-        line: its number.
-        thread_id: native id of the thread that made it.
+        file: file of the line that made the call.
+        line: number of that line.
+        thread_id: native id of the thread that made the call.
         arrival_ns: start of the call, in nanoseconds of ``time.monotonic_ns()``.
-        duration_ns: nanoseconds until it was done; -1 before.
-        error: the exception that it raised, in one line; empty if there is none.
-        overlap_ns: nanoseconds of its duration in which the rank continued with other work, before
+        duration_ns: nanoseconds until the call was done; -1 before.
+        error: the exception that the call raised, in one line; empty if there is none.
+        overlap_ns: nanoseconds of the duration in which the rank continued with other work, before
             it waited for the call's handle; 0 for a call that blocks.
     """
 
@@ -118,8 +118,8 @@ def add_hook(*, before: Hook | None = None, after: Hook | None = None) -> Callab
     Args:
         before: called with the record when a call begins. If it raises, this rank doesn't make the
             call, nor count it: its next one is matched with the call that the others wait in.
-        after: called with the record when it is done, or has failed. If one raises, the others are
-            still called.
+        after: called with the record when the call is done or has failed. If a hook raises, the
+            others are still called.
 
     Returns:
         A function that removes the hooks; a second call does nothing.

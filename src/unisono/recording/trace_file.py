@@ -70,7 +70,8 @@ class TraceFile:
                 name, _, _, _, group, ranks, number, size, dtype, plane, file, line, thread,
                 arrival, duration, error, overlap,
             ) = record  # fmt: skip
-            # By the ranks' id, as comparing them is slow; the head keeps them, and the id unique.
+            # The key has the ranks' id, as comparing them is slow; the cached head keeps the ranks,
+            # so that no others get that id.
             key = (name, group, id(ranks), size, dtype, plane, file, line, thread, error)
             head, _ = heads.get(key) or self._new_head(key, record)
             # Formatted by hand, for speed; `e-3` makes nanoseconds exact microseconds.
