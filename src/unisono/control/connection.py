@@ -99,7 +99,7 @@ class Connection:
         self._sock = sock
         self._limit = limit_bytes
         self._held = bytearray()
-        self._is_within = False  # whether a frame was begun and not finished
+        self._is_within_frame = False  # a frame was begun, and perhaps not finished
         self.fd: int = sock.fileno()
 
     def send(self, kind: int, seq: int, body: bytes, until: float) -> None:
@@ -116,11 +116,11 @@ class Connection:
 
     def _transmit(self, kind: int, seq: int, body: bytes, until: float) -> None:
         """Send one frame over the socket."""
-        if self._is_within:  # what follows half a frame can't be read
+        if self._is_within_frame:  # what follows half a frame can't be read
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
             raise ConnectionClosed("this rank left a message half-way")
-        self._is_within = True
+        self._is_within_frame = True
         data = memoryview(_HEADER.pack(kind, seq, len(body)) + body)
         data = data[self._send_part(data) :]
         while data:
@@ -131,7 +131,7 @@ class Connection:
                 raise TimeoutError
             writable.poll(min(left, LONGEST_WAIT_S) * 1000)
             data = data[self._send_part(data) :]
-        self._is_within = False
+        self._is_within_frame = False
 
     def _send_part(self, data: memoryview) -> int:
         """Send the bytes that the socket takes at once; return their number."""
@@ -158,7 +158,7 @@ class Connection:
         """Read from the socket; return whether there may be a new frame."""
         how = "it closed the connection"
         try:
-            data = self._sock.recv(max(_CHUNK, self._missing()))
+            data = self._sock.recv(max(_CHUNK, self._missing_bytes()))
         except BlockingIOError:
             return False
         except OSError as error:
@@ -189,7 +189,7 @@ class Connection:
         if mailbox is not None:
             mailbox.sleep(is_asleep)
 
-    def _missing(self) -> int:
+    def _missing_bytes(self) -> int:
         """Return how many bytes the first frame still lacks; 0 if unknown."""
         if len(self._held) < _HEADER.size:
             return 0

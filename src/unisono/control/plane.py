@@ -329,13 +329,13 @@ class SocketControlPlane(ControlPlane):
 
     def end(self, name: str) -> None:
         """Close a group's connections, and remove its records."""
-        self._let_go([name], lambda peers: peers.close("left"))
+        self._close_groups([name], lambda peers: peers.close("left"))
         for kept in (self._handles, self._connects):
             kept.pop(name, None)
         self.proved.discard(name)
         super().end(name)
 
-    def _let_go(self, names: list[str], leave: Callable[[Peers], object]) -> None:
+    def _close_groups(self, names: list[str], leave: Callable[[Peers], object]) -> None:
         """Close the memory of groups, and leave their peers."""
         # Hubs first: a thread that waits in that memory raises once it finds no hub.
         hubs = [self.hubs.pop(name, None) for name in names]
@@ -374,11 +374,11 @@ class SocketControlPlane(ControlPlane):
 
     def close(self, how: str = "left") -> None:
         """Report that this rank has left, unless `how` is empty, and close the connections."""
-        self._let_go(list(self.hubs), lambda peers: peers.close(how))
+        self._close_groups(list(self.hubs), lambda peers: peers.close(how))
 
     def disown(self) -> None:
         """Close the inherited connections in a forked child; its parent keeps its own."""
-        self._let_go(list(self.hubs), Peers.disown)
+        self._close_groups(list(self.hubs), Peers.disown)
 
     def take_over(self, other: Self) -> None:
         """Share the connections, memory and proofs of another view of this context."""
@@ -395,7 +395,7 @@ class SocketControlPlane(ControlPlane):
 
     def gone(self, group: Group | None, step: int) -> Absent | None:
         """Return a rank of a group known to be gone, if any; waits for its report."""
-        group, step = self._whole(group, step)
+        group, step = self._containing_operation(group, step)
         name = name_of(group)
         for key in dict.fromkeys((name, EVERYBODY)):  # a group may have no connections of its own
             hub = self.hubs.get(key)
@@ -407,12 +407,12 @@ class SocketControlPlane(ControlPlane):
 
     def late(self, group: Group | None, step: int, is_over: bool = True) -> str:
         """Return a report on ranks that haven't begun an operation, if known; waits 1 s at most."""
-        group, step = self._whole(group, step)
+        group, step = self._containing_operation(group, step)
         name, ranks = name_of(group), None if group is None else group.ranks
         hub = self.hubs.get(name) or self.hubs.get(EVERYBODY)
         return "" if hub is None else hub.peers.late(ranks, name, step, is_over)
 
-    def _whole(self, group: Group | None, step: int) -> tuple[Group | None, int]:
+    def _containing_operation(self, group: Group | None, step: int) -> tuple[Group | None, int]:
         """Return group and number of the operation that contains this one, else its own."""
         if group is None or group.name not in self._parts:
             return group, step

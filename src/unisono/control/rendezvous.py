@@ -389,7 +389,7 @@ class _Connector:
         self.position: int = control.model.topology.position(group)
         self.hosts: list[list[int]] = _hosts_of(adverts)
         """The positions on each host."""
-        self._here = next(positions for positions in self.hosts if self.position in positions)
+        self._local = next(positions for positions in self.hosts if self.position in positions)
         self._links = links(self.hosts, self.position)
         keys = "".join(advert.key for advert in adverts).encode()
         self._secret = hashlib.sha256((control.secret or b"") + keys).digest()
@@ -406,7 +406,7 @@ class _Connector:
             return None, _Vote(refused=str(error), instead=instead)
         except OSError as error:
             return None, _Vote(reason=_text_of(error))
-        has_arena = hub.arena is not None or len(self._here) == 1
+        has_arena = hub.arena is not None or len(self._local) == 1
         return hub, _Vote(shares_memory=hub.shares_memory, has_arena=has_arena)
 
     def _build_hub(self, inline_bytes: int) -> Hub:
@@ -429,7 +429,7 @@ class _Connector:
     def _pids(self) -> dict[int, int]:
         """Return the pids of other ranks on this host that share its pid namespace."""
         namespace = self._adverts[self.position].pid_namespace
-        others = [position for position in self._here if position != self.position and namespace]
+        others = [position for position in self._local if position != self.position and namespace]
         shared = [
             position for position in others if self._adverts[position].pid_namespace == namespace
         ]
@@ -443,7 +443,7 @@ class _Connector:
             if up is not None:
                 for channel in (_ROUNDS, _SIDEBAND):
                     endpoints[up, channel] = self._connect_to_parent(up, channel)
-                if up in self._here:  # the first rank of this host, which has created the memory
+                if up in self._local:  # the first rank of this host, which has created the memory
                     self._receive_arena(endpoints[up, _ROUNDS][0])
             self._make_arena()
             for is_local in (True, False):
@@ -461,7 +461,7 @@ class _Connector:
     def _connect_to_parent(self, up: int, channel: int) -> Endpoint:
         """Connect to the rank above, with mutual authentication."""
         address: Any = tuple(self._adverts[up].tcp)
-        family, is_local = int(socket.AF_INET), up in self._here
+        family, is_local = int(socket.AF_INET), up in self._local
         if is_local:
             family, address = int(socket.AF_UNIX), local_address(self._adverts[up].unix)
         sock = _connect_until(family, address, self._until)
@@ -484,7 +484,7 @@ class _Connector:
 
     def _accept_children(self, is_local: bool) -> Iterator[tuple[tuple[int, int], Endpoint]]:
         """Accept connections of ranks below, on this host or on others; reject other processes."""
-        downs = [down for down in self._links.downs if (down in self._here) is is_local]
+        downs = [down for down in self._links.downs if (down in self._local) is is_local]
         expected = {(down, channel) for down in downs for channel in (_ROUNDS, _SIDEBAND)}
         if not expected:
             return
@@ -536,9 +536,9 @@ class _Connector:
         control = self._control
         # On several hosts it serves `TwoLevels`, which only the group of all ranks uses.
         is_used = len(self.hosts) == 1 or (control.has_levels and self._group is None)
-        if is_used and self._here[0] == self.position and len(self._here) > 1:
-            max_bytes = min(self._adverts[position].shared_bytes for position in self._here)
-            made = arena.make(len(self._here), usable_cores(), max_bytes)
+        if is_used and self._local[0] == self.position and len(self._local) > 1:
+            max_bytes = min(self._adverts[position].shared_bytes for position in self._local)
+            made = arena.make(len(self._local), usable_cores(), max_bytes)
             if made is not None:
                 self._arena_fd, self._arena = made
 
@@ -551,7 +551,7 @@ class _Connector:
                 raise
             return  # the memory has arrived, but there is no room to map it
         if shared is not None:
-            self._arena = arena.read(shared, len(self._here), self._here.index(self.position))
+            self._arena = arena.read(shared, len(self._local), self._local.index(self.position))
 
 
 def _connect_until(family: int, address: Any, until: float) -> socket.socket:

@@ -228,7 +228,7 @@ class Arena:
     def given(self, dtype: torch.dtype, count: int) -> list[list[Tensor]]:
         """Return `count` elements of each rank's input, by parity and position."""
         views: Any = self._views.get((dtype, count))
-        return views or self._keep(
+        return views or self._cache_views(
             (dtype, count),
             lambda: [[given[:count] for given, _ in slots] for slots in self._halves(dtype)],
         )
@@ -236,16 +236,16 @@ class Arena:
     def slices(self, dtype: torch.dtype, count: int) -> list[Slices]:
         """Return the views for reducing a block of `count` elements, by parity."""
         views: Any = self._views.get((dtype, count, "slices"))
-        return views or self._keep(
+        return views or self._cache_views(
             (dtype, count, "slices"),
-            lambda: [self._cut(slots, count) for slots in self._halves(dtype)],
+            lambda: [self._slices_of_block(slots, count) for slots in self._halves(dtype)],
         )
 
     def cells(self, dtype: torch.dtype, room: int) -> list[list[tuple[Tensor, ...]]]:
         """Split each slot into one cell of `room` elements for each position."""
         views: Any = self._views.get((dtype, room, "cells"))
         used = self.size * room * dtype.itemsize
-        return views or self._keep(
+        return views or self._cache_views(
             (dtype, room, "cells"),
             lambda: [
                 [torch.split(slot[:used].view(dtype), room) for slot in slots]
@@ -262,14 +262,14 @@ class Arena:
         ]
 
     @torch.inference_mode(False)
-    def _keep(self, key: object, make: Callable[[], T]) -> T:
+    def _cache_views(self, key: object, make: Callable[[], T]) -> T:
         """Build views and cache them for the next call, which may be in another mode."""
         if len(self._views) > _MAX_VIEWS:
             self._views.clear()
         self._views[key] = views = make()
         return views
 
-    def _cut(self, slots: list[tuple[Tensor, Tensor]], count: int) -> Slices:
+    def _slices_of_block(self, slots: list[tuple[Tensor, Tensor]], count: int) -> Slices:
         """Return the views for a block of `count` elements in slots of one parity."""
         width = -(-count // self.size)
         ends = [(min(p * width, count), min((p + 1) * width, count)) for p in range(self.size)]

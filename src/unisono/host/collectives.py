@@ -395,7 +395,7 @@ class HostCollectives(Turns):
         arena, into = self._arena, memory.new(rows, rows.shape)
         me, room = arena.position, 2 * arena.layout.block_bytes // arena.size
         cells = arena.cells(torch.uint8, room)
-        sources, results = self._cut(rows, room), self._cut(into, room)
+        sources, results = self._row_blocks(rows, room), self._row_blocks(into, room)
 
         def take(block: int, parity: int) -> None:
             for p in arena.others:
@@ -414,7 +414,7 @@ class HostCollectives(Turns):
         arena, root = self._arena, self._ranks.index(src)
         me, room = arena.position, 2 * arena.layout.block_bytes // arena.size
         cells = arena.cells(torch.uint8, room)
-        sources = [] if rows is None else self._cut(rows, room)
+        sources = [] if rows is None else self._row_blocks(rows, room)
         results = _blocks(_bytes_of(into), room)
 
         def take(block: int, parity: int) -> None:
@@ -439,7 +439,7 @@ class HostCollectives(Turns):
 
         return give
 
-    def _cut(self, rows: Tensor, room: int) -> list[Sequence[Tensor]]:
+    def _row_blocks(self, rows: Tensor, room: int) -> list[Sequence[Tensor]]:
         """Return each row of [n, *shape] as blocks of bytes."""
         return [_blocks(row, room) for row in _bytes_of(rows).view(self._arena.size, -1)]
 

@@ -26,7 +26,7 @@ _WHOLE_BYTES = 4 * _MIB  # longer tensors go in slices
 _BLOCK_BYTES = 16 * _MIB
 
 
-class Between(Monitor, Protocol):
+class HostsControl(Monitor, Protocol):
     """The members of the control plane that `TwoLevels` uses."""
 
     @property
@@ -37,7 +37,7 @@ class Between(Monitor, Protocol):
         """Create a group whose operations are parts of those of all ranks. Collective over all."""
 
 
-class _Inside:
+class _HostMonitor:
     """The monitor of operations within one host, which are parts of one of all ranks."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -55,14 +55,14 @@ class TwoLevels(Turns):
     """The all_reduce of a model, for all ranks of a context on several hosts."""
 
     # It accepts the same tensors as `HostCollectives`, if their dtype is in `dtypes`.
-    _monitor: Between
+    _monitor: HostsControl
 
     def __init__(
         self,
         arena: Arena | None,
         hosts: Sequence[Sequence[int]],
         rank: int,
-        control: Between,
+        control: HostsControl,
     ) -> None:
         super().__init__(control)
         self.size: int = sum(len(ranks) for ranks in hosts)
@@ -73,8 +73,10 @@ class TwoLevels(Turns):
         self._ranks = next(ranks for ranks in hosts if rank in ranks)
         self._position = self._ranks.index(rank)
         self._is_even = len({len(ranks) for ranks in hosts}) == 1
-        self._own = _Inside(self._ranks)
-        self._host = None if arena is None else HostCollectives(arena, self._ranks, self._own)
+        self._host_monitor = _HostMonitor(self._ranks)
+        self._host = (
+            None if arena is None else HostCollectives(arena, self._ranks, self._host_monitor)
+        )
         self._twins: list[Group] = []
 
     def close(self) -> None:
@@ -101,7 +103,7 @@ class TwoLevels(Turns):
         reduce = self._reduce_slices if is_cut else self._reduce_whole
 
         def work(check: Check) -> None:
-            self._own.check = check  # waits within the host check all ranks, too
+            self._host_monitor.check = check  # waits within the host check all ranks, too
             reduce(flat, op)
 
         self._run(f"all_reduce {op.name}", work, tensor)

@@ -246,11 +246,11 @@ def decode(blob: bytes, device: torch.device) -> Any:
 
 def _plain_of(blob: bytes, _: Any = None) -> Any:
     data = memoryview(blob)[_PICKLE.size :]
-    _check(data, blob)
+    _check_sum(data, blob)
     return _Unpickler(io.BytesIO(data)).load() if _is_restricted() else pickle.loads(data)
 
 
-def _check(data: memoryview, blob: bytes) -> None:
+def _check_sum(data: memoryview, blob: bytes) -> None:
     if zlib.crc32(data) != _PICKLE.unpack_from(blob)[1]:
         raise PayloadError("received a damaged frame: a pickle with a wrong checksum")
 
@@ -265,7 +265,7 @@ def _blocks(blob: bytes) -> list[memoryview]:
         blocks.append(data[start:end])
     if end != len(data):
         raise PayloadError("received a damaged frame: it ends too early")
-    _check(blocks[0], blob)
+    _check_sum(blocks[0], blob)
     return blocks
 
 

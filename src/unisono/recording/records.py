@@ -303,7 +303,7 @@ class CallLog:
         key = EVERYBODY if group is None else group.name
         number = self._numbers[key] = self._numbers.get(key, 0) + 1
         if group is not None and number == 1:
-            self._meet(group)
+            self._record_members(group)
         here = self._here
         if not here.thread_id:
             here.thread_id = threading.get_native_id()
@@ -371,7 +371,7 @@ class CallLog:
                 token.end(error)
             raise
 
-    def _meet(self, group: Group) -> None:
+    def _record_members(self, group: Group) -> None:
         """Record the members of a group at its first call."""
         self._members[group.name] = group.ranks
         if self._page is not None and not members_of_pair(group.name):  # whose name has them

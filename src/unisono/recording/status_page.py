@@ -47,7 +47,7 @@ _RING = 128
 _TEXT_BYTES = 208
 _RECORD = struct.Struct(f"5q{_TEXT_BYTES}sq")  # twice as fast as with a byte order, or unsigned
 _STEP = _RECORD.size // _WORD
-_AROUND = _RING * _STEP - 1
+_RING_MASK = _RING * _STEP - 1
 _pack = _RECORD.pack_into
 _LANE_BYTES = _HEAD_BYTES + _RING * _RECORD.size
 _PAGE_BYTES = _LANES_AT + _LANES * _LANE_BYTES
@@ -181,13 +181,13 @@ class Lane:
     def begin(self, text: bytes, number: int, size: int, begin_ns: int, state: int) -> int:
         """Write a call's record; return its stamp for `write`."""
         self._last = stamp = self._last + _STEP
-        offset = (self._first + (stamp & _AROUND)) * _WORD
+        offset = (self._first + (stamp & _RING_MASK)) * _WORD
         _pack(self._memory, offset, stamp, begin_ns, 0, number, size, text, stamp | state)
         return stamp
 
     def write(self, stamp: int, word: int, value: int) -> None:
         """Set a word of a record unless it has been overwritten; safe in any thread."""
-        index = self._first + (stamp & _AROUND)
+        index = self._first + (stamp & _RING_MASK)
         if self._words[index] == stamp:
             self._words[index + word] = value
 
