@@ -85,7 +85,7 @@ def read_failure(body: bytes) -> FailureReport:
         fields = json.loads(body)
         return FailureReport(str(fields["kind"]), str(fields["text"]), int(fields.get("rank", -1)))
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-        raise ConnectionClosed("it sent a report of a failure that can't be read") from None
+        raise ConnectionClosed("it sent an invalid report of a failure") from None
 
 
 class Connection:
@@ -108,7 +108,7 @@ class Connection:
         # Only frames of rounds: a mailbox holds a single frame, which the next round overwrites.
         if mailbox is not None and kind <= ALL and len(body) <= MAILBOX_BYTES:
             if mailbox.put(kind, seq, body):
-                # A peer that can't be woken has read the frame and exited.
+                # If the peer can't be woken, it has read the frame and exited.
                 with contextlib.suppress(ConnectionClosed, TimeoutError):
                     self._transmit(WAKE, 0, b"", until)
             return
@@ -119,7 +119,7 @@ class Connection:
         if self._is_within_frame:  # what follows half a frame can't be read
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
-            raise ConnectionClosed("this rank left a message half-way")
+            raise ConnectionClosed("this rank has sent only a part of a message")
         self._is_within_frame = True
         data = memoryview(_HEADER.pack(kind, seq, len(body)) + body)
         data = data[self._send_part(data) :]

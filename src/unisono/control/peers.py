@@ -401,9 +401,8 @@ class Peers:
     def fail_blocked(self, position: int) -> CollectiveError:
         """Record that a neighbour doesn't read its messages; return the error."""
         late = Missing(self.ranks[position], pid=self.pids.get(position))
-        return self.fail(
-            FailureReport("timeout", f"{late.text()}\n  it hasn't read what it was sent")
-        )
+        text = f"{late.text()}\n  it hasn't read the messages that were sent to it"
+        return self.fail(FailureReport("timeout", text))
 
     def fail(self, failure: FailureReport, source: int | None = None) -> CollectiveError:
         """Record a failure, report it to all neighbours but its source, and return the error."""

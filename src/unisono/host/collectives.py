@@ -112,8 +112,8 @@ class Turns:
                 work(self._monitor.begin(self._group, call))
             except BaseException as error:  # Ctrl-C too: the ranks' barriers no longer match
                 self._ended = CollectiveError(
-                    "an earlier call left the memory that the ranks share half-way, so they are "
-                    "out of step: end the job, or finalize() and initialize again"
+                    "an earlier call left the ranks' shared memory half-way, so the ranks are out "
+                    "of step: end the job, or finalize() and initialize again"
                 )
                 if not isinstance(error, UnisonoError):
                     self._monitor.interrupt(f"{type(error).__name__} interrupted {call}")
