@@ -264,11 +264,12 @@ class Hub:
         return True
 
     def _send(self, kind: int, position: int, body: bytes, until: float) -> None:
+        """Send a frame of this round to a neighbour; raise if that fails."""
         try:
             self._connections[position].send(kind, self.peers.seq, body, until)
         except ConnectionClosed as closed:
             self.peers.waits = (), {}  # no frame of a round counts any more
-            self._take(position)  # it may have reported why
+            self._take(position)  # the neighbour may have reported why
             raise self.peers.fail_gone(position, str(closed)) from None
         except TimeoutError:
             raise self.peers.fail_blocked(position) from None

@@ -95,6 +95,7 @@ class _Vote:
     reason: str = ""
     refused: str = ""
     instead: int = -1
+    """The rank for which the refused process had answered."""
     shares_memory: bool = False
     has_arena: bool = False
 
@@ -389,6 +390,7 @@ class _Connector:
         self.position: int = control.model.topology.position(group)
         self.hosts: list[list[int]] = _hosts_of(adverts)
         """The positions on each host."""
+        # The positions on this rank's host
         self._local = next(positions for positions in self.hosts if self.position in positions)
         self._links = links(self.hosts, self.position)
         keys = "".join(advert.key for advert in adverts).encode()

@@ -199,6 +199,7 @@ class Arena:
         self._sleep(line, interval, check)
 
     def _sleep(self, line: int, interval: int, check: Check) -> None:
+        """Sleep until the rank of a line has entered an interval, and look for dead ranks."""
         words, nap, duration = self._words, self._mine + _NAP, self._nap_time
         duration.nanoseconds = _FIRST_NAP_NS
         while words[line] < interval:

@@ -102,6 +102,8 @@ _lock = threading.Lock()
 
 
 class _Planes(threading.local):
+    """The plane of a thread's current call, as far as is known."""
+
     plane: str = "control"
 
 

@@ -132,7 +132,7 @@ def _read_file(path: Path) -> RankTrace | None:
         facts, *calls = (json.loads(line.removesuffix(",")) for line in lines)
         facts = facts["args"]
         if facts.pop("unisono_trace") != _FORMAT:
-            raise ArgumentError(f"{path} is of another version of unisono: read it with that version")
+            raise ArgumentError(f"{path} is of another version of unisono: read it with that one")
         del facts["name"]
         return RankTrace(**facts, records=list(_records(facts, calls)))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
