@@ -68,7 +68,7 @@ def receive(sock: socket.socket, size_bytes: int | None = None) -> mmap.mmap | N
         if tag != _MEMORY:
             raise OSError("refused")
         if not fds or flags & socket.MSG_CTRUNC:
-            raise OSError("shared memory was sent, but this process has no free descriptor")
+            raise OSError("shared memory was sent, but this process may have no more descriptors")
         sent_bytes = os.fstat(fds[0]).st_size
         if sent_bytes != (size_bytes or sent_bytes):
             raise OSError("the peer sent shared memory of another size")
