@@ -171,7 +171,7 @@ class Peers:
 
     def report_departure(self, how: str) -> None:
         """Report this rank's orderly departure to all others."""
-        # A departure after a failure or within a round isn't orderly.
+        # A departure after a failure, or within a round, isn't orderly.
         if self.failure is not None or self.is_in_round or not self._is_open:
             return
         text = f"{how} after {self._call() or 'its last collective'}"

@@ -206,7 +206,7 @@ class Token:
             passed_ns, overlap_ns = _now() - record.arrival_ns, self.overlap_ns
             # None: nothing has waited for the call, so it overlapped the whole time.
             overlap_ns = passed_ns if overlap_ns is None else min(overlap_ns, passed_ns)
-            # New are only the plane and the fields from `duration_ns` on.
+            # Only the plane and the fields from `duration_ns` on are new.
             facts = (*record[:9], self.plane or _planes.plane, *record[10:14])
             done = (*facts, passed_ns, text, overlap_ns)
             _run_hooks(_AFTER, tuple.__new__(CollectiveRecord, done))  # twice as fast as calling it
