@@ -8,16 +8,16 @@ from typing import ClassVar
 
 
 class LastCalls:
-    """Calls that end this process's connections with its peers, in reverse order."""
+    """Calls that end this process's connections with its peers; the last added runs first."""
 
-    # An exit handler runs them. A rank of a launcher runs them after it has sent its result,
-    # because some of them end the peers, and some wait for peers that do so.
+    # An exit handler runs them. A rank that a launcher has started runs them itself, after it has
+    # sent its result, because some calls end the peers, and some wait for peers that do so.
 
     _calls: ClassVar[list[tuple[Callable[[], None], str]]] = []
 
     @classmethod
     def add(cls, call: Callable[[], None], *, ends_peers: str = "") -> None:
-        """Register a call."""
+        """Register a call; `ends_peers` is the reason why it ends the peers, if it does."""
         if not cls._calls:
             atexit.register(cls._at_exit)
         cls._calls.append((call, ends_peers))
@@ -29,7 +29,7 @@ class LastCalls:
 
     @classmethod
     def make(cls, wait_for_peers: Callable[[str], object]) -> None:
-        """Run the calls, after `wait_for_peers` with the reason if one of them ends the peers."""
+        """Run the calls; if one ends the peers, call `wait_for_peers` with its reason first."""
         reason = next((ends_peers for _, ends_peers in cls._calls if ends_peers), "")
         if reason:
             wait_for_peers(reason)

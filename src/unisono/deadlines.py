@@ -1,4 +1,4 @@
-"""Deadlines: one for everything that this thread calls within a block, on every model."""
+"""Deadlines of blocks: each holds for all calls of its thread, on every model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _until: ContextVar[float | None] = ContextVar("_until", default=None)
 
 @contextmanager
 def deadline(timeout: float | timedelta) -> Iterator[None]:
-    """Set a deadline for a block: collectives, spawns and calls of a pool that are late raise.
+    """Set a deadline for a block, after which its collectives, spawns and pool calls raise.
 
     All calls of the block's own thread share the deadline, whatever ``timeout`` the job has;
     an earlier deadline of an outer block still holds. After a collective has timed out its context
@@ -104,7 +104,7 @@ def within(limit: Limit | None) -> Iterator[None]:
 
 
 def end_of_block() -> float | None:
-    """Return the deadline of this thread, by ``time.monotonic()``; None if none."""
+    """Return the deadline of this thread, by ``time.monotonic()``; None if it has none."""
     return _until.get()
 
 
@@ -131,14 +131,14 @@ def limit_of(timeout_s: float | None) -> float | None:
 
 def end_of_call(timeout_s: float | None) -> float:
     """Return the end of a collective that starts now, by ``time.monotonic()``."""
-    # As `limit_of`; infinity where nothing limits it.
+    # By the same limits as `limit_of`; infinity if there is none.
     until = math.inf if timeout_s is None else time.monotonic() + timeout_s / _RATE
-    at = _until.get()
-    return until if at is None else min(at, until)
+    end = _until.get()  # as `end_of_block`, without its call in every collective
+    return until if end is None else min(end, until)
 
 
 def host_s(limit_s: float) -> float:
-    """Return the host's seconds that a limit or a warning takes: the same, but in tests."""
+    """Return the seconds on the host's clock for a limit or warning; they differ only in tests."""
     return limit_s / _RATE
 
 
@@ -151,7 +151,7 @@ def overdue(late: Sequence[int], world_size: int) -> str:
     """Return the message on ranks that weren't done at the end of a block."""
     return (
         f"the block's deadline is over, and the function wasn't done on ranks {list(late)} of "
-        f"{world_size}: they are told to end"
+        f"{world_size}: they are being ended"
     )
 
 
@@ -160,10 +160,10 @@ def require_time(late: Sequence[int], world_size: int) -> None:
 
     Args:
         late: ranks that aren't done.
-        world_size: of the job.
+        world_size: number of ranks of the job.
 
     Raises:
-        CollectiveTimeoutError: it has passed; names the ranks.
+        CollectiveTimeoutError: the deadline has passed; the message names the ranks.
     """
     until = end_of_block()
     if until is not None and time.monotonic() >= until:

@@ -15,9 +15,9 @@ V = TypeVar("V")
 EVERYBODY = "all ranks"
 """Name of the group of all ranks, which every context has."""
 PREFIXED = "UNISONO_PREFIXED"
-"""Variable of a process whose lines are already prefixed with its rank by its launcher."""
+"""Variable that is set if a launcher prefixes a process's lines with the rank already."""
 GRACE_S = 30.0
-"""Seconds for ranks to save after a SIGTERM, as torchrun's have."""
+"""Seconds for ranks to save after a SIGTERM; torchrun gives its ranks as many."""
 PRIVATE_STORE = "UNISONO_PRIVATE_STORE"
 """Variable with the path of the rendezvous file of one host, which only its user can open."""
 
@@ -39,7 +39,7 @@ def boot_id() -> str:
 
 def pid_namespace() -> str:
     """Return an id of the namespace of this process's pid, empty if unknown."""
-    # The link's number alone is the same on all hosts, outside of containers.
+    # Outside of containers, the number in the link is the same on all hosts.
     with contextlib.suppress(OSError):  # Linux only
         return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
     return ""
@@ -218,7 +218,7 @@ class Group:
 
     def __eq__(self, other: object) -> bool:
         """Compare by identity; a list of the same ranks is equal, too."""
-        # Without other ranks, ignite's `new_group` returns that list.
+        # In a serial context, ignite's `new_group` returns such a list.
         return self is other or (isinstance(other, list) and other == list(self.ranks))
 
     def __hash__(self) -> int:
@@ -294,12 +294,12 @@ _PAIR = re.compile(r"rank ([0-9]+) to rank ([0-9]+)")
 
 def pair(src: int, dst: int) -> Group:
     """Return a group that represents the two ranks of a message."""
-    # Only the name has the direction, as a group's ranks are ascending.
+    # Only the name shows the direction, as a group's ranks are ascending.
     return Group((min(src, dst), max(src, dst)), name=f"rank {src} to rank {dst}")
 
 
 def members_of_pair(name: str) -> tuple[int, ...]:
-    """Return the ranks of a pair by its name; none if it isn't that of a pair."""
+    """Return the ranks of the pair with this name; none for any other group's name."""
     found = _PAIR.fullmatch(name)
     return tuple(sorted(map(int, found.groups()))) if found else ()
 

@@ -38,17 +38,17 @@ _STOPPED = "stopped"
 _STATES = {_STOPPED: "it is stopped by a signal", "zombie": "its process has ended"}
 _MAX_NAMED = 8
 _FRAMES = 6
-_WIDTH = 100  # of a line of source
+_WIDTH = 100  # characters of a source line
 SIDEBAND = "unisono-sideband"
 """Start of the names of threads that serve sidebands."""
 _OWN_THREADS = (SIDEBAND, BACKGROUND)  # the user's code doesn't run in them
 LOOK_S = 0.3
-"""Seconds between two looks of a waiting rank for absent ones."""
-_AGAIN_S = 0.02
+"""Seconds between two looks of a waiting rank for absent ranks."""
+_AGAIN_S = 0.02  # between two looks after the backend has lost a peer
 
 
 def warn_after_s() -> float:
-    """Return the seconds after which a wait warns once which ranks it waits for."""
+    """Return the seconds after which a waiting rank logs, once, which ranks it waits for."""
     return number_in("UNISONO_WARN_AFTER_S", _WARN_AFTER_S)
 
 
@@ -120,7 +120,7 @@ def stack_of(thread_id: int) -> str:
     by_id = {thread.ident: thread for thread in threading.enumerate()}
     thread, main = by_id.get(thread_id), threading.main_thread()
     if thread is None or thread.name.startswith(_OWN_THREADS):
-        thread_id = main.ident or thread_id  # it has ended, or works for the main thread
+        thread_id = main.ident or thread_id  # `thread` has ended, or works for the main thread
     stack = traceback.extract_stack(frame_of(thread_id))
     if len(stack) > 1 and stack[0].filename == "<string>" and is_ours(stack[1].filename):
         del stack[0]  # the command line of the process that starts ranks
@@ -140,7 +140,7 @@ def stack_of(thread_id: int) -> str:
 
 
 class Wait:
-    """One rank's wait within an operation, by its number in the group; 0 for none."""
+    """One rank's wait within an operation, whose number in the group is `step`; 0 without one."""
 
     def __init__(
         self,
@@ -152,17 +152,17 @@ class Wait:
     ) -> None:
         self._control, self._group, self._call, self._step = control, group, call, step
         self._begun, self._until = time.monotonic(), until
-        self._end: float | None = None  # found at the first look: mostly there is none
+        self._end: float | None = None  # unknown until the first look, before which most waits end
         self._has_absent = self._is_warned = False
 
     def __call__(self, position: int | None = None) -> None:
         """Raise if a rank is gone, the group has failed or the deadline has passed."""
-        # `position` is that of the awaited rank, where shared memory shows it.
+        # `position` is that of the awaited rank, which only waits in shared memory know.
         control, now = self._control, time.monotonic()
         absent = control.gone(self._group, self._step)
         if absent is not None and self._has_absent:
             raise PeerFailedError(f"{control.where(self._call)}: {absent.how}", absent.rank)
-        if absent is not None:  # its last message may be on its way
+        if absent is not None:  # until the next look, as its last message may still arrive
             self._has_absent = True
             return
         hub = control.hubs.get(name_of(self._group))
@@ -173,9 +173,9 @@ class Wait:
         if self._end is None:
             self._end = self._find_end()
         if now >= self._end:
-            waited = format_s(max(0.0, self._end - self._begun) / host_s(1))  # the user's seconds
+            waited_s = max(0.0, self._end - self._begun) / host_s(1)  # in seconds of the limits
             where = control.where(self._call)
-            text = f"{self._late(position)}\n  {where}: not done after {waited}"
+            text = f"{self._late(position)}\n  {where}: not done after {format_s(waited_s)}"
             if hub is not None:
                 hub.peers.give_up(text)  # the others can't go on without this rank
             raise CollectiveTimeoutError(text)
@@ -185,7 +185,7 @@ class Wait:
             _log.warning("%s is still waiting: %s", control.where(self._call), late)
 
     def fail(self, table: Mapping[str, type[CollectiveError]], error: Exception) -> NoReturn:
-        """Raise our error for one of the backend's."""
+        """Raise our error that stands for an error of the backend."""
         if isinstance(error, UnisonoError):
             raise error
         where, text = self._control.where(self._call), str(error).strip()
@@ -215,8 +215,8 @@ class Wait:
         return f"rank {rank} arrived but did not continue"
 
     def _find_absent(self) -> Absent:
-        """Return the absent rank; one of rank -1 if it isn't known."""
-        # Ranks that know it may report it only after their next look.
+        """Return the absent rank, as rank -1 if it is unknown."""
+        # Other ranks may report the absent one only after their next look.
         until = time.monotonic() + 3 * LOOK_S if self._control.hubs else 0.0
         while True:
             absent = self._control.gone(self._group, self._step)
@@ -224,14 +224,14 @@ class Wait:
                 return absent
             hub = self._control.hubs.get(name_of(self._group))
             if hub is not None:
-                hub.peers.raise_failure()  # which the last look has received
+                hub.peers.raise_failure()  # one that `gone` has received
             if time.monotonic() >= until:
                 return Absent(-1, "lost a peer")
             time.sleep(_AGAIN_S)
 
 
 def matching_error(table: Mapping[str, type[CollectiveError]], text: str) -> type[CollectiveError]:
-    """Return the error of the first pattern that matches a library's text."""
+    """Return the error of the first pattern that matches a text; CollectiveError if none does."""
     for pattern, error in table.items():
         if re.search(pattern, text, re.IGNORECASE):
             return error

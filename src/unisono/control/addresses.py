@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from unisono.plugins import load
 
 BACKLOG = 4096
-"""Connections that may wait at a listener, where the kernel allows so many."""
+"""Connections that may wait at a listener, if the kernel allows so many."""
 LOOPBACK = "127.0.0.1"
 _KEEP_ALIVE_S = 60
-_ELSEWHERE = "192.0.2.1"  # of no host (RFC 5737): the default route leads there
+_ELSEWHERE = "192.0.2.1"  # of no host (RFC 5737), so the default route leads to it
 _REMEDY = "set UNISONO_SOCKET_IFNAME to the interface that the other hosts reach"
 _VARIABLES = ("UNISONO_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -28,8 +28,8 @@ _VARIABLES = ("UNISONO_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME
 def own_address(master_addr: str | None = None, *, has_others: bool = True) -> str:
     """Return the address at which other hosts reach this one."""
     # First the interface that a variable names (``UNISONO_SOCKET_IFNAME``, gloo's, NCCL's), then
-    # the address from which ``MASTER_ADDR`` is reached. Where that is the loopback (on the first
-    # host, if its name is), the address of the host's name, then that of the default route.
+    # the address from which ``MASTER_ADDR`` is reached. If this is the loopback, as it may be on
+    # the first host, the address of the host's name is next, then that of the default route.
     for variable in _VARIABLES:
         for name in os.environ.get(variable, "").split(","):
             # NCCL's lists that exclude (^) or match exactly (=) aren't supported.
@@ -45,12 +45,12 @@ def own_address(master_addr: str | None = None, *, has_others: bool = True) -> s
             continue
         if not is_loopback(address):
             return address
-        reasons.append(f"other hosts can't reach {address}, which {host} is here")
+        reasons.append(f"other hosts can't reach {address}, the address of {host} here")
     raise OSError(f"no address of this host is known ({', '.join(reasons)}); {_REMEDY}")
 
 
 def own_interface(master_addr: str | None, *, has_others: bool) -> str:
-    """Return the name of the interface of `own_address`; empty where there is none."""
+    """Return the name of the interface of `own_address`; empty if there is none."""
     with contextlib.suppress(OSError):
         address = own_address(master_addr, has_others=has_others)
         for name, found in load("psutil:net_if_addrs")().items():
@@ -136,13 +136,13 @@ def is_loopback(addr: str) -> bool:
 
 def listen_for_ranks(addr: str, port: int, *, is_one_host: bool) -> tuple[socket.socket, str]:
     """Return a listener that a job's ranks can reach, and its address on this host."""
-    # At every address where `addr` is here one that other hosts can't reach.
+    # It listens at every address if `addr` stands here for one that other hosts can't reach.
     if is_one_host:
         return listen(addr, port), addr
     try:
         listener = listen(addr, port)
     except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL:  # else NAT translates it to this host
+        if error.errno != errno.EADDRNOTAVAIL:  # with this one, NAT translates `addr` to this host
             raise
     else:
         if not is_loopback(listener.getsockname()[0]):
@@ -161,7 +161,7 @@ def keep_alive(sock: socket.socket) -> None:
 
 
 def why_unreachable(addr: str, port: int, limit_s: float) -> OSError | None:
-    """Return the error of connecting to an address; None if it succeeds."""
+    """Return the error of connecting to an address; None if that succeeds."""
     try:
         socket.create_connection((addr, port), limit_s).close()
     except OSError as error:
@@ -170,7 +170,7 @@ def why_unreachable(addr: str, port: int, limit_s: float) -> OSError | None:
 
 
 def listen(addr: str, port: int) -> socket.socket:
-    """Return a listener at one address of this host, at all for an empty one."""
+    """Return a listener at one address of this host; at all of them if `addr` is empty."""
     if not addr and socket.has_dualstack_ipv6():
         return socket.create_server(
             ("::", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True

@@ -33,7 +33,7 @@ class Condition:
         until = time.monotonic() + limit_s
         while True:
             sleeper = threading.Lock()
-            sleeper.acquire()  # `notify` releases it
+            sleeper.acquire()  # `notify_all` releases it
             with self.lock:
                 if is_ready():
                     return True

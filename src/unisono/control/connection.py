@@ -5,10 +5,10 @@
                positions, which both ends know; of all other kinds: JSON or text
 
 All integers are little-endian. In a mailbox, kind and sequence number are the stamp, and the length
-is the word after it. Of a blob over the group's inline limit, the body holds only the first bytes,
-beside the whole size: the ranks then move it on the data plane. `signatures` defines the format of
-a blob. A body over the connection's limit ends it, so a peer can't make this process allocate more
-than that.
+is the word after it. A blob over the group's inline limit is cut: the body holds its whole size but
+only its first bytes, and the ranks then move it on the data plane. `signatures` defines the format
+of a blob. A body over the connection's limit ends the connection, so a peer can't make this process
+allocate more than that.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ GIVE, ALL, FAIL, NOTICE, ASK, ANSWER, LATE, LEAVE, WAKE = range(9)
 START_BYTES = 256
 """Bytes of a long blob that are in the body: enough to identify its call."""
 COPIED_BYTES = 1 << 14
-"""Longer parts are views instead of copies."""
+"""Longer parts of a body are passed as views, shorter ones as copies."""
 _CHUNK = 1 << 16
 _HEADER = struct.Struct("<BQQ")
 _SIZE_BYTES = 8
 Frame = tuple[int, int, bytes]
 """Kind, sequence number and body."""
 Blobs = tuple[Sequence[bytes], Sequence[int]]
-"""Blobs by position, and their sizes; of a long one only the start."""
+"""Blobs by position, and their whole sizes; a long blob is cut to its start."""
 
 
 def join_blobs(blobs: Sequence[bytes], sizes: Sequence[int]) -> bytes:
@@ -47,17 +47,17 @@ def join_blobs(blobs: Sequence[bytes], sizes: Sequence[int]) -> bytes:
 
 def split_blobs(body: bytes, count: int, inline_bytes: int) -> Blobs:
     """Parse the body of a round's message."""
-    at = count * _SIZE_BYTES
-    if len(body) < at:
+    end = count * _SIZE_BYTES
+    if len(body) < end:
         raise ValueError(f"it sent {len(body)} bytes for the blobs of {count} ranks")
     sizes = struct.unpack_from(f"<{count}Q", body)
     view: Any = memoryview(body)
     blobs: list[bytes] = []
     for size in sizes:
-        start = at
-        at += size if size <= inline_bytes else min(size, START_BYTES)
-        blobs.append((body if at - start < COPIED_BYTES else view)[start:at])
-    if at != len(body):
+        start = end
+        end += size if size <= inline_bytes else min(size, START_BYTES)
+        blobs.append((body if end - start < COPIED_BYTES else view)[start:end])
+    if end != len(body):
         raise ValueError(f"it sent {len(body)} bytes for blobs of {sizes} bytes")
     return blobs, sizes
 
@@ -85,7 +85,7 @@ def read_failure(body: bytes) -> FailureReport:
         fields = json.loads(body)
         return FailureReport(str(fields["kind"]), str(fields["text"]), int(fields.get("rank", -1)))
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-        raise ConnectionClosed("it sent a report of a failure that can't be read") from None
+        raise ConnectionClosed("it sent an invalid report of a failure") from None
 
 
 class Connection:
@@ -94,12 +94,12 @@ class Connection:
     def __init__(self, sock: socket.socket, mailbox: Mailbox | None, limit_bytes: int) -> None:
         sock.setblocking(False)
         self.mailbox: Mailbox | None = mailbox
-        """Carries messages of rounds that fit into it; None where there is only the socket."""
+        """Carries messages of rounds that fit into it; None if there is only the socket."""
         self._last_kind = LEAVE if mailbox is None else WAKE  # WAKE is valid only with a mailbox
         self._sock = sock
         self._limit = limit_bytes
         self._held = bytearray()
-        self._is_within = False  # a frame was begun and maybe not finished
+        self._is_within_frame = False  # a frame was begun, and perhaps not finished
         self.fd: int = sock.fileno()
 
     def send(self, kind: int, seq: int, body: bytes, until: float) -> None:
@@ -108,7 +108,7 @@ class Connection:
         # Only frames of rounds: a mailbox holds a single frame, which the next round overwrites.
         if mailbox is not None and kind <= ALL and len(body) <= MAILBOX_BYTES:
             if mailbox.put(kind, seq, body):
-                # A peer that can't be woken has read the frame and exited.
+                # If the peer can't be woken, it has read the frame and exited.
                 with contextlib.suppress(ConnectionClosed, TimeoutError):
                     self._transmit(WAKE, 0, b"", until)
             return
@@ -116,11 +116,11 @@ class Connection:
 
     def _transmit(self, kind: int, seq: int, body: bytes, until: float) -> None:
         """Send one frame over the socket."""
-        if self._is_within:  # what follows half a frame can't be read
+        if self._is_within_frame:  # what follows half a frame can't be read
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
-            raise ConnectionClosed("this rank left a message half-way")
-        self._is_within = True
+            raise ConnectionClosed("this rank has sent only a part of a message")
+        self._is_within_frame = True
         data = memoryview(_HEADER.pack(kind, seq, len(body)) + body)
         data = data[self._send_part(data) :]
         while data:
@@ -131,7 +131,7 @@ class Connection:
                 raise TimeoutError
             writable.poll(min(left, LONGEST_WAIT_S) * 1000)
             data = data[self._send_part(data) :]
-        self._is_within = False
+        self._is_within_frame = False
 
     def _send_part(self, data: memoryview) -> int:
         """Send the bytes that the socket takes at once; return their number."""
@@ -158,7 +158,7 @@ class Connection:
         """Read from the socket; return whether there may be a new frame."""
         how = "it closed the connection"
         try:
-            data = self._sock.recv(max(_CHUNK, self._missing()))
+            data = self._sock.recv(max(_CHUNK, self._missing_bytes()))
         except BlockingIOError:
             return False
         except OSError as error:
@@ -189,14 +189,14 @@ class Connection:
         if mailbox is not None:
             mailbox.sleep(is_asleep)
 
-    def _missing(self) -> int:
-        """Return the number of bytes that complete the first frame; 0 if unknown."""
+    def _missing_bytes(self) -> int:
+        """Return how many bytes the first frame still lacks; 0 if unknown."""
         if len(self._held) < _HEADER.size:
             return 0
         return int(_HEADER.unpack_from(self._held)[2]) + _HEADER.size - len(self._held)
 
     def _parse(self) -> Frame | None:
-        """Return the first frame of the bytes held, None if it isn't complete."""
+        """Remove and return the first frame of the bytes held; None if it isn't complete."""
         held = self._held
         if len(held) < _HEADER.size:
             return None

@@ -41,7 +41,7 @@ def call(sock: socket.socket, secret: bytes, hello: bytes, until: float) -> bool
 
 def answer(sock: socket.socket, secret: bytes, hello_bytes: int) -> bytes | None:
     """Run the listener's handshake; return the caller's hello, None without a proof."""
-    # Without a limit: `Pending` closes the connection.
+    # Without a time limit, because `Pending` closes the connection of a slow caller.
     hello = receive(sock, hello_bytes)
     return hello if _prove(sock, secret, hello, math.inf, is_caller=False) else None
 
@@ -55,20 +55,20 @@ def _prove(
     sock.sendall(hello + mine if is_caller else mine)
     theirs = receive(sock, _NONCE_BYTES, until)
 
-    def proof(of: bytes, nonces: bytes) -> bytes:
-        return hmac.new(secret, of + hello + nonces, "sha256").digest()
+    def proof(prover: bytes, nonces: bytes) -> bytes:
+        return hmac.new(secret, prover + hello + nonces, "sha256").digest()
 
-    # Each proof names its side, so that nobody can send back the proof that it has received.
+    # Each proof names its side, so that no process can send back the proof that it has received.
     sock.sendall(proof(side, mine + theirs))
     received = receive(sock, _PROOF_BYTES, until)
     return hmac.compare_digest(received, proof(other_side, theirs + mine))
 
 
 def receive(sock: socket.socket, size: int, until: float = math.inf) -> bytes:
-    """Receive `size` bytes; without a limit until the connection ends."""
+    """Receive `size` bytes before the time `until`; raise OSError if that fails."""
     data = b""
     while len(data) < size:
-        if until != math.inf:  # all of them in time, not each
+        if until != math.inf:  # the limit holds for all parts together
             sock.settimeout(max(0.001, until - time.monotonic()))  # 0 means non-blocking
         part = sock.recv(size - len(data))
         if not part:
@@ -81,7 +81,7 @@ class Pending(Generic[T]):
     """Connections that haven't proved themselves yet, each with a thread that serves it."""
 
     # A connection: begun --admit returns something--> given to the caller
-    #   begun --with None or an OSError, or as the oldest of too many--> closed
+    #   begun --admit returns None or raises OSError, or it is the oldest of too many--> closed
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Pending(Generic[T]):
         self._threads: dict[socket.socket, threading.Thread] = {}
         self._served: deque[tuple[socket.socket, T | None]] = deque()
         self.wake: socket.socket
-        """Becomes readable once `served` has something."""
+        """Becomes readable once `served` has a connection to yield or to close."""
         self.wake, self._waker = socket.socketpair()
         self._waker.setblocking(False)  # one unread byte suffices
 
@@ -103,13 +103,13 @@ class Pending(Generic[T]):
         # At a Unix-domain socket processes of other users are dropped at once.
         try:
             sock, _ = listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):  # the caller has closed it
+        except (BlockingIOError, ConnectionAbortedError):  # none, or its caller has closed it
             return False
         if sock.family == socket.AF_UNIX and not (caller := peer(sock)).is_own_user:
             self._strangers.add(str(caller))
             sock.close()
             return True
-        sock.setblocking(True)  # `close` ends it
+        sock.setblocking(True)  # `close` ends its waits
         self._threads[sock] = threading.Thread(target=partial(self._serve, sock), daemon=True)
         try:
             self._threads[sock].start()
@@ -128,11 +128,11 @@ class Pending(Generic[T]):
                 found = self._admit(sock)
         finally:
             self._served.append((sock, found))
-            with contextlib.suppress(OSError):  # it is over
+            with contextlib.suppress(OSError):  # closed, or full of unread bytes
                 self._waker.send(b"!")
 
     def served(self) -> Iterator[tuple[socket.socket, T]]:
-        """Yield the connections that were let in, and close the others."""
+        """Yield the connections that were admitted, and close the others."""
         while self._served:
             sock, found = self._served.popleft()
             # A socket that isn't in `_threads` any more was closed as the oldest of too many.
@@ -142,7 +142,7 @@ class Pending(Generic[T]):
                 yield sock, found
 
     def close(self) -> None:
-        """Close all connections, and wait for their threads; harmless the second time."""
+        """Close all connections, and wait for their threads; a second call does nothing."""
         for sock, thread in self._threads.items():
             _shut_down(sock)
             if thread.ident is not None:
@@ -159,8 +159,9 @@ def accept(
     strangers: set[str],
     until: float = math.inf,
 ) -> Generator[tuple[socket.socket, T], None, None]:
-    """Accept connections, and yield those that `admit`, in a thread for each, lets in."""
-    # Peers on a busy host are slow: each has until the end, and none waits for another.
+    """Accept connections; yield those for which `admit` returns a value, with that value."""
+    # Each has its own thread and the whole time: peers on a busy host are slow, and mustn't wait
+    # for each other.
     listener.setblocking(False)
     readable = select.poll()
     with contextlib.closing(Pending(admit, _MAX_PENDING, strangers)) as pending:
@@ -176,7 +177,7 @@ def accept(
 
 
 def hang_up(sock: socket.socket) -> None:
-    """Close a connection, also for a thread that waits for it."""
+    """Close a connection, and end the wait of a thread that reads from it."""
     _shut_down(sock)
     sock.close()
 

@@ -1,6 +1,6 @@
 """One rank's part of a group's control plane: rounds, each an all-gather of blobs.
 
-A round has three states. GIVE: a rank waits for the blobs of all ranks below it, and passes them up
+A round has two states. GIVE: a rank waits for the blobs of all ranks below it, and passes them up
 with its own. ALL: it waits for the blobs of all ranks from above, which the root has sent once it
 has them. Then it passes these down, and the round is over. A rank without a rank below it begins
 with ALL, the root ends with GIVE. A failure, or the deadline, ends every later round as well.
@@ -39,10 +39,10 @@ __tracebackhide__ = hides
 
 _SPIN_S = 200e-6  # longer than a wake-up takes, or one slow round would make the next one slow
 _MAX_NAPS = 64
-# The leader knows more about missing ranks, so it has time to warn first.
+# The rank above knows more about missing ranks, so it has time to warn or raise first.
 _WARN_LATER_S = 3.0
 _GRACE_S = 0.4
-_SUSPECT_S = 0.3  # until a rank that ended while others wait is asked about, and then each time
+_SUSPECT_S = 0.3  # between questions about a rank that ended while this one waits
 _FIRST_SLEEP_S = 0.002  # a neighbour may just have missed that this rank goes to sleep
 _NEVER = float("inf")
 
@@ -54,15 +54,16 @@ class Hub:
         self.all_share_memory = False
         """Whether every round goes through memory; set once all ranks have voted."""
         self.compares_calls = False
-        """Whether comparing calls costs little beside the data plane; set likewise."""
+        """Whether comparing calls costs little beside the data plane; set after the vote."""
         self.checks: bool | None = None
         """Whether ranks compare calls before each collective; None for no setting."""
         self.arena: Arena | None = arena
-        """Memory for tensors that the ranks of this host share, if they do."""
+        """Memory for tensors that the ranks of this host share; None if they share none."""
         self.hosts: list[list[int]] = []
-        """Ranks by host, where those of every host share memory for tensors; set likewise."""
+        """Ranks by host, if those of every host share memory for tensors, else empty; set after the
+        vote."""
         self.inline_bytes = 0
-        """Longest blob that a round carries; set likewise."""
+        """Longest blob that a round carries; set after the vote."""
         self.warn_after_s: float = warn_after_s
         self.peers: Peers = peers
         # Closes a hub that was dropped unclosed; at exit the end of the process does that.
@@ -79,7 +80,7 @@ class Hub:
         self._ended: list[int] = []  # ranks of this host that aren't neighbours
         for fd in self._position_of:
             self._poll.register(fd, select.POLLIN)
-        # Where spinning was in vain, the next waits sleep at once: twice as many each time.
+        # After a wait that has spun in vain the next ones sleep at once; their number doubles.
         self._naps, self._next_naps = 0, 1
         self._yields = len(peers.pids) >= usable_cores()  # ranks share cores
 
@@ -100,16 +101,16 @@ class Hub:
                 return self._round(given, size, until)
             finally:
                 peers.leave()
-        except CollectiveError:  # the group knows it already
+        except CollectiveError:  # `Peers` has reported it already
             raise
         except BaseException as error:  # Ctrl-C above all: half a round can't be undone
             peers.interrupt(f"{type(error).__name__} interrupted {describe(blob)}")
             raise
         finally:
-            # A call in Python could be interrupted before it begins, as `suppress` is.
+            # Not `suppress`, which is a call in Python: an interrupt could come before it begins.
             try:  # noqa: SIM105
                 peers.lock.release()
-            except RuntimeError:  # it isn't this thread's
+            except RuntimeError:  # another thread holds it, or none
                 pass
 
     def _round(self, blob: bytes, size: int, until: float) -> Blobs:
@@ -126,7 +127,10 @@ class Hub:
                     blobs[far], sizes[far] = each, each_size
             gathered = blobs, sizes
             if len(self._subtree) < self._size:
-                gathered = [blobs[at] for at in self._subtree], [sizes[at] for at in self._subtree]
+                gathered = (
+                    [blobs[position] for position in self._subtree],
+                    [sizes[position] for position in self._subtree],
+                )
         if up is not None:
             self._send(GIVE, up, join_blobs(*gathered), until)
             gathered = self._receive(ALL, (up,), until)[up]
@@ -157,7 +161,7 @@ class Hub:
     def _spin(self, position: int, until: float) -> None:
         """Wait for the message of one neighbour without sleeping."""
         connection, (_, got) = self._connections[position], self.peers.waits
-        mailbox = connection.mailbox  # where there is one, the socket is read only before sleeping
+        mailbox = connection.mailbox  # with a mailbox, the socket is read only before sleeping
         take = connection.take if mailbox is None else mailbox.take
         try:
             while position not in got:
@@ -195,7 +199,7 @@ class Hub:
             if kind == ALL and self._ended and now >= suspect_at:
                 suspect_at = now + _SUSPECT_S
                 state = peers.ask().get(positions[0])
-                # The round isn't over without the rank above, so the ended rank left too early.
+                # The rank above hasn't begun this round yet, so the ended rank has left within it.
                 if state is not None and state.seq < peers.seq:
                     raise peers.fail_gone(self._ended[0])
             if now >= warn_at:
@@ -219,16 +223,16 @@ class Hub:
                 self._take(position)
 
     def _on_event(self, fd: int) -> None:
-        """Process a readable connection, or a readable pidfd: its process has ended."""
+        """Process a readable connection, or the pidfd of a process that has ended."""
         position = self._position_of[fd]
         if position in self._connections:
-            self._take(position, is_gone=fd != self._connections[position].fd)  # else its pidfd
+            self._take(position, is_gone=fd != self._connections[position].fd)  # a pidfd
         else:
             self._poll.unregister(fd)  # it stays readable, and would end every later wait
             self._ended.append(position)
 
     def _take(self, position: int, is_gone: bool = False) -> None:
-        """Process a neighbour's frames; raise if it is gone or sent an invalid one."""
+        """Process a neighbour's frames; raise if it is gone or has sent an invalid frame."""
         how = ""
         try:
             # If the rank is gone, take all its frames: a report may follow the awaited one.
@@ -260,11 +264,12 @@ class Hub:
         return True
 
     def _send(self, kind: int, position: int, body: bytes, until: float) -> None:
+        """Send a frame of this round to a neighbour; raise if that fails."""
         try:
             self._connections[position].send(kind, self.peers.seq, body, until)
         except ConnectionClosed as closed:
             self.peers.waits = (), {}  # no frame of a round counts any more
-            self._take(position)  # it may have reported why
+            self._take(position)  # the neighbour may have reported why
             raise self.peers.fail_gone(position, str(closed)) from None
         except TimeoutError:
             raise self.peers.fail_blocked(position) from None

@@ -1,8 +1,8 @@
-"""The peers of a group: detection of gone and late ranks, and its report to every rank.
+"""The peers of a group: detection of gone and late ranks, and reports of them to all ranks.
 
 A rank has two connections to each neighbour in the tree. `hub` uses one of them for rounds. The
 other is the sideband: a thread serves it while the rank's own thread computes, or waits in a
-collective. Its bodies are JSON.
+collective. The bodies of sideband frames are JSON.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __tracebackhide__ = hides
 _log = logging.getLogger(__name__)
 _SEND_S = 1.0
 _ASK_S = 0.4  # short: a rank stuck in C never answers, and the caller is past its deadline
-_REPORT_S = 0.1  # where several ranks have ended: one may have reported why
+_REPORT_S = 0.1  # for the report of one of several ranks that have ended
 _LATE_S = 0.3  # for the report of a rank that knows more
 _DEPARTURE_S = 1.0  # for the report of a rank that has left, or the end of its connection
 _MAX_ASKED = 64
@@ -53,7 +53,7 @@ _NOTHING: tuple[tuple[int, ...], dict[int, Blobs]] = (), {}
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A rank's progress."""
+    """A rank's progress: its stack, last call, round, awaited positions, and step of a group."""
 
     stack: str = ""
     last: str = ""
@@ -78,8 +78,8 @@ class Peers:
     #   idle or in a round --a peer is gone, FAIL arrives--> failed
     #   in a round --the deadline, a peer that doesn't read, a second thread--> failed
     #   in a round --Ctrl-C--> failed, and out of step
-    # On the way to failed it sends FAIL to its neighbours, on the connections of the rounds and
-    # on the sideband, which floods it. In failed every round raises the same again.
+    # On the way to failed the rank sends FAIL to its neighbours, on the connections of the rounds
+    # and on the sideband, which floods it. In failed every round raises the same error again.
     #
     # A neighbour:
     #   connected --LEAVE--> left in good order
@@ -87,12 +87,12 @@ class Peers:
     # Another rank:
     #   connected --LEAVE, forwarded--> left in good order, or gone without a report
     #   connected --the neighbour towards it has left--> cut off: the backend notices its death
-    # One that left, and had done its part in the step that this rank waits for, isn't missed.
+    # A rank that left after its part in the step that this rank waits for isn't missed.
     #
     # Frames of the sideband:
-    #   ASK, ANSWER   name a rank: handled there, elsewhere forwarded one hop towards it
-    #   FAIL, LATE    flooded: the first one is kept, and sent to all neighbours but its source
-    #   LEAVE         a departure: kept; of a rank of this host also sent to its neighbours here
+    #   ASK, ANSWER   name a rank, which handles them; the others forward them one hop towards it
+    #   FAIL, LATE    are flooded: a rank keeps the first, and sends it to its other neighbours
+    #   LEAVE         is kept; if it came from a rank of this host, neighbours here receive it, too
     # The thread serves until `close` writes to its pipe; then it closes the connections.
 
     def __init__(
@@ -115,8 +115,8 @@ class Peers:
         self.lock: Any = threading.RLock()
         """Held in a round, and while another thread uses the connections of the rounds."""
         self.failure: CollectiveError | None = None
-        """The error of every later round, which raises a copy: a traceback would keep the
-        user's frames."""
+        """The error of every later round. Each raises a copy, as the traceback of this error would
+        keep the user's frames alive."""
         self.seq: int = 0
         """Number of the round that this rank is in, or was in last."""
         self.is_in_round: bool = False
@@ -142,13 +142,13 @@ class Peers:
         return f"rank {self.ranks[self.position]} of {len(self.ranks)}"
 
     def close(self, how: str = "") -> None:
-        """Report an orderly departure, if `how`; close all connections, unless closed before."""
+        """Close all connections, once; with `how`, report an orderly departure first."""
         if how:
             self.report_departure(how)
         if not self._is_open:
             return
         self._is_open = False
-        os.write(self._wake_writer, b"!")  # a forked child may hold the pipe's other copy
+        os.write(self._wake_writer, b"!")  # a forked child may keep the pipe open
         os.close(self._wake_writer)
         self._close_rounds()
 
@@ -159,7 +159,7 @@ class Peers:
         self._is_open = False
         os.close(self._wake_writer)
         os.close(self._wake_reader)
-        for connection in self.sideband.values():  # the thread isn't there
+        for connection in self.sideband.values():  # a fork has no thread that closes them
             connection.close()
         self._close_rounds()
 
@@ -171,7 +171,7 @@ class Peers:
 
     def report_departure(self, how: str) -> None:
         """Report this rank's orderly departure to all others."""
-        # After a failure or within a round it wouldn't be orderly.
+        # A departure after a failure, or within a round, isn't orderly.
         if self.failure is not None or self.is_in_round or not self._is_open:
             return
         text = f"{how} after {self._call() or 'its last collective'}"
@@ -199,9 +199,9 @@ class Peers:
     def leave(self) -> None:
         """End the round, whether it failed or not."""
         self.waits, self.is_in_round = _NOTHING, False
-        if self._unsent is not None:  # another thread recorded it while this one held the lock
+        if self._unsent is not None:  # another thread has recorded a failure meanwhile
             self._send_failure()
-        # `wait_for_turn` rejected another call of this group: the ranks are out of step.
+        # `wait_for_turn` has rejected another thread's call, so the ranks are out of step.
         if self._concurrent_calls and self.failure is None:
             raise self.fail(FailureReport("threads", self._concurrent_calls))
 
@@ -239,12 +239,13 @@ class Peers:
             finally:
                 try:  # noqa: SIM105
                     self.lock.release()
-                except RuntimeError:  # it isn't this thread's
+                except RuntimeError:  # another thread holds it, or none
                     pass
         absent = self._absent
         return absent if absent is None or ranks is None or absent.rank in ranks else None
 
     def _raise_if_gone(self, ranks: Collection[int] | None, group: str, step: int) -> None:
+        """Raise if another rank has reported a failure, or a rank that is needed is gone."""
         # A reported failure comes first: some ranks may have left because of it.
         among = self._positions(ranks)
         ended = [position for position in among if self._has_ended(position)]
@@ -258,13 +259,15 @@ class Peers:
                 raise self.fail(failure)
         if ended:
             raise self.fail_gone(ended[0])
-        for position, connection in self.rounds.items():  # frames of rounds stay where they are
+        for position, connection in self.rounds.items():  # whose frames aren't taken
             is_closed = position in among and connection.is_closed()
             if is_closed and not self._is_done(position, group, step):
                 raise self.fail_gone(position, "it closed the connection")
 
     def _positions(self, ranks: Collection[int] | None) -> list[int]:
-        return [at for at, rank in enumerate(self.ranks) if ranks is None or rank in ranks]
+        return [
+            position for position, rank in enumerate(self.ranks) if ranks is None or rank in ranks
+        ]
 
     def _has_ended(self, position: int) -> bool:
         """Return whether the process of a rank of this host is known to have ended."""
@@ -290,25 +293,30 @@ class Peers:
         return self._departures.get(position)
 
     def _is_cut_off(self, position: int) -> bool:
-        """Return whether a rank can't be reached because the one between has left."""
+        """Return whether a rank can't be reached because the rank between has left."""
         hop = self._next_hop(position)
         return hop != position and hop in self._departures
 
     def late(self, ranks: Collection[int] | None, group: str, step: int, is_over: bool) -> str:
         """Return a report on ranks that haven't begun an operation; waits 1 s at most."""
-        asked = [at for at in self._positions(ranks) if at != self.position][:_MAX_ASKED]
+        others = [position for position in self._positions(ranks) if position != self.position]
+        asked = others[:_MAX_ASKED]
         states = self._ask(asked, group)
         reported = self._reported(group, step)
         if reported:
             return reported
-        absent = [at for at in asked if at in states and states[at].step < step]
-        silent = [at for at in asked if at not in states]
+        absent = [
+            position for position in asked if position in states and states[position].step < step
+        ]
+        silent = [position for position in asked if position not in states]
         # If the next rank on the way to a silent one is silent too, the silent one may be well.
-        absent += [at for at in silent if self._next_hop(at) in (at, *states)]
+        absent += [
+            position for position in silent if self._next_hop(position) in (position, *states)
+        ]
         if not absent:
             reported = self._reported(group, step, _LATE_S) if is_over else ""
             absent = silent
-        text = reported or "\n".join(self._missing(at, states).text() for at in absent)
+        text = reported or "\n".join(self._missing(position, states).text() for position in absent)
         if text and is_over:
             self._record_late(group, step, text)
         return text
@@ -329,7 +337,7 @@ class Peers:
         self._flood(LATE, json.dumps({"group": group, "step": step, "text": text}).encode(), source)
 
     def warn(self) -> None:
-        """Warn once a round about the ranks it waits for, unless a neighbour did."""
+        """Warn, once in a round, about the ranks that it waits for, unless a neighbour has."""
         if not self._has_warned:
             text = f"{self} is still waiting: {self._report(self.ask())}"
             self.forward_warning(text.encode("utf-8", "backslashreplace"), self.waits[1])
@@ -348,8 +356,8 @@ class Peers:
 
     def interrupt(self, how: str) -> None:
         """Record that this rank was interrupted in a collective."""
-        # How far the others got with it is unknown, so this rank's next calls raise, and ranks that
-        # wait for it learn of its absence.
+        # How far the others got with the collective is unknown, so this rank's next calls raise,
+        # and the ranks that wait for this one learn that it is absent.
         rank = self.ranks[self.position]
         error = CollectiveError(
             f"{self}: {how}, so the ranks are out of step: end the job, or finalize() "
@@ -393,9 +401,8 @@ class Peers:
     def fail_blocked(self, position: int) -> CollectiveError:
         """Record that a neighbour doesn't read its messages; return the error."""
         late = Missing(self.ranks[position], pid=self.pids.get(position))
-        return self.fail(
-            FailureReport("timeout", f"{late.text()}\n  it hasn't read what it was sent")
-        )
+        text = f"{late.text()}\n  it hasn't read the messages that were sent to it"
+        return self.fail(FailureReport("timeout", text))
 
     def fail(self, failure: FailureReport, source: int | None = None) -> CollectiveError:
         """Record a failure, report it to all neighbours but its source, and return the error."""
@@ -431,7 +438,7 @@ class Peers:
         self._flood(FAIL, body, source)
 
     def _call(self) -> str:
-        """Return this rank's last call and its line, empty if it isn't the user's."""
+        """Return this rank's last call and its line; empty for an internal call."""
         call = signatures.describe(self._blob) if self.seq else ""
         return "" if call == signatures.UNKNOWN else call
 
@@ -445,7 +452,7 @@ class Peers:
         return [position for position in positions if position not in got]
 
     def _ask(self, positions: Iterable[int], group: str = "") -> dict[int, State]:
-        """Return the states of other ranks that answer in time; a stopped one can't."""
+        """Return the states of other ranks that answer in time; stopped ones aren't asked."""
         asked = [position for position in positions if position != self.position]
         asked = [position for position in asked if not is_stopped(self.pids.get(position))]
         with self._condition.lock:
@@ -454,12 +461,16 @@ class Peers:
         for position in asked:
             self._forward(ASK, {"to": position, "of": self.position, "group": group}, position)
         self._condition.wait(lambda: all(position in self._answers for position in asked), _ASK_S)
-        return {at: state for at in asked if (state := self._answers.get(at)) is not None}
+        return {
+            position: state
+            for position in asked
+            if (state := self._answers.get(position)) is not None
+        }
 
     def _missing(self, position: int, states: Mapping[int, State]) -> Missing:
         """Return the description of a missing rank, given states from `_ask`."""
         state = states.get(position, State())
-        # A silent rank may wait for one below it. The first of `below` is the rank itself.
+        # A silent rank may wait for one below it; `below` begins with the rank itself.
         behind = () if position in states else self.links.below.get(position, ())[1:]
         rank, pid = self.ranks[position], self.pids.get(position)
         return Missing(rank, [self.ranks[far] for far in behind], pid, state.stack, state.last)
@@ -469,16 +480,18 @@ class Peers:
         absent, got = self._awaited(), self.waits[1]
         arrived = {self.position: self._blob}
         for source, (blobs, _) in got.items():
-            # The blobs of a rank above are those of all ranks, but none of them is below it.
+            # The blobs of the rank above are left out: in `below` it has no positions.
             arrived |= zip(sorted(self.links.below.get(source, ())), blobs, strict=False)
-        by_rank = {self.ranks[at]: signatures.describe(blob) for at, blob in arrived.items()}
+        by_rank = {
+            self.ranks[position]: signatures.describe(blob) for position, blob in arrived.items()
+        }
         missing = []
         for position in absent:
             state = states.get(position, State())
             if state.seq < self.seq:
                 missing.append(self._missing(position, states))
                 continue
-            # It has arrived, and waits for others itself.
+            # The rank has arrived, and waits for others itself.
             by_rank[self.ranks[position]] = state.last or signatures.UNKNOWN
             further = [far for far in state.waits_for if 0 <= far < len(self.ranks)]
             states |= self._ask(further)
@@ -553,16 +566,16 @@ class Peers:
                     self._answers[int(message["of"])] = _read_state(message["state"])
                     self._condition.notify_all()
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-            raise ConnectionClosed("it sent what can't be read on its sideband") from None
+            raise ConnectionClosed("it sent an invalid message on its sideband") from None
 
     def _record_departure(self, position: int, departure: Departure | None, source: int) -> None:
-        """Record that a rank is gone; report it to ranks of its host not connected to it."""
+        """Record that a rank is gone; report that to neighbours on its host."""
         with self._condition.lock:
             if position in self._departures:
                 return
             self._departures[position] = departure
             self._condition.notify_all()
-        # Ranks of its host see its process end, but not whether it left in good order.
+        # Ranks of its host see the process end, but not whether the rank left in good order.
         if position in self.pids:
             body = _encode_departure(position, departure)
             for other in self.sideband:
@@ -571,11 +584,11 @@ class Peers:
 
 
 def _open_pidfds(pids: Mapping[int, int]) -> dict[int, int]:
-    """Open a descriptor for each process that becomes readable when the process ends."""
+    """Open, for each process, a descriptor that becomes readable when the process ends."""
     opened: dict[int, int] = {}
     if hasattr(os, "pidfd_open"):  # Linux only
         for position, pid in pids.items():
-            with contextlib.suppress(OSError):  # an old kernel, or it ended just now
+            with contextlib.suppress(OSError):  # an old kernel, or the process has just ended
                 opened[position] = os.pidfd_open(pid)
     return opened
 

@@ -1,6 +1,7 @@
-"""The control plane of a context: the ranks' traffic beside their tensors; a model holds one.
+"""The control plane of a context: the traffic between ranks other than their large tensors.
 
-A model without one gets the default, which adds nothing to the model's own `exchange`.
+A model holds its control plane. A model without one gets the default `ControlPlane`, which adds
+nothing to the model's own `exchange`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from unisono.control.hub import Hub
 from unisono.control.peers import Peers
 from unisono.control.rendezvous import checks_by, connect_group
 from unisono.control.signatures import SequenceNumbers, call_head, site, unpack
-from unisono.deadlines import allowed_s, end_of_call
+from unisono.deadlines import end_of_call
 from unisono.errors import GroupMembershipError
 from unisono.host.arena import Check
 from unisono.host.collectives import HostCollectives
@@ -38,24 +39,24 @@ if TYPE_CHECKING:
 __tracebackhide__ = hides
 
 INLINE_BYTES = 1 << 16
-"""Longest blob sent through the hub; longer ones follow on the data plane.
+"""Longest blob sent through the hub; the data plane carries longer ones.
 
-Where all ranks share memory, the size of their mailboxes decides.
+If all ranks share memory, the size of their mailboxes sets the limit instead.
 """
 _NO_HANDLE: tuple[Callable[[], Any], int] = (lambda: None), 0
 _TENSOR_PART = 4
-"""A CPU tensor is sent in a round up to this part of the longest blob, measured on 2 and 4 ranks:
-16 KiB over sockets, 1 MiB over the number of ranks where they share memory."""
+"""A round carries a CPU tensor of at most the longest blob's size divided by this: 16 KiB over
+sockets, 1 MiB divided by the number of ranks through memory. Measured on 2 and 4 ranks."""
 
 
 class ControlPlane:
-    """The services of a context beside its collectives."""
+    """The services of a context other than its collectives."""
 
     is_thread_bound: bool = False
-    """Whether `initialize`, or finding a context, binds it to one thread instead of the process.
+    """Whether a context, created or found, belongs to one thread instead of the process.
 
-    This is so only on XLA. The contract's `replicas_are_threads` is about ``spawn``: a context of
-    `threads` created by `initialize` belongs to the process.
+    It is True only on XLA. The contract's `replicas_are_threads` differs, as it concerns ``spawn``:
+    a context that `initialize` creates on `threads` belongs to the process.
     """
     is_lazy: bool = False
     """Whether the device computes lazily: `settle` precedes each collective."""
@@ -65,71 +66,71 @@ class ControlPlane:
         self.steps: SequenceNumbers = SequenceNumbers()
         """Operations that this rank has begun on the data plane."""
         self.setting: str = os.environ.get("UNISONO_DEBUG", "")
-        """Whether to compare calls: 1, 0, or else where it costs little."""
+        """Whether ranks compare calls: 1 always, 0 never, anything else if it costs little."""
         self.ended: deque[str] = deque()
-        """Names of groups that have ended, for caches keyed by them."""
+        """Names of groups that have ended, for caches whose keys are such names."""
         self._dropped: deque[tuple[str, tuple[int, ...]]] = deque()
 
     @property
     def model(self) -> ComputationModel:
-        """The model that holds it."""
+        """The model that holds this control plane."""
         model = self._model()
         assert model is not None
         return model
 
     @property
     def allows_threads(self) -> bool:
-        """Whether another thread than the user's may make the model's calls."""
+        """Whether threads other than the user's may call the model."""
         return True
 
     @property
     def separates_groups(self) -> bool:
-        """Whether calls over different groups may run at once, in a thread each."""
-        # Not on accelerators: NCCL may wait forever where ranks begin them in another order.
+        """Whether calls over different groups may run at the same time, each in its own thread."""
+        # Not on accelerators: NCCL may wait forever if ranks begin the calls in different orders.
         return self.model.transport_device.type == "cpu"
 
     def is_connected(self, group: Group | None) -> bool:
-        """Return whether a group's first call, at which its ranks agree, is done."""
+        """Return whether a group's first call, in which its ranks connect, is done."""
         return True
 
     def inline_bytes(self, group: Group | None, folds: bool = False) -> int:
         """Return the size of the longest CPU tensor that an exchange of `group` carries."""
-        # Local, and the same on every rank. Here an exchange is made of the model's own
-        # collectives, so it replaces no reduction of a tensor: -1.
+        # Local, and the same on every rank. This exchange consists of the model's own collectives,
+        # so no reduction of a tensor gains by it: -1 if it would replace one.
         return -1 if folds else fallback.INLINE_TENSOR_BYTES
 
     def memory(self, group: Group | None) -> MemoryCollectives | None:
-        """Return collectives of CPU tensors in `group` through memory shared by ranks of a host."""
-        # Local, or collective at creation of that memory.
+        """Return the collectives of `group` through memory that ranks of one host share, if any."""
+        # Local, except that the creation of that memory is collective.
         return None
 
     def host(self, group: Group | None) -> HostCollectives | None:
-        """Return `memory` if all ranks of `group` are on one host; it has all collectives."""
-        # Local, as `memory`.
+        """Return `memory` if all ranks of `group` are on one host: then it has all collectives."""
+        # Local or collective, as `memory` is.
         memory = self.memory(group)
         return memory if isinstance(memory, HostCollectives) else None
 
     def checks(self, group: Group | None) -> bool | None:
         """Return whether ranks compare calls before each collective of the data plane."""
-        # Local, or collective at creation of the connections to agree over.
+        # Local, except that a group's first call, which connects its ranks, is collective.
         return checks_by([self.setting])
 
     def compares_calls(self, group: Group | None) -> bool:
         """Return whether comparing the ranks' calls costs little beside a collective of `group`."""
-        # Local, or collective at creation of the connections to compare over. Where it is False, a
-        # call rejected or made differently by one rank is an error on the others at the deadline.
+        # Local or collective, as `checks` is. If it is False, and one rank's call differs or is
+        # rejected, the other ranks raise only at the deadline.
         model = self.model
         return model.transport_device.type == "cpu" and model.topology.size(group) > 1
 
     def watch_over(self, group: Group) -> None:
         """Register a group, which `begin_group` ends after this rank's last reference to it."""
-        # A finalizer runs in any thread and in the middle of any call, so it only records it.
-        note = weakref.finalize(group, self._dropped.append, (group.name, group.ranks))
-        note.atexit = False
+        # A finalizer may run in any thread, in the middle of any call, so it only records the end.
+        finalizer = weakref.finalize(group, self._dropped.append, (group.name, group.ranks))
+        finalizer.atexit = False
 
     def begin_group(self, ranks: tuple[int, ...]) -> None:
         """End groups that were dropped, before a new one is created."""
-        # Local, or collective over all ranks, which then compare the new group.
+        # Local here; collective over all ranks in subclasses that also compare the new group.
         while self._dropped:
             self.end(self._dropped.popleft()[0])
 
@@ -163,50 +164,53 @@ class ControlPlane:
 
 
 def control_of(model: ComputationModel) -> ControlPlane:
-    """Return the control plane that a model holds, else the default one."""
+    """Return the control plane that a model holds; a default one if it holds none."""
     control: ControlPlane | None = getattr(model, "control", None)
     return ControlPlane(model) if control is None else control
 
 
 class SocketControlPlane(ControlPlane):
-    """A control plane over sockets, with a hub for each group; its first call connects it."""
+    """A control plane over sockets, with a hub for each group, whose first call connects it."""
 
     def __init__(self, model: ComputationModel, timeout_s: float | None) -> None:
         super().__init__(model)
         self.timeout_s = timeout_s
         self._is_alone = model.topology.world_size == 1
         self.hubs: dict[str, Hub | None] = {}
-        """By the name of the group; None for one whose ranks can't be connected."""
+        """Hubs by the name of the group; None for a group whose ranks can't be connected."""
         self._memories: dict[str, MemoryCollectives] = {}
         self._parts: set[str] = set()
         """Names of groups whose operations are parts of those of all ranks."""
         self._connects: dict[str, threading.RLock] = {}
-        """Held while a group connects: a background thread may be first, too."""
+        """Locks by group, held while it connects, as two threads may make its first call."""
         self.secret: bytes | None = None
         """The secret that ranks prove to each other before they trust their data plane; None
-        before they share one."""
+        until they share one."""
         self.proved: set[str] = set()
         """Names of the groups whose ranks have proved the secret."""
         self.has_levels: bool = False
-        """Whether the model's collectives may serve for the traffic between hosts only."""
+        """Whether `TwoLevels` may use the model's collectives for the traffic between hosts."""
         self.is_one_host: bool = False
         """Whether all ranks of the job must be processes of this user on this host."""
         self.destroy: Callable[[Any], object] | None = None
-        """Ends a group of the model's library, given its handle; None if it can't."""
+        """Ends a group of the model's library, given its handle; None if the library can't."""
         self._handles: dict[str, tuple[Callable[[], Any], int]] = {}
-        """By name, a weak reference to the library's group, and its first reference count."""
+        """By group: a weak reference to the library's own group, and its first reference count."""
         self._ending: dict[str, tuple[int, ...]] = {}
-        """The ranks of groups that this one has dropped, until all of them have."""
+        """Groups that this rank has dropped, but not yet all of their ranks: the ranks, by name."""
 
     def exchange(self, blob: bytes, group: Group | None = None) -> list[bytes]:
-        """Return the bytes of every rank; the first call of a group connects it."""
+        """Return the blobs of every rank; the first call over a group connects it."""
         # Collective over `group`.
         if self._is_alone or (group is not None and len(group.ranks) == 1):
             return [blob]
         hub = self.hubs.get(EVERYBODY if group is None else group.name) or self._hub_of(group)
         if hub is None:
             return fallback.exchange(self.model, blob, group)
-        blobs, sizes = hub.exchange(blob, end_of_call(allowed_s(self.timeout_s, group)))
+        # Like `allowed_s`, but without one more call in every collective.
+        own_s = None if group is None else group.timeout_s
+        until = end_of_call(self.timeout_s if own_s is None else own_s)
+        blobs, sizes = hub.exchange(blob, until)
         if max(sizes) <= hub.inline_bytes:
             return list(blobs)
         host = self.host(group)
@@ -219,7 +223,7 @@ class SocketControlPlane(ControlPlane):
         return name_of(group) in self.hubs or self.model.topology.size(group) == 1
 
     def inline_bytes(self, group: Group | None, folds: bool = False) -> int:
-        """Return a part of the rounds' longest blob."""
+        """Return the size of the longest CPU tensor in a round, a part of the longest blob."""
         hub = self.hubs.get(EVERYBODY if group is None else group.name)
         if hub is None:
             return super().inline_bytes(group, folds)
@@ -234,9 +238,11 @@ class SocketControlPlane(ControlPlane):
         return super().checks(group) if hub is None else hub.checks
 
     def compares_calls(self, group: Group | None) -> bool:
-        """Return whether all ranks share memory, with tensors on the CPU: it costs 20 us then."""
-        self.memory(group)  # collective at creation: connects a group with tensors on the CPU
-        hub = self.hubs.get(EVERYBODY if group is None else group.name)
+        """Return whether all ranks share memory for CPU tensors: comparing then costs 20 us."""
+        key = EVERYBODY if group is None else group.name
+        if key not in self.hubs:
+            self.memory(group)  # collective at creation: connects a group with tensors on the CPU
+        hub = self.hubs.get(key)
         return hub is not None and hub.compares_calls
 
     def memory(self, group: Group | None) -> MemoryCollectives | None:
@@ -259,14 +265,14 @@ class SocketControlPlane(ControlPlane):
                     self._share_tensors(hub, key, group)
                     is_shared = type(self._memories.get(key)) is HostCollectives
                     hub.compares_calls = hub.all_share_memory or is_shared
-                self.hubs[key] = hub  # last: other threads take its presence for a connected group
+                self.hubs[key] = hub  # last: it shows other threads that the group is connected
         return self.hubs[key]
 
     def _share_tensors(self, hub: Hub, key: str, group: Group | None) -> None:
-        """Create the collectives through memory, where the ranks of a group share some."""
+        """Create the collectives of a group through memory, if its ranks share any."""
         hosts = hub.hosts
         if len(hosts) == 1 and hub.arena is not None:
-            # A copy without the handle: a reference to the group itself would keep it alive.
+            # A copy without the handle: a reference to the group would keep the group alive.
             whose = None if group is None else replace(group, handle=None)
             self._memories[key] = HostCollectives(hub.arena, hosts[0], self, whose)
         # With one rank on each host, no ranks can share memory.
@@ -285,7 +291,7 @@ class SocketControlPlane(ControlPlane):
             name, members = self._dropped.popleft()
             self._ending[name] = members
         head = call_head(f"new_group {list(ranks)}", site())
-        # A dropped group that is still in use, as by DDP, ends later.
+        # A dropped group that is still in use, such as by DDP, ends later.
         mine = [name for name in self._ending if not self._is_lent(name)]
         blobs = self.exchange(head + json.dumps(mine).encode())
         everybody = range(len(blobs))
@@ -299,37 +305,37 @@ class SocketControlPlane(ControlPlane):
                 self.end(name)
 
     def _is_lent(self, name: str) -> bool:
-        """Return whether a dropped group's handle is still in use, as by DDP."""
+        """Return whether a dropped group's handle is still in use, such as by DDP."""
         reference, count = self._handles.get(name, _NO_HANDLE)
         handle = reference()
-        return handle is not None and sys.getrefcount(handle) >= count  # one was the group's
+        return handle is not None and sys.getrefcount(handle) >= count  # one was the group's own
 
     def adopt(self, group: Group) -> None:
-        """Record a group created outside unisono, and end those destroyed there."""
+        """Record a group created outside unisono, and end groups that were destroyed there."""
         known = self._handles.get(group.name)
         if known is not None and known[0]() is group.handle:
             return
         for name, (handle, _) in list(self._handles.items()):
             if self._is_destroyed(handle()):
                 self.end(name)
-        self._handles[group.name] = weakref.ref(group.handle), 0  # 0: lent as long as it lives
+        self._handles[group.name] = weakref.ref(group.handle), 0  # 0: lent until it is freed
 
     def _is_destroyed(self, handle: object) -> bool:
-        """Return whether the library's group was destroyed; None is one without references."""
+        """Return whether the library's group was destroyed; a freed one, None, counts as such."""
         try:
             return self.model.adopt_group(handle) is None
         except GroupMembershipError:
             return True
 
     def end(self, name: str) -> None:
-        """Close a group's connections, too."""
-        self._let_go([name], lambda peers: peers.close("left"))
+        """Close a group's connections, and remove its records."""
+        self._close_groups([name], lambda peers: peers.close("left"))
         for kept in (self._handles, self._connects):
             kept.pop(name, None)
         self.proved.discard(name)
         super().end(name)
 
-    def _let_go(self, names: list[str], leave: Callable[[Peers], object]) -> None:
+    def _close_groups(self, names: list[str], leave: Callable[[Peers], object]) -> None:
         """Close the memory of groups, and leave their peers."""
         # Hubs first: a thread that waits in that memory raises once it finds no hub.
         hubs = [self.hubs.pop(name, None) for name in names]
@@ -354,7 +360,7 @@ class SocketControlPlane(ControlPlane):
         return sum(arena.layout.size_bytes for arena in arenas if arena is not None)
 
     def _connected_hubs(self) -> list[Hub]:
-        return [hub for hub in list(self.hubs.values()) if hub is not None]  # threads add to them
+        return [hub for hub in list(self.hubs.values()) if hub is not None]  # threads may add some
 
     def interrupt(self, how: str) -> None:
         """Report to the other ranks that this one was interrupted in a collective."""
@@ -368,11 +374,11 @@ class SocketControlPlane(ControlPlane):
 
     def close(self, how: str = "left") -> None:
         """Report that this rank has left, unless `how` is empty, and close the connections."""
-        self._let_go(list(self.hubs), lambda peers: peers.close(how))
+        self._close_groups(list(self.hubs), lambda peers: peers.close(how))
 
     def disown(self) -> None:
         """Close the inherited connections in a forked child; its parent keeps its own."""
-        self._let_go(list(self.hubs), Peers.disown)
+        self._close_groups(list(self.hubs), Peers.disown)
 
     def take_over(self, other: Self) -> None:
         """Share the connections, memory and proofs of another view of this context."""
@@ -389,7 +395,7 @@ class SocketControlPlane(ControlPlane):
 
     def gone(self, group: Group | None, step: int) -> Absent | None:
         """Return a rank of a group known to be gone, if any; waits for its report."""
-        group, step = self._whole(group, step)
+        group, step = self._containing_operation(group, step)
         name = name_of(group)
         for key in dict.fromkeys((name, EVERYBODY)):  # a group may have no connections of its own
             hub = self.hubs.get(key)
@@ -401,13 +407,13 @@ class SocketControlPlane(ControlPlane):
 
     def late(self, group: Group | None, step: int, is_over: bool = True) -> str:
         """Return a report on ranks that haven't begun an operation, if known; waits 1 s at most."""
-        group, step = self._whole(group, step)
+        group, step = self._containing_operation(group, step)
         name, ranks = name_of(group), None if group is None else group.ranks
         hub = self.hubs.get(name) or self.hubs.get(EVERYBODY)
         return "" if hub is None else hub.peers.late(ranks, name, step, is_over)
 
-    def _whole(self, group: Group | None, step: int) -> tuple[Group | None, int]:
-        """Return group and number of the operation that this one is a part of, else its own."""
+    def _containing_operation(self, group: Group | None, step: int) -> tuple[Group | None, int]:
+        """Return group and number of the operation that contains this one, else its own."""
         if group is None or group.name not in self._parts:
             return group, step
         return None, self.steps.counts.get(EVERYBODY, 0)

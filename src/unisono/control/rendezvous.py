@@ -1,10 +1,11 @@
 """Rendezvous of a group's ranks for the control plane, over the data plane.
 
-Each rank advertises where it can be reached, and a random key. All keys together make a secret,
-with which both ends of every connection prove that they belong to the group. The job's own secret
-goes into it where its ranks were given one. Where they weren't, and the kernel confirms that all
-are processes of one user on one host, they agree on one over those connections, and then prove
-themselves on the data plane too.
+Each rank advertises its addresses and a random key. All keys together, and the job's own secret if
+it has one, make a secret, with which both ends of every connection prove that they belong to the
+group. If the job has none, and the kernel confirms that all ranks are processes of one user on one
+host, they agree on a secret for the job over these connections, and then prove on the data plane,
+too, that they know it.
+
 Ranks of one host meet at an abstract Unix-domain socket (Linux; elsewhere in a directory of mode
 0700), leaders of hosts over TCP. All listeners close once the ranks are connected.
 """
@@ -54,7 +55,7 @@ _log = logging.getLogger(__name__)
 _SET_UP_S = 10.0
 _RETRY_S = 0.01
 _HELLO = struct.Struct("<II")
-_NONCE_BYTES = 32  # also of a proof: they travel as rows of one size
+_NONCE_BYTES = 32  # as long as a proof: both travel as rows of one size
 _ACCEPTED = b"!"
 _REMEDY_HERE = "let this user's processes meet at Unix-domain sockets"
 _REMEDY_BETWEEN = (
@@ -64,8 +65,8 @@ _UNPROVED = "; membership in the job is not authenticated there"
 _ROUNDS, _SIDEBAND = 0, 1  # the two connections to each neighbour
 Endpoint = tuple[socket.socket, Mailbox | None]
 _SHARED_BYTES = 32 << 20  # of memory for tensors, by default, for each rank of a host
-_PART_OF_REST = 4  # a new group takes a quarter of the rest, so that later ones find room
-_ENTRY_BYTES = 64  # upper bound of what an entry of a round takes besides its blob
+_PART_OF_REST = 4  # a new group takes a quarter of the rest, which leaves room for later ones
+_ENTRY_BYTES = 64  # at most so many bytes of a round's entry aren't its blob
 T = TypeVar("T")
 
 
@@ -89,11 +90,12 @@ class _Advertisement:
 
 @dataclass(slots=True)
 class _Vote:
-    """A rank's outcome."""
+    """The outcome of a rank's connections: no `reason` if they succeeded."""
 
     reason: str = ""
     refused: str = ""
     instead: int = -1
+    """The rank for which the refused process had answered."""
     shares_memory: bool = False
     has_arena: bool = False
 
@@ -106,8 +108,8 @@ def host_of_this_process() -> str:
 
 
 def _advertise(control: SocketControlPlane) -> _Advertisement:
-    """Return this rank's advertisement; with a wrong setting, so that all ranks raise."""
-    own = _Advertisement(
+    """Return this rank's advertisement; it reports a wrong setting, so that all ranks raise."""
+    advert = _Advertisement(
         host=host_of_this_process(),
         pid=os.getpid(),
         user=os.getuid() if hasattr(os, "getuid") else None,
@@ -116,10 +118,10 @@ def _advertise(control: SocketControlPlane) -> _Advertisement:
         debug=control.setting,
     )
     try:
-        own.warn_after_s, own.shared_bytes = warn_after_s(), _max_shared_bytes(control)
+        advert.warn_after_s, advert.shared_bytes = warn_after_s(), _max_shared_bytes(control)
     except EnvironmentDetectionError as error:
-        own.wrong_setting = error.args
-    return own
+        advert.wrong_setting = error.args
+    return advert
 
 
 def _max_shared_bytes(control: SocketControlPlane) -> int:
@@ -136,9 +138,9 @@ def _other_host_error(
     adverts: Sequence[_Advertisement], ranks: Sequence[int], position: int
 ) -> PeerRefusedError:
     """Return the error for a rank on another host, or another user's, in a one-host job."""
-    own = adverts[position]
-    other = next(at for at, advert in enumerate(adverts) if advert.host != own.host)
-    if adverts[other].user != own.user:
+    mine = adverts[position]
+    other = next(position for position, advert in enumerate(adverts) if advert.host != mine.host)
+    if adverts[other].user != mine.user:
         what = f"a process of user {adverts[other].user}"
     else:
         what = "on another host, or in another network namespace"
@@ -154,14 +156,15 @@ def connect_group(
     control: SocketControlPlane, group: Group | None, inline_bytes: int
 ) -> Hub | None:
     """Connect the ranks of a group."""
-    # Collective over `group`, in two rounds of the derived exchange; three where hosts differ.
+    # Collective over `group`, in two exchanges on the data plane; in three if hosts differ.
     name = name_of(group)
     if control.secret is not None and name not in control.proved:
         authenticate(control.model, group, control.secret, name)
         control.proved.add(name)
     hub, is_one_host = _connect_all(control, group, inline_bytes)
     if hub is not None and is_one_host and control.secret is None:
-        # The kernel has confirmed that each is this user's, so their shares make a secret.
+        # The kernel has confirmed that all are this user's processes, so random numbers of theirs
+        # make a secret.
         shares, _ = hub.exchange(secrets.token_bytes(32), time.monotonic() + host_s(_SET_UP_S))
         secret = hashlib.sha256(b"".join(shares)).digest()
         try:
@@ -189,8 +192,8 @@ def authenticate(
     ranks, position = model.topology.members(group), model.topology.position(group)
     shape = (len(ranks), _NONCE_BYTES)
     device = model.transport_device if device is None else device
-    own = from_bytes(secrets.token_bytes(_NONCE_BYTES), torch.uint8, shape[1:]).to(device)
-    nonces = [to_bytes(row) for row in model.all_gather(own, group).cpu()]
+    nonce = from_bytes(secrets.token_bytes(_NONCE_BYTES), torch.uint8, shape[1:]).to(device)
+    nonces = [to_bytes(row) for row in model.all_gather(nonce, group).cpu()]
     subject = f"{label} {list(ranks)}".encode()
 
     def proof(source: int, target: int) -> bytes:
@@ -236,7 +239,9 @@ def _connect_all(
     if hub is not None and not reasons:
         hub.all_share_memory = all(vote.shares_memory for vote in votes)
         if all(vote.has_arena for vote in votes):
-            hub.hosts = [[ranks[at] for at in positions] for positions in connector.hosts]
+            hub.hosts = [
+                [ranks[position] for position in positions] for positions in connector.hosts
+            ]
         else:
             hub.arena = None
         hub.checks = checks_by([advert.debug for advert in adverts])
@@ -245,14 +250,14 @@ def _connect_all(
     if hub is not None:
         hub.peers.close()
     if connector.position == 0:
-        text = "; ".join(f"rank {ranks[at]}: {why}" for at, why in reasons.items())
+        text = "; ".join(f"rank {ranks[position]}: {why}" for position, why in reasons.items())
         remedy = _REMEDY_HERE if is_one_host else _REMEDY_BETWEEN
         _warn_once(text, remedy, _UNPROVED if control.secret is None else "")
     return None, is_one_host
 
 
 def _reasons_of(records: Sequence[_Advertisement | _Vote]) -> dict[int, str]:
-    """Return by position why ranks can't be connected."""
+    """Return the reasons why ranks can't be connected, by position."""
     return {position: each.reason for position, each in enumerate(records) if each.reason}
 
 
@@ -272,7 +277,7 @@ def checks_by(settings: Sequence[str]) -> bool | None:
 
 
 def _inline_bytes(hub: Hub, size: int, inline_bytes: int) -> int:
-    """Return the longest blob of a round, which carries those of all ranks."""
+    """Return the size of the longest blob in a round, which carries the blobs of all ranks."""
     if hub.all_share_memory:  # a body that is too long for a mailbox goes over the socket
         return max(inline_bytes, MAILBOX_BYTES // size - _ENTRY_BYTES)
     return min(inline_bytes, MAILBOX_BYTES // size)
@@ -300,11 +305,11 @@ def _exchange_votes(
         raise
     refusals = [position for position, each in enumerate(votes) if each.refused]
     if refusals:
-        own = model.topology.position(group)
-        at = own if own in refusals else refusals[0]  # this rank's comes first
+        mine = model.topology.position(group)
+        position = mine if mine in refusals else refusals[0]  # this rank's own comes first
         if hub is not None:
             hub.peers.close()
-        rank, refusal = model.topology.members(group)[at], votes[at]
+        rank, refusal = model.topology.members(group)[position], votes[position]
         raise PeerRefusedError(f"rank {rank}: {refusal.refused}", refusal.instead)
     return votes
 
@@ -334,14 +339,14 @@ def _exchange_adverts(
     return _exchange(model, advert, group), listeners
 
 
-def _exchange(model: ComputationModel, own: T, group: Group | None) -> list[T]:
+def _exchange(model: ComputationModel, record: T, group: Group | None) -> list[T]:
     """Return the records of all ranks."""
-    fields: Any = own
+    fields: Any = record
     blobs = fallback.exchange(model, json.dumps(asdict(fields)).encode(), group)
     try:
-        return [type(own)(**json.loads(blob)) for blob in blobs]
+        return [type(record)(**json.loads(blob)) for blob in blobs]
     except (ValueError, TypeError, RecursionError) as error:
-        raise CollectiveError(f"a rank sent what can't be read: {error}") from None
+        raise CollectiveError(f"a rank sent an invalid record: {error}") from None
 
 
 def _text_of(error: OSError) -> str:
@@ -385,7 +390,8 @@ class _Connector:
         self.position: int = control.model.topology.position(group)
         self.hosts: list[list[int]] = _hosts_of(adverts)
         """The positions on each host."""
-        self._here = next(positions for positions in self.hosts if self.position in positions)
+        # The positions on this rank's host
+        self._local = next(positions for positions in self.hosts if self.position in positions)
         self._links = links(self.hosts, self.position)
         keys = "".join(advert.key for advert in adverts).encode()
         self._secret = hashlib.sha256((control.secret or b"") + keys).digest()
@@ -402,15 +408,20 @@ class _Connector:
             return None, _Vote(refused=str(error), instead=instead)
         except OSError as error:
             return None, _Vote(reason=_text_of(error))
-        has_arena = hub.arena is not None or len(self._here) == 1
+        has_arena = hub.arena is not None or len(self._local) == 1
         return hub, _Vote(shares_memory=hub.shares_memory, has_arena=has_arena)
 
     def _build_hub(self, inline_bytes: int) -> Hub:
+        """Connect to the neighbours; return the hub over these connections."""
         ranks = self._control.model.topology.members(self._group)
-        made = self._connect_neighbours()
+        endpoints = self._connect_neighbours()
         limit_bytes = max(MAILBOX_BYTES, len(ranks) * (inline_bytes + _ENTRY_BYTES))
         rounds, sideband = (
-            {at: Connection(*ends, limit) for (at, kind), ends in made.items() if kind == channel}
+            {
+                position: Connection(*ends, limit)
+                for (position, kind), ends in endpoints.items()
+                if kind == channel
+            }
             for channel, limit in ((_ROUNDS, limit_bytes), (_SIDEBAND, 1 << 20))
         )
         channels, steps = (rounds, sideband), self._control.steps
@@ -420,37 +431,39 @@ class _Connector:
     def _pids(self) -> dict[int, int]:
         """Return the pids of other ranks on this host that share its pid namespace."""
         namespace = self._adverts[self.position].pid_namespace
-        others = [at for at in self._here if at != self.position and namespace]
-        shared = [at for at in others if self._adverts[at].pid_namespace == namespace]
-        return {at: self._adverts[at].pid for at in shared}
+        others = [position for position in self._local if position != self.position and namespace]
+        shared = [
+            position for position in others if self._adverts[position].pid_namespace == namespace
+        ]
+        return {position: self._adverts[position].pid for position in shared}
 
     def _connect_neighbours(self) -> dict[tuple[int, int], Endpoint]:
         """Return the connections to the ranks above and below, by position and channel."""
-        made: dict[tuple[int, int], Endpoint] = {}
+        endpoints: dict[tuple[int, int], Endpoint] = {}
         up = self._links.up
         try:
             if up is not None:
                 for channel in (_ROUNDS, _SIDEBAND):
-                    made[up, channel] = self._connect_to_parent(up, channel)
-                if up in self._here:  # the first rank of this host, which has created the memory
-                    self._receive_arena(made[up, _ROUNDS][0])
+                    endpoints[up, channel] = self._connect_to_parent(up, channel)
+                if up in self._local:  # the first rank of this host, which has created the memory
+                    self._receive_arena(endpoints[up, _ROUNDS][0])
             self._make_arena()
             for is_local in (True, False):
                 for child in self._accept_children(is_local):
-                    made.update([child])
+                    endpoints.update([child])
         except BaseException:  # Ctrl-C too: no descriptor is left open
-            for sock, _ in made.values():
+            for sock, _ in endpoints.values():
                 sock.close()
             raise
         finally:
             if self._arena_fd is not None:  # the memory lives as long as it is mapped
                 os.close(self._arena_fd)
-        return made
+        return endpoints
 
     def _connect_to_parent(self, up: int, channel: int) -> Endpoint:
         """Connect to the rank above, with mutual authentication."""
         address: Any = tuple(self._adverts[up].tcp)
-        family, is_local = int(socket.AF_INET), up in self._here
+        family, is_local = int(socket.AF_INET), up in self._local
         if is_local:
             family, address = int(socket.AF_UNIX), local_address(self._adverts[up].unix)
         sock = _connect_until(family, address, self._until)
@@ -473,7 +486,7 @@ class _Connector:
 
     def _accept_children(self, is_local: bool) -> Iterator[tuple[tuple[int, int], Endpoint]]:
         """Accept connections of ranks below, on this host or on others; reject other processes."""
-        downs = [down for down in self._links.downs if (down in self._here) is is_local]
+        downs = [down for down in self._links.downs if (down in self._local) is is_local]
         expected = {(down, channel) for down in downs for channel in (_ROUNDS, _SIDEBAND)}
         if not expected:
             return
@@ -501,11 +514,11 @@ class _Connector:
     def _admit(
         self, expected: Collection[tuple[int, int]], strangers: set[str], sock: socket.socket
     ) -> tuple[tuple[int, int], Mailbox | None] | None:
-        """Return the position of a rank below that proves itself; send it the shared memory."""
+        """Return position and channel of a rank below that proves itself; send it the memory."""
         is_local = sock.family == socket.AF_UNIX
         if not is_local:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        hello = answer(sock, self._secret, _HELLO.size)  # `accept` closes it at the deadline
+        hello = answer(sock, self._secret, _HELLO.size)  # `accept` closes `sock` at the deadline
         if hello is None:
             who = str(peer(sock)) if is_local else f"a process at {sock.getpeername()[0]}"
             strangers.add(f"{who} without the job's secret")
@@ -516,7 +529,7 @@ class _Connector:
         if not is_local or channel != _ROUNDS:
             sock.sendall(_ACCEPTED)
             return (position, channel), None
-        box = mailbox.send(sock)  # in the order in which the other side receives them
+        box = mailbox.send(sock)  # before the arena, as the other side receives both
         memory.send(sock, self._arena_fd)
         return (position, channel), box
 
@@ -525,9 +538,9 @@ class _Connector:
         control = self._control
         # On several hosts it serves `TwoLevels`, which only the group of all ranks uses.
         is_used = len(self.hosts) == 1 or (control.has_levels and self._group is None)
-        if is_used and self._here[0] == self.position and len(self._here) > 1:
-            max_bytes = min(self._adverts[at].shared_bytes for at in self._here)
-            made = arena.make(len(self._here), usable_cores(), max_bytes)
+        if is_used and self._local[0] == self.position and len(self._local) > 1:
+            max_bytes = min(self._adverts[position].shared_bytes for position in self._local)
+            made = arena.make(len(self._local), usable_cores(), max_bytes)
             if made is not None:
                 self._arena_fd, self._arena = made
 
@@ -538,9 +551,9 @@ class _Connector:
         except OSError as error:
             if error.errno != errno.ENOMEM:
                 raise
-            return  # it arrived, but there is no room to map it
+            return  # the memory has arrived, but there is no room to map it
         if shared is not None:
-            self._arena = arena.read(shared, len(self._here), self._here.index(self.position))
+            self._arena = arena.read(shared, len(self._local), self._local.index(self.position))
 
 
 def _connect_until(family: int, address: Any, until: float) -> socket.socket:

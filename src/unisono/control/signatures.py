@@ -1,9 +1,9 @@
 """Signatures of calls: name, line and sequence number of each rank's calls.
 
-Ranks may make the same call on different lines, so one difference of lines proves nothing. But if
-one rank's line differs in a round, and in the next round that rank is on the line that the others
-have just left, or they are on its previous line, it has made one call more or less than they have.
-If both hold, two calls were swapped, which only causes a warning.
+Ranks may make the same call on different lines, so one difference of lines proves nothing. But
+suppose that one rank's line differs in a round. If in the next round this rank is on the line that
+the others have just left, or the others are on its previous line, it has made one call more or one
+less than they have. If both hold, two calls were swapped, which only causes a warning.
 
     blob   magic 2s   length of the call H   length of the site H   call   site   value
 
@@ -63,11 +63,12 @@ def read_call(blob: bytes) -> tuple[bytes, bytes, int] | None:
 
 
 class CallHistory:
-    """The last round of one group in which the lines differed."""
+    """The lines of a group's last round, if they differed between its ranks."""
 
     def __init__(self) -> None:
         self.sites: list[str] | None = None
-        """Lines of this round by position; empty after an earlier difference, None without one."""
+        """Lines of the last round by position; empty if they also differed in the round before,
+        None if they agreed."""
         self._swaps: set[frozenset[str]] = set()
 
     def compare(self, sites: list[str], call: str, ranks: Sequence[int]) -> None:
@@ -77,12 +78,12 @@ class CallHistory:
             return
         lines = [*zip(before, sites, strict=True)]
         for position, (old, new) in enumerate(lines):
-            others = {pair for at, pair in enumerate(lines) if at != position}
+            others = {pair for other, pair in enumerate(lines) if other != position}
             if len(others) > 1:  # the other ranks don't agree
                 continue
             their_old, their_new = others.pop()
             is_behind, is_ahead = new == their_old, their_new == old
-            if is_behind and is_ahead:  # a swap: it has made as many calls as the others
+            if is_behind and is_ahead:  # a swap: the rank has made as many calls as the others
                 self._warn_of_swap(ranks[position], call, old, new)
                 return
             if is_behind or is_ahead:
@@ -120,7 +121,7 @@ def _shift_error(
 
 UNKNOWN = "an internal call"
 """Result of `describe` for blobs without a call."""
-_LONGEST_SITE = 60  # bytes; leaves space for the call and a short value in a fallback's frame
+_LONGEST_SITE = 60  # bytes; leaves space for the call and a short value in a frame of `fallback`
 OUR_FRAMES = (
     str(Path(__file__).parents[1]),
     contextlib.__file__,
@@ -131,7 +132,7 @@ sections."""
 _STARTED = "<string>"  # the file of the first frame of a process that we started
 
 
-# The user's line for which a background thread runs a call; the thread's frames don't have it.
+# The user's line for which a background thread runs a call; that thread's frames lack the line.
 _carried: ContextVar[bytes] = ContextVar("_carried", default=b"")
 _purpose: ContextVar[str] = ContextVar("_purpose", default="")
 
@@ -148,7 +149,7 @@ line: _Line = _Line()
 
 @contextlib.contextmanager
 def called(purpose: str) -> Iterator[None]:
-    """Set a purpose that replaces the names of calls in the block and of those that they start."""
+    """Set a purpose: it replaces the names of calls in the block, and of those they start."""
     token = _purpose.set(purpose)
     try:
         yield
@@ -210,7 +211,7 @@ def level() -> int:
 
 @lru_cache(maxsize=1024)
 def encode_site(file: str, line: int) -> bytes:
-    """Return a line in the form of `site`."""
+    """Return a file and line in the form of `site`."""
     return f"{file}:{line}".encode("utf-8", "backslashreplace")[-_LONGEST_SITE:]
 
 
@@ -303,15 +304,16 @@ class SequenceNumbers:
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
-        """Operations of the data plane that this rank began; the same one has the same number."""
+        """Number of operations on the data plane that this rank began: an operation has the same
+        number on all ranks."""
         self.last: str = ""
-        """The last operation and its line; empty after any other call."""
+        """The last operation and its line; empty after a round of the control plane."""
         self.histories: defaultdict[str, CallHistory] = defaultdict(CallHistory)
         """The lines of rounds in which the ranks compared calls."""
         self._models: dict[str, int] = {}
 
     def count_model(self, group: Group | None) -> int:
-        """Return the number of a group's next model, from 1, the same on all ranks."""
+        """Return the number of a group's next trained module, from 1; the same on all ranks."""
         key = EVERYBODY if group is None else group.name
         self._models[key] = number = self._models.get(key, 0) + 1
         return number

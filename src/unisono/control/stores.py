@@ -15,23 +15,24 @@ _ANSWER_S = 5.0
 
 def store_at(*args: Any, **options: Any) -> TCPStore:
     """Create torch's store with torch's arguments, which may include an open listener."""
-    # With libuv it accepts no listener in torch 2.6; it is known to accept one in torch 2.9.
+    # With libuv, the store of torch 2.6 accepts no listener; that of torch 2.9 is known to accept
+    # one.
     return TCPStore(*args, **{**options, "use_libuv": torch.__version__ >= "2.9"})
 
 
 def host_store(addr: str, port: int, *, is_one_host: bool, **options: Any) -> TCPStore:
     """Host torch's store where a job's ranks can reach it; raise OSError if that fails."""
-    listener, own = listen_for_ranks(addr, port, is_one_host=is_one_host)
+    listener, address = listen_for_ranks(addr, port, is_one_host=is_one_host)
     port = listener.getsockname()[1]
-    if is_one_host and (reason := why_unreachable(own, port, _ANSWER_S)) is not None:
+    if is_one_host and (reason := why_unreachable(address, port, _ANSWER_S)) is not None:
         listener.close()  # torch would try for five minutes
         raise OSError(
-            f"no process of this host can connect to {own}: {reason}. The interface is down, "
+            f"no process of this host can connect to {address}: {reason}. The interface is down, "
             "as in a new network namespace: ip link set lo up"
         )
     how = {"is_master": True, "wait_for_workers": False, **options}
     try:
-        store = store_at(own, port, master_listen_fd=listener.fileno(), **how)
+        store = store_at(address, port, master_listen_fd=listener.fileno(), **how)
     except Exception:  # the store owns the descriptor, and has failed
         listener.detach()
         raise

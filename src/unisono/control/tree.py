@@ -1,6 +1,7 @@
 """The tree of a group's connections.
 
-Ranks are numbered by their positions in the group, from 0 to ``n - 1``.
+Ranks are numbered by their positions in the group, from 0 to ``n - 1``. The first rank of each host
+is its leader: the host's other ranks connect to it, and leaders connect to each other in a tree.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ class Links:
     up: int | None
     downs: tuple[int, ...]
     below: dict[int, tuple[int, ...]]
+    """By each of `downs`: that position first, then all others that are reached through it."""
 
 
 def links(hosts: Sequence[Sequence[int]], position: int, fan_out: int = FAN_OUT) -> Links:

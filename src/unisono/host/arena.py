@@ -43,7 +43,7 @@ _NAP, _TOKEN = 1, 2
 _PAGE_BYTES = 4096
 _MIB = 1 << 20
 _SPIN_S = 300e-6  # a barrier of ranks that are all awake takes a tenth of that
-_LOOKS = 20
+_LOOKS = 20  # before the first system call of a wait
 _FIRST_NAP_NS = 200_000
 _NAP_NS = 20_000_000  # between two checks for dead ranks
 _MAX_VIEWS = 256
@@ -51,7 +51,7 @@ _SYS_FUTEX = 202  # on x86-64
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1  # not the private ones: the memory is shared
 T = TypeVar("T")
 Check = Callable[[int], None]
-"""Called with the position of a rank that hasn't arrived; an exception of it ends the wait."""
+"""Called with the position of a rank that hasn't arrived; it may raise to end the wait."""
 
 
 class _Timespec(ctypes.Structure):
@@ -80,9 +80,9 @@ class Layout:
 
 
 def layout(size: int, cores: int, max_bytes: int | None = None) -> Layout | None:
-    """Return the layout for `size` ranks, None without room."""
-    # Where each rank has a core the blocks stay in its cache; else every barrier is a turn of
-    # the scheduler, so blocks are larger. Measured on 2 cores with 2 and 4 ranks.
+    """Return the layout for `size` ranks; None if `max_bytes` leaves no room for one."""
+    # If each rank has a core, blocks that stay in its cache are fastest; else every barrier costs a
+    # turn of the scheduler, so blocks are larger. Measured on 2 cores with 2 and 4 ranks.
     is_crowded = size > cores
     block, whole = (2 * _MIB, _MIB // 2) if is_crowded else (_MIB, _MIB // 8)
     while max_bytes is not None and 4 * size * block > max_bytes:
@@ -93,26 +93,26 @@ def layout(size: int, cores: int, max_bytes: int | None = None) -> Layout | None
 
 
 def make(size: int, cores: int, max_bytes: int) -> tuple[int, Arena] | None:
-    """Create an arena for `size` ranks, of which this is the first."""
+    """Create an arena for `size` ranks, of which this is the first; return its memory, too."""
     plan = layout(size, cores, max_bytes)
     made = None if plan is None else memory.make(plan.size_bytes)
     if plan is None or made is None:
         return None
     fd, shared = made
     words = memoryview(shared)[: plan.head_bytes].cast("Q")
-    for at, value in enumerate(astuple(plan), size * _LINE_WORDS):  # after the ranks', for `read`
-        words[at] = int(value)
+    for index, value in enumerate(astuple(plan), size * _LINE_WORDS):  # the last line, for `read`
+        words[index] = int(value)
     return fd, Arena(shared, 0, plan)
 
 
 def read(shared: mmap.mmap, size: int, position: int) -> Arena:
     """Return this rank's end of an arena that another rank has created."""
     if len(shared) < _PAGE_BYTES * (1 + size // (_PAGE_BYTES // _LINE_BYTES)):
-        raise OSError("memory for tensors was sent that is too small")
+        raise OSError("the memory for tensors that was sent is too small")
     words = memoryview(shared)[: (size + 1) * _LINE_BYTES].cast("Q")[size * _LINE_WORDS :]
     plan = Layout(words[0], words[1], words[2], bool(words[3]))
     if plan.size != size or plan.size_bytes != len(shared):
-        raise OSError("memory for tensors was sent that isn't laid out for these ranks")
+        raise OSError("the memory for tensors that was sent isn't laid out for these ranks")
     return Arena(shared, position, plan)
 
 
@@ -120,6 +120,8 @@ def read(shared: mmap.mmap, size: int, position: int) -> Arena:
 class Slices:
     """Views for reducing one block in slices, of which each rank owns one."""
 
+    # `sizes`: elements before this rank's slice, in it, after it. `parts`: the slice in all inputs.
+    # `reduced`: its result. `results`: the other ranks' slices, each with its place in the block.
     sizes: list[int]
     before: Tensor
     after: Tensor
@@ -197,6 +199,7 @@ class Arena:
         self._sleep(line, interval, check)
 
     def _sleep(self, line: int, interval: int, check: Check) -> None:
+        """Sleep until the rank of a line has entered an interval, and look for dead ranks."""
         words, nap, duration = self._words, self._mine + _NAP, self._nap_time
         duration.nanoseconds = _FIRST_NAP_NS
         while words[line] < interval:
@@ -226,7 +229,7 @@ class Arena:
     def given(self, dtype: torch.dtype, count: int) -> list[list[Tensor]]:
         """Return `count` elements of each rank's input, by parity and position."""
         views: Any = self._views.get((dtype, count))
-        return views or self._keep(
+        return views or self._cache_views(
             (dtype, count),
             lambda: [[given[:count] for given, _ in slots] for slots in self._halves(dtype)],
         )
@@ -234,16 +237,16 @@ class Arena:
     def slices(self, dtype: torch.dtype, count: int) -> list[Slices]:
         """Return the views for reducing a block of `count` elements, by parity."""
         views: Any = self._views.get((dtype, count, "slices"))
-        return views or self._keep(
+        return views or self._cache_views(
             (dtype, count, "slices"),
-            lambda: [self._cut(slots, count) for slots in self._halves(dtype)],
+            lambda: [self._slices_of_block(slots, count) for slots in self._halves(dtype)],
         )
 
     def cells(self, dtype: torch.dtype, room: int) -> list[list[tuple[Tensor, ...]]]:
         """Split each slot into one cell of `room` elements for each position."""
         views: Any = self._views.get((dtype, room, "cells"))
         used = self.size * room * dtype.itemsize
-        return views or self._keep(
+        return views or self._cache_views(
             (dtype, room, "cells"),
             lambda: [
                 [torch.split(slot[:used].view(dtype), room) for slot in slots]
@@ -260,14 +263,14 @@ class Arena:
         ]
 
     @torch.inference_mode(False)
-    def _keep(self, key: object, make: Callable[[], T]) -> T:
+    def _cache_views(self, key: object, make: Callable[[], T]) -> T:
         """Build views and cache them for the next call, which may be in another mode."""
         if len(self._views) > _MAX_VIEWS:
             self._views.clear()
         self._views[key] = views = make()
         return views
 
-    def _cut(self, slots: list[tuple[Tensor, Tensor]], count: int) -> Slices:
+    def _slices_of_block(self, slots: list[tuple[Tensor, Tensor]], count: int) -> Slices:
         """Return the views for a block of `count` elements in slots of one parity."""
         width = -(-count // self.size)
         ends = [(min(p * width, count), min((p + 1) * width, count)) for p in range(self.size)]

@@ -1,7 +1,7 @@
 """Collectives of tensors between the ranks of one host, through an arena.
 
-A reduction adds in the order of ranks, each element once: in a long tensor by the one rank that
-owns its slice, in a short one by every rank. So all ranks get the same bits, on every run.
+A reduction adds in the order of ranks. An element of a long tensor is added only by the rank that
+owns its slice, one of a short tensor by every rank. So all ranks get the same bits, on every run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _COPIED_BYTES = 1 << 16
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 _SAME_MODE = nullcontext()
 Copy = Callable[[int, int], None]
-"""Copies block i from or to the slots of a parity."""
+"""Copies a block, by its index, from or to the slots of a parity."""
 
 
 def folds(dtype: torch.dtype, op: ReduceOp) -> bool:
@@ -75,7 +75,7 @@ class Turn:
 
     def is_free(self) -> bool:
         """Return whether no thread holds it, this one included."""
-        # An RLock lets its owner in again.
+        # An RLock lets its owner in again, so `acquire` alone would succeed.
         is_free = not self._lock._is_owned() and self._lock.acquire(blocking=False)
         if is_free:
             self._lock.release()
@@ -91,7 +91,7 @@ class Turns:
         self._ended: UnisonoError | None = None
 
     def belong_to(self, monitor: Any) -> None:
-        """Set the monitor of the view of the context that has it now."""
+        """Set the monitor: the view of the context that uses this memory from now on."""
         self._monitor = monitor
 
     def close(self) -> None:
@@ -112,8 +112,8 @@ class Turns:
                 work(self._monitor.begin(self._group, call))
             except BaseException as error:  # Ctrl-C too: the ranks' barriers no longer match
                 self._ended = CollectiveError(
-                    "an earlier call left the memory that the ranks share half-way, so they are "
-                    "out of step: end the job, or finalize() and initialize again"
+                    "an earlier call left the ranks' shared memory half-way, so the ranks are out "
+                    "of step: end the job, or finalize() and initialize again"
                 )
                 if not isinstance(error, UnisonoError):
                     self._monitor.interrupt(f"{type(error).__name__} interrupted {call}")
@@ -123,9 +123,9 @@ class Turns:
 class HostCollectives(Turns):
     """The collectives of a model, for the ranks of one group that share a host."""
 
-    # They accept contiguous CPU tensors without gradient, and overwrite only those that they
-    # return; other results are new. Those that only move data accept any dtype. All raise the
-    # errors of `monitor`. `group` is there because models have it: the memory is of one group.
+    # They accept contiguous CPU tensors without gradient. They overwrite a tensor only if they
+    # return it; other results are new tensors. Those that only move data accept any dtype. All
+    # raise the errors of `monitor`. They ignore `group`, a parameter of models: the memory has one.
 
     dtypes: frozenset[torch.dtype] = DTYPES
     large_bytes: int = 1 << 16
@@ -136,7 +136,7 @@ class HostCollectives(Turns):
     ) -> None:
         super().__init__(monitor, group)
         self.shared: SharedTensors = SharedTensors(arena)
-        """The tensors in memory of all ranks."""
+        """The tensors that lie in memory of all ranks."""
         self.size: int = arena.size
         self.position: int = arena.position
         self.block_bytes: int = arena.layout.block_bytes
@@ -155,11 +155,11 @@ class HostCollectives(Turns):
         self,
         call: str,
         tensor: Tensor,
-        here: Callable[[list[Tensor]], None],
+        run: Callable[[list[Tensor]], None],
         *,
         writes: bool = False,
     ) -> bool:
-        """Return whether all ranks pass one shared tensor; if so, run `here` on them, [n] each."""
+        """Return whether all ranks pass one shared tensor; if so, call `run` with their parts."""
         if tensor.numel() * tensor.itemsize < MIN_BYTES:
             return False
         parts: list[Tensor] | None = None
@@ -169,9 +169,9 @@ class HostCollectives(Turns):
             try:
                 parts = self.shared.agree(tensor.view(-1), check)
                 if parts is not None:
-                    here(parts)
+                    run(parts)
                     self._arena.barrier(check)  # until no rank needs this one's tensor any more
-            finally:  # the others may have written to it even if this rank was interrupted
+            finally:  # the others may have written to `tensor` even if this rank was interrupted
                 if writes and not tensor.is_inference():
                     increment_version(tensor)
 
@@ -189,11 +189,11 @@ class HostCollectives(Turns):
     ) -> Tensor:
         """Reduce [*shape] of all ranks to one [*shape] on every rank. Collective over the group."""
         result = tensor if into is None else into
-        # `here.count` is the same on all ranks: they all compare their tensors, or none does.
-        flat, call, here = result.view(-1), f"all_reduce {op.name}", self.shared
-        # Decided by the result's memory: a tensor that is only read goes through slots.
-        work = partial(here.all_reduce, op=op)
-        if here.count and self._on_shared(call, flat, work, writes=True):
+        # `shared.count` is the same on all ranks: they all compare their tensors, or none does.
+        flat, call, shared = result.view(-1), f"all_reduce {op.name}", self.shared
+        # The result's memory decides: a shared tensor that is only read goes through slots.
+        work = partial(shared.all_reduce, op=op)
+        if shared.count and self._on_shared(call, flat, work, writes=True):
             return result
         self._run(call, partial(self._reduce_blocks, tensor.view(-1), flat, op), flat)
         return result
@@ -223,14 +223,14 @@ class HostCollectives(Turns):
                 fold_into(op, given, target)
             return
         room = arena.layout.block_bytes // source.itemsize
-        for at in range(0, count, room):
-            result = None if target is None else target[at : at + room]
-            self._reduce_block(source[at : at + room], result, op, check)
+        for begin in range(0, count, room):
+            result = None if target is None else target[begin : begin + room]
+            self._reduce_block(source[begin : begin + room], result, op, check)
 
     def _reduce_block(
         self, source: Tensor, target: Tensor | None, op: ReduceOp, check: Check
     ) -> None:
-        """Reduce one block: each rank its slice; then copy the others' slices into `target`."""
+        """Reduce one block, a slice in each rank; then copy the others' slices into `target`."""
         arena = self._arena
         both = arena.slices(source.dtype, source.numel())
         now = both[arena.interval & 1]
@@ -239,8 +239,8 @@ class HostCollectives(Turns):
         now.after.copy_(after)
         arena.barrier(check)
         parts = list(now.parts)
-        parts[arena.position] = own  # which wasn't copied: no other rank needs it
-        # Into the slots of the new interval: the others still read inputs in those of the last one.
+        parts[arena.position] = own  # not copied, as no other rank needs it
+        # The result goes into slots of the new interval: others still read inputs of the last one.
         views = both[arena.interval & 1]
         fold_into(op, parts, views.reduced)
         if target is not None:
@@ -270,10 +270,10 @@ class HostCollectives(Turns):
     def reduce_scatter(self, rows: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
         """Reduce [n, *shape] of all ranks; each gets its row, [*shape]."""
         # Collective over the group.
-        arena, here, call = self._arena, self.shared, f"reduce_scatter {op.name}"
+        arena, shared, call = self._arena, self.shared, f"reduce_scatter {op.name}"
         target = memory.new(rows, rows.shape[1:])
-        work = partial(here.reduce_scatter, op=op, target=target.view(-1))
-        if here.count and self._on_shared(call, rows, work):
+        work = partial(shared.reduce_scatter, op=op, target=target.view(-1))
+        if shared.count and self._on_shared(call, rows, work):
             return target
         # A slot has room for two blocks, and is divided into one cell for each rank.
         room = 2 * arena.layout.block_bytes // arena.size // rows.itemsize
@@ -325,7 +325,7 @@ class HostCollectives(Turns):
         width = -(-flat.numel() // size)
         return [flat[p * width : (p + 1) * width] for p in range(size)]
 
-    # Movement: of bytes
+    # Movement, of tensors viewed as bytes
 
     def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
         """Gather [*shape] to [n, *shape] in the order of ranks. Collective over the group."""
@@ -370,9 +370,9 @@ class HostCollectives(Turns):
         """Overwrite [*shape] of every rank with that of global rank `src`."""
         # Collective over the group.
         arena, root = self._arena, self._ranks.index(src)
-        call, here = f"broadcast from {src}", self.shared
-        work, writes = partial(here.broadcast, root=root), arena.position != root
-        if here.count and self._on_shared(call, tensor, work, writes=writes):
+        call, shared = f"broadcast from {src}", self.shared
+        work, writes = partial(shared.broadcast, root=root), arena.position != root
+        if shared.count and self._on_shared(call, tensor, work, writes=writes):
             return tensor
         parts = _blocks(_bytes_of(tensor), 2 * arena.layout.block_bytes)
 
@@ -395,7 +395,7 @@ class HostCollectives(Turns):
         arena, into = self._arena, memory.new(rows, rows.shape)
         me, room = arena.position, 2 * arena.layout.block_bytes // arena.size
         cells = arena.cells(torch.uint8, room)
-        sources, results = self._cut(rows, room), self._cut(into, room)
+        sources, results = self._row_blocks(rows, room), self._row_blocks(into, room)
 
         def take(block: int, parity: int) -> None:
             for p in arena.others:
@@ -414,7 +414,7 @@ class HostCollectives(Turns):
         arena, root = self._arena, self._ranks.index(src)
         me, room = arena.position, 2 * arena.layout.block_bytes // arena.size
         cells = arena.cells(torch.uint8, room)
-        sources = [] if rows is None else self._cut(rows, room)
+        sources = [] if rows is None else self._row_blocks(rows, room)
         results = _blocks(_bytes_of(into), room)
 
         def take(block: int, parity: int) -> None:
@@ -429,7 +429,7 @@ class HostCollectives(Turns):
     def _give_cells(
         self, sources: Sequence[Sequence[Tensor]], cells: Sequence[Sequence[Sequence[Tensor]]]
     ) -> Copy:
-        """Return a function that copies blocks, by receiver, to their cells of this rank's slot."""
+        """Return a function that copies each receiver's block to its cell of this rank's slot."""
         others, me = self._arena.others, self._arena.position
 
         def give(block: int, parity: int) -> None:
@@ -439,7 +439,7 @@ class HostCollectives(Turns):
 
         return give
 
-    def _cut(self, rows: Tensor, room: int) -> list[Sequence[Tensor]]:
+    def _row_blocks(self, rows: Tensor, room: int) -> list[Sequence[Tensor]]:
         """Return each row of [n, *shape] as blocks of bytes."""
         return [_blocks(row, room) for row in _bytes_of(rows).view(self._arena.size, -1)]
 
@@ -453,7 +453,7 @@ class HostCollectives(Turns):
             for block in range(blocks):
                 give(block, arena.interval & 1)
                 if block:
-                    # The others wrote it before the last barrier.
+                    # The others wrote that block before the last barrier.
                     take(block - 1, 1 - (arena.interval & 1))
                 arena.barrier(check)
             take(blocks - 1, 1 - (arena.interval & 1))
@@ -463,10 +463,10 @@ class HostCollectives(Turns):
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     """View a contiguous tensor as [nbytes] of uint8."""
-    # A tensor of at most one element is contiguous whatever its strides are, which a view keeps.
+    # A tensor of 0 or 1 elements counts as contiguous whatever its strides are; `view` keeps them.
     return as_bytes_tensor(tensor).view(-1)
 
 
 def _blocks(flat: Tensor, room: int) -> Sequence[Tensor]:
     """Split [n] into blocks of at most `room`, at least one."""
-    return (flat,) if flat.numel() <= room else torch.split(flat, room)  # which is slow
+    return (flat,) if flat.numel() <= room else torch.split(flat, room)  # slow, even for one block

@@ -3,8 +3,8 @@
 Inside each host tensors go through the memory that its ranks share, between hosts through the
 model's own all_reduce. A sum first adds the ranks of each host in their order, then the hosts: all
 ranks get the same bits. A short tensor goes through the first rank of each host. A long one is cut
-in slices, where all hosts have equally many ranks: each rank reduces one slice for its host, then
-with its twins, the ranks at the same place of the other hosts.
+in slices, if all hosts have equally many ranks: each rank reduces one slice for its host, then with
+its twins, the ranks at the same place of the other hosts.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _WHOLE_BYTES = 4 * _MIB  # longer tensors go in slices
 _BLOCK_BYTES = 16 * _MIB
 
 
-class Between(Monitor, Protocol):
-    """The control plane's members used here."""
+class HostsControl(Monitor, Protocol):
+    """The members of the control plane that `TwoLevels` uses."""
 
     @property
     def model(self) -> ComputationModel:
@@ -37,8 +37,8 @@ class Between(Monitor, Protocol):
         """Create a group whose operations are parts of those of all ranks. Collective over all."""
 
 
-class _Inside:
-    """The monitor of one host's part, with the check of the operation of all ranks."""
+class _HostMonitor:
+    """The monitor of operations within one host, which are parts of one of all ranks."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.check: Check = lambda rank: None
@@ -54,15 +54,15 @@ class _Inside:
 class TwoLevels(Turns):
     """The all_reduce of a model, for all ranks of a context on several hosts."""
 
-    # It accepts the tensors of `HostCollectives`, with a dtype in `dtypes`.
-    _monitor: Between
+    # It accepts the same tensors as `HostCollectives`, if their dtype is in `dtypes`.
+    _monitor: HostsControl
 
     def __init__(
         self,
         arena: Arena | None,
         hosts: Sequence[Sequence[int]],
         rank: int,
-        control: Between,
+        control: HostsControl,
     ) -> None:
         super().__init__(control)
         self.size: int = sum(len(ranks) for ranks in hosts)
@@ -73,8 +73,10 @@ class TwoLevels(Turns):
         self._ranks = next(ranks for ranks in hosts if rank in ranks)
         self._position = self._ranks.index(rank)
         self._is_even = len({len(ranks) for ranks in hosts}) == 1
-        self._own = _Inside(self._ranks)
-        self._host = None if arena is None else HostCollectives(arena, self._ranks, self._own)
+        self._host_monitor = _HostMonitor(self._ranks)
+        self._host = (
+            None if arena is None else HostCollectives(arena, self._ranks, self._host_monitor)
+        )
         self._twins: list[Group] = []
 
     def close(self) -> None:
@@ -88,20 +90,20 @@ class TwoLevels(Turns):
         """Return the twins at a position; the first `count` are created at their first use."""
         # Creating a group is collective: all ranks create those of all twins, in the same order.
         while len(self._twins) < count:
-            at = len(self._twins)
-            ranks = tuple(sorted(ranks[at] for ranks in self._hosts))
+            place = len(self._twins)
+            ranks = tuple(sorted(ranks[place] for ranks in self._hosts))
             self._twins.append(self._monitor.make_part(ranks))
         return self._twins[position]
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
         """Reduce [*shape] of all ranks to one [*shape] on every rank, in place."""
-        # Collective over all ranks. As `HostCollectives.all_reduce`, but in the order of hosts.
+        # Collective over all ranks. Like `HostCollectives.all_reduce`, but it adds host by host.
         flat = tensor.view(-1)
         is_cut = self._is_even and flat.nbytes > _WHOLE_BYTES
         reduce = self._reduce_slices if is_cut else self._reduce_whole
 
         def work(check: Check) -> None:
-            self._own.check = check  # waits within the host check all ranks, too
+            self._host_monitor.check = check  # waits within the host check all ranks, too
             reduce(flat, op)
 
         self._run(f"all_reduce {op.name}", work, tensor)
@@ -129,7 +131,7 @@ class TwoLevels(Turns):
         assert self._host is not None  # as hosts have equally many ranks, and one has several
         twins = self._twins_at(self._position, len(self._ranks))
         mine = self._host.reduce_slice(flat, op)
-        if op is ReduceOp.AVERAGE:  # of the hosts' averages
+        if op is ReduceOp.AVERAGE:  # here of the averages of each host
             before, after = mean_factors(len(self._hosts))
             self._reduce_between(mine.mul_(before), ReduceOp.SUM, twins)
             if after != 1.0:

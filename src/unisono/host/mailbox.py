@@ -1,10 +1,10 @@
-"""A mailbox in memory that two ranks of one host share: no system call where both are awake.
+"""A mailbox in memory that two ranks of one host share: no system call if both are awake.
 
 Each direction holds one frame: a stamp (sequence number and kind in one word), the body's length,
 the body. The stamp is written last, and one word at a time is written and read as a whole. x86
 guarantees that earlier stores become visible first (TSO; Intel's manual, volume 3, 9.2); other CPUs
-use sockets. A frame is overwritten only by the next round's, which the other side can't ask for
-before it has taken this one.
+use sockets. Only the frame of the next round overwrites a frame, and that round can't begin before
+the other side has taken this one.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Mailbox:
         self._taken = 0
 
     def put(self, kind: int, seq: int, body: bytes) -> bool:
-        """Write a frame for the other end, which has taken the last; return whether it sleeps."""
-        start, words, at = self._out_body, self._words, self._out
+        """Write a frame, once the other end has taken the last; return whether that end sleeps."""
+        start, words, first = self._out_body, self._words, self._out
         self._bytes[start : start + len(body)] = body
-        words[at + _SIZE] = len(body)
-        words[at] = seq << _KIND_BITS | kind  # last: the reader looks for this word
-        return words[at + _SLEEPS] != 0
+        words[first + _SIZE] = len(body)
+        words[first] = seq << _KIND_BITS | kind  # last: the reader looks for this word
+        return words[first + _SLEEPS] != 0
 
     def has_frame(self) -> bool:
         """Return whether a frame has arrived."""
@@ -56,14 +56,14 @@ class Mailbox:
 
     def take(self) -> tuple[int, int, bytes] | None:
         """Return the frame that has arrived, or None; never waits."""
-        words, at = self._words, self._in
-        stamp = words[at]
+        words, first = self._words, self._in
+        stamp = words[first]
         if stamp == self._taken:
             return None
         self._taken = stamp
         start = self._in_body
         # The other end may have written any length: read no more than its half.
-        body = bytes(self._bytes[start : start + min(words[at + _SIZE], MAILBOX_BYTES)])
+        body = bytes(self._bytes[start : start + min(words[first + _SIZE], MAILBOX_BYTES)])
         return stamp & ((1 << _KIND_BITS) - 1), stamp >> _KIND_BITS, body
 
     def sleep(self, is_asleep: bool) -> None:
@@ -72,7 +72,7 @@ class Mailbox:
 
 
 def send(sock: socket.socket) -> Mailbox | None:
-    """Send a new mailbox; return this end, if any."""
+    """Create a mailbox and send its other end; return this one, None if that fails."""
     made = memory.make(2 * _HALF_BYTES)
     if made is None:
         memory.send(sock, None)
@@ -86,6 +86,6 @@ def send(sock: socket.socket) -> Mailbox | None:
 
 
 def receive(sock: socket.socket) -> Mailbox | None:
-    """Receive a mailbox's end, if any."""
+    """Receive one end of a mailbox; None if the other side could create none."""
     shared = memory.receive(sock, 2 * _HALF_BYTES)
     return None if shared is None else Mailbox(shared, False)

@@ -32,7 +32,7 @@ def why_not() -> str | None:
     if not hasattr(os, "memfd_create"):
         return f"{platform.system()} has no memory without a name (memfd_create)"
     if platform.machine() not in ("x86_64", "AMD64"):
-        return f"{platform.machine()} doesn't keep the order of what is written, as x86 does"
+        return f"{platform.machine()} doesn't keep the order of stores, as x86 does"
     return None
 
 
@@ -45,7 +45,7 @@ def make(size_bytes: int) -> tuple[int, mmap.mmap] | None:
         fd = os.memfd_create("unisono")  # closed by exec
         os.ftruncate(fd, size_bytes)
         return fd, mmap.mmap(fd, size_bytes)
-    except OSError:  # not allowed, too large for a file here, or no room for it
+    except OSError:  # not allowed, larger than a file may be here, or no room left
         if fd >= 0:
             os.close(fd)
         return None
@@ -79,18 +79,18 @@ def receive(sock: socket.socket, size_bytes: int | None = None) -> mmap.mmap | N
 
 
 def new(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return an empty CPU tensor that is written at once, a long one in huge pages."""
-    made = like.new_empty(shape)
-    if made.nbytes >= _MAPPED_BYTES and _HUGE is not None:
-        begin = -(-made.data_ptr() // _PAGE_BYTES) * _PAGE_BYTES  # madvise requires whole pages
-        size_bytes = (made.data_ptr() + made.nbytes - begin) // _PAGE_BYTES * _PAGE_BYTES
+    """Return an empty CPU tensor that is written at once; a long one lies in huge pages."""
+    tensor = like.new_empty(shape)
+    if tensor.nbytes >= _MAPPED_BYTES and _HUGE is not None:
+        begin = -(-tensor.data_ptr() // _PAGE_BYTES) * _PAGE_BYTES  # madvise requires whole pages
+        size_bytes = (tensor.data_ptr() + tensor.nbytes - begin) // _PAGE_BYTES * _PAGE_BYTES
         advise = ctypes.CDLL(None).madvise  # it may fail, on a kernel without huge pages
         advise(ctypes.c_void_p(begin), ctypes.c_size_t(size_bytes), _HUGE)
-    return made
+    return tensor
 
 
-# Processes of one user whose connections are in use share memory in another way: its owner sends
-# its address over an authenticated channel, and the others open it there.
+# Processes of one user whose connections are in use share memory in another way: the owner of the
+# memory sends its address over an authenticated channel, and the others open that address.
 
 
 def address_of(fd: int) -> bytes:
@@ -111,7 +111,7 @@ def open_at(address: bytes, *, writes: bool) -> int:
     except struct.error:
         raise OSError("received an invalid shared-memory address") from None
     path = f"/proc/{pid}/fd/{number}"
-    if _identity(os.stat(path)) != identity:  # before it is opened: it may be anything
+    if _identity(os.stat(path)) != identity:  # before it is opened: any file may be there
         raise OSError(f"{path} is not the shared memory that was announced")
     fd = os.open(path, (os.O_RDWR if writes else os.O_RDONLY) | os.O_CLOEXEC)
     if _identity(os.fstat(fd)) != identity:  # the file was replaced meanwhile

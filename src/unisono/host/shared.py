@@ -3,10 +3,10 @@
 The tensors of n ranks lie one behind the other in one memory. Each rank has its own, and uses the
 others' only in collectives.
 
-Once a group has created any, its ranks compare before each collective of a large tensor which one
-they pass, and its offset, by a token in the arena and a barrier. So all take the same path, and all
-have entered the call. Another barrier ends it: a rank leaves when no other rank uses its tensor any
-more, or by an error: then others may still write to it.
+Once a group has such tensors, its ranks compare before each collective of a large tensor which one
+they pass, and the offset in it, by a token in the arena and a barrier. So all take the same path,
+and all have entered the call. Another barrier ends the call: a rank leaves when no other rank uses
+its tensor any more. After an error, other ranks may still write to the tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from unisono.host.arena import Arena, Check
 from unisono.model.reduction import ReduceOp, fold_into
 
 MIN_BYTES = 1 << 18
-"""Shorter tensors take longer with two barriers and one write for each rank than through slots."""
+"""Shorter tensors are faster through slots than with two barriers and a write for each rank."""
 
 _BLOCK_BYTES = 1 << 19  # of each rank: those of two stay in the cache of a core
 _PAGE_BYTES = 4096
@@ -39,9 +39,9 @@ class SharedTensors:
 
     def __init__(self, arena: Arena) -> None:
         self.count: int = 0
-        """Number of tensors created, the same on all ranks; from the first on they compare."""
+        """Number of tensors created, the same on all ranks; 0 means that they needn't compare."""
         self._arena = arena
-        # The number and the tensors of all ranks, by the address of this rank's own.
+        # By the address of this rank's tensor: its number, and the tensors of all ranks.
         self._entries: dict[int, tuple[int, list[Tensor]]] = {}
 
     @torch.inference_mode(False)
@@ -56,10 +56,10 @@ class SharedTensors:
         own = memoryview(shared)[me * room : me * room + size_bytes]  # kept alive by the tensor
         tensor = torch.frombuffer(own, dtype=dtype).view(*shape)
         self.count += 1
-        if self.count >> _NUMBER_BITS or size_bytes >> _OFFSET_BITS:  # it doesn't fit into a token
+        if self.count >> _NUMBER_BITS or size_bytes >> _OFFSET_BITS:  # they don't fit into a token
             return tensor
         self._entries[tensor.data_ptr()] = self.count, parts
-        weakref.finalize(own, self._entries.pop, tensor.data_ptr(), None)
+        weakref.finalize(own, self._entries.pop, tensor.data_ptr(), None).atexit = False
         return tensor
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class SharedTensors:
     # Collectives, between `agree` and a barrier
 
     def all_reduce(self, parts: Sequence[Tensor], op: ReduceOp) -> None:
-        """Reduce this rank's slice of all, and write it to all. Collective over the group."""
+        """Reduce this rank's slice of all tensors into each of them. Collective over the group."""
         count, arena = parts[0].numel(), self._arena
         width = -(-count // arena.size)
         begin = min(arena.position * width, count)
@@ -91,7 +91,7 @@ class SharedTensors:
                 other.copy_(block[0])
 
     def reduce_scatter(self, parts: Sequence[Tensor], op: ReduceOp, target: Tensor) -> None:
-        """Reduce this rank's row of [n, *shape] of all. Collective over the group."""
+        """Reduce this rank's row of all tensors, [n, *shape] each. Collective over the group."""
         rows = [part.view(self._arena.size, -1)[self._arena.position] for part in parts]
         for target_block, *block in _blocks([target, *rows]):
             fold_into(op, block, target_block)
@@ -108,6 +108,6 @@ class SharedTensors:
 
 
 def _blocks(rows: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-    """Split [n] tensors alike."""
+    """Yield the blocks of [n] tensors, all split alike."""
     room = _BLOCK_BYTES // rows[0].itemsize
     return zip(*(torch.split(row, room) for row in rows), strict=True)

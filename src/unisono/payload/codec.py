@@ -7,10 +7,10 @@ A frame is one value: a tag of one byte, then its body; integers are little-endi
     s b             str, UTF-8 with lone surrogates; bytes
     v <I pickle     other values of Python's own types: CRC-32 of the pickle, then the pickle
     p <I pickle     the same with tensors, paths or complex numbers
-    q <I blocks     the same with buffers: CRC-32 of the first block, then each as <Q bytes; the
-                    first is a pickle, the others are its buffers
+    q <I blocks     the same with buffers: CRC-32 of the first block, then each block as <Q bytes;
+                    the first is a pickle, the others are its buffers
     o <I blocks     any object, likewise; rejected under UNISONO_NO_PICKLE=1
-    x h             tensor: header, then its memory; header alone
+    x h             a tensor, as its header and its memory; the header alone
     e               the sender's value couldn't be encoded: the reason, as UTF-8
 
 Pickles have protocol 5. Those of ``v``, ``p`` and ``q`` refer only to names in `_GLOBALS`.
@@ -51,8 +51,8 @@ _PATH = type(Path())
 
 
 def _is_restricted() -> bool:
-    # Called for each frame, and mostly not set: `os.environ.get` would raise and catch a KeyError,
-    # which takes longer than reading a value.
+    # This is called for each frame, and the variable is mostly unset: then `os.environ.get` would
+    # raise and catch a KeyError, which takes longer than reading a value.
     return _VARIABLES.get(_NO_PICKLE) in ("1", b"1")
 
 
@@ -66,7 +66,7 @@ def refuse_pickle(what: str) -> None:
 
 
 class _MakePath:
-    __slots__ = ()  # as in `_PutTogether`
+    __slots__ = ()  # for the reason of `_PutTogether`
 
     def __call__(self, text: str) -> Path:
         return Path(text)
@@ -84,7 +84,7 @@ _GLOBALS: dict[tuple[str, str], Callable[..., Any]] = {
 
 
 class _NotPlainError(Exception):
-    """An object that isn't a plain value: `payload.pickling` encodes it."""
+    """An object that isn't a plain value, so that `payload.pickling` must encode it."""
 
 
 class _Pickler(pickle.Pickler):
@@ -219,10 +219,10 @@ def frame_or_reason(make: Callable[..., bytes], *args: Any) -> bytes:
 
 
 def reason(error: Exception) -> str:
-    """Return the text of an exception that encoding a value raised, of any class."""
+    """Return the text of an exception, of any class, that encoding a value has raised."""
     try:
         text = str(error)
-    except Exception:  # its own __str__ may raise as well
+    except Exception:  # the exception's __str__ may raise, too
         text = ""
     return text if isinstance(error, PayloadError) else f"{type(error).__name__}: {text}"
 
@@ -246,26 +246,26 @@ def decode(blob: bytes, device: torch.device) -> Any:
 
 def _plain_of(blob: bytes, _: Any = None) -> Any:
     data = memoryview(blob)[_PICKLE.size :]
-    _check(data, blob)
+    _check_sum(data, blob)
     return _Unpickler(io.BytesIO(data)).load() if _is_restricted() else pickle.loads(data)
 
 
-def _check(data: memoryview, blob: bytes) -> None:
+def _check_sum(data: memoryview, blob: bytes) -> None:
     if zlib.crc32(data) != _PICKLE.unpack_from(blob)[1]:
         raise PayloadError("received a damaged frame: a pickle with a wrong checksum")
 
 
 def _blocks(blob: bytes) -> list[memoryview]:
     """Return the blocks of a frame of `_packed`."""
-    data, at = memoryview(blob), _PICKLE.size
+    data, end = memoryview(blob), _PICKLE.size
     blocks: list[memoryview] = []
-    while at < len(data):
-        start = at + _SIZE.size
-        at = start + _SIZE.unpack_from(data, at)[0]
-        blocks.append(data[start:at])
-    if at != len(data):
+    while end < len(data):
+        start = end + _SIZE.size
+        end = start + _SIZE.unpack_from(data, end)[0]
+        blocks.append(data[start:end])
+    if end != len(data):
         raise PayloadError("received a damaged frame: it ends too early")
-    _check(blocks[0], blob)
+    _check_sum(blocks[0], blob)
     return blocks
 
 
@@ -279,7 +279,7 @@ def _buffered_of(blob: bytes) -> Any:
 
 def _object_of(blob: bytes, device: torch.device) -> Any:
     refuse_pickle("a received object")
-    # Not bytes: an array that was writable stays so.
+    # As bytearrays, so that an array that was writable stays writable.
     copies = [bytearray(block) for block in _blocks(blob)]
     return importlib.import_module("unisono.payload.pickling").load(copies, device)
 
@@ -305,7 +305,7 @@ def _constant(value: Any) -> Callable[[bytes, Any], Any]:
     """Return the reader of a frame that is only its tag."""
 
     def read(blob: bytes, _: Any) -> Any:
-        if len(blob) != 1:  # the byte of the kind is all
+        if len(blob) != 1:  # the tag is the whole frame
             raise PayloadError("received a damaged frame: bytes are left over")
         return value
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.serialization import default_restore_location
 
 from unisono.errors import PayloadError
-from unisono.payload.tensors import device as home, is_dense, onto_device, reduce_tensor
+from unisono.payload.tensors import device as target, is_dense, onto_device, reduce_tensor
 from unisono.pickling import Pickler
 
 _REBUILD: Any = torch._utils._rebuild_device_tensor_from_cpu_tensor
@@ -53,7 +53,7 @@ def _restorer() -> Any:
 
 
 def _restore_from_cpu(data: Tensor, dtype: torch.dtype, _: Any, requires_grad: bool) -> Tensor:
-    return data.to(home.get(), dtype).requires_grad_(requires_grad)
+    return data.to(target.get(), dtype).requires_grad_(requires_grad)
 
 
 class _MessagePickler(_ObjectPickler):
@@ -70,7 +70,7 @@ class _MessagePickler(_ObjectPickler):
 
 
 def _restore_storage(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), map_location=home.get(), weights_only=False)
+    return torch.load(io.BytesIO(data), map_location=target.get(), weights_only=False)
 
 
 def dump(value: object) -> list[bytes | memoryview]:
@@ -88,7 +88,7 @@ def dump(value: object) -> list[bytes | memoryview]:
 
 @onto_device
 def load(blocks: Sequence[bytes | bytearray | memoryview]) -> Any:
-    """Unpickle the blocks of `dump`."""
+    """Unpickle blocks that `dump` has returned."""
     try:
         return pickle.loads(blocks[0], buffers=blocks[1:])
     except Exception as error:  # an object's own constructor may raise anything
@@ -107,8 +107,8 @@ class _FilePickler(_ObjectPickler):
             return super().reducer_override(obj)
         whole = obj if obj.flags.forc else obj.copy()
         memory: Any = (ctypes.c_char * whole.nbytes).from_address(whole.ctypes.data)
-        memory.owner = whole  # keeps the memory as long as the tensor
-        try:  # its own dtype, or torch wouldn't save a tensor over the same memory
+        memory.owner = whole  # keeps the memory alive as long as the tensor
+        try:  # the array's dtype: torch saves no two tensors of different dtypes over one memory
             dtype = torch.from_numpy(numpy.empty(0, obj.dtype)).dtype
         except (TypeError, ValueError):  # torch has no such dtype, or not in this byte order
             dtype = torch.uint8
@@ -143,6 +143,6 @@ def load_file(path: str) -> Any:
     def place(storage: Any, location: str) -> Any:
         if location == "cpu":
             return storage
-        return default_restore_location(storage, str(home.get()))  # type: ignore[no-untyped-call]
+        return default_restore_location(storage, str(target.get()))  # type: ignore[no-untyped-call]
 
     return torch.load(path, map_location=place, mmap=True, weights_only=False)

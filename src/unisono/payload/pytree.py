@@ -31,7 +31,7 @@ def _children(node: Tree) -> list[tuple[str, Tree]] | None:
 
 
 def _is_record(node: Tree) -> bool:
-    """Return whether it is a record of Python's, such as a struct_time, whose sum is undefined."""
+    """Return whether a tuple is a record, such as a struct_time, whose sum makes no sense."""
     return hasattr(node, "n_sequence_fields") and type(node).__module__ != "torch.return_types"
 
 
@@ -98,17 +98,17 @@ def _rebuild(node: Tree, children: list[tuple[str, Tree]], built: Iterator[Tree]
     return replace(node, **{name[1:]: next(built) for name, _ in children})  # without the dot
 
 
-def like(node: Tree, made: Any) -> Tree:
-    """Return a dict, list or tuple of the type of another, with other items."""
+def like(node: Tree, content: Any) -> Tree:
+    """Return a dict, list or tuple of the type of `node`, with other `content`."""
     if isinstance(node, tuple):
-        make: Any = getattr(node, "_make", type(node))  # of a namedtuple
-        return make(made)
-    new: Any = copy(node)  # its copy() may return a plain dict
+        make: Any = getattr(node, "_make", type(node))  # a namedtuple has `_make`
+        return make(content)
+    new: Any = copy(node)  # not node.copy(), which may return a plain dict
     if isinstance(node, dict):
-        for key, item in made.items():  # a Counter's update() adds
+        for key, item in content.items():  # not update(), which adds in a Counter
             new[key] = item
     else:
-        new[:] = made
+        new[:] = content
     return new
 
 

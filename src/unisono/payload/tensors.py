@@ -31,7 +31,7 @@ _HEAD = struct.Struct("<BBB")
 _SHORT_BYTES = 2048  # for fewer bytes, a second copy is faster than creating a memoryview
 _LARGEST_BYTES = 2**47  # the address space of a process
 device: ContextVar[torch.device] = ContextVar("device")
-"""Device for tensors of accelerators: pickle has no argument for it."""
+"""Device onto which tensors of accelerators are loaded, as pickle has no argument for one."""
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -54,14 +54,14 @@ def onto_device(load: Callable[[S], T]) -> Callable[[S, torch.device], T]:
 class TensorHeader:
     """Facts of a tensor that peers need before they receive it."""
 
-    # Its bytes are ``<BBB`` (dtype, flags, number of dimensions), then ``<q`` for each dimension.
+    # Packed, it is ``<BBB`` (dtype, flags, number of dimensions), then ``<q`` for each dimension.
     # Flags: 1 on an accelerator, 2 an ``nn.Parameter``, 4 a parameter that requires grad.
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     on_accelerator: bool
     parameter: bool | None = None
-    """Whether an ``nn.Parameter`` requires grad; None for any other tensor."""
+    """Whether an ``nn.Parameter`` requires grad; None for a tensor that is no parameter."""
 
     def pack(self) -> bytes:
         """Return the header's bytes."""
@@ -70,13 +70,13 @@ class TensorHeader:
         return packed + struct.pack(f"<{len(self.shape)}q", *self.shape)
 
     @classmethod
-    def unpack(cls, data: memoryview | bytes, at: int = 0) -> tuple[TensorHeader, int]:
-        """Return the header at `at`, and the position after it."""
-        code, flags, dims = _HEAD.unpack_from(data, at)
+    def unpack(cls, data: memoryview | bytes, start: int = 0) -> tuple[TensorHeader, int]:
+        """Return the header that begins at `start`, and the position after it."""
+        code, flags, dims = _HEAD.unpack_from(data, start)
         sizes = struct.Struct(f"<{dims}q")
-        shape = sizes.unpack_from(data, at + _HEAD.size)
+        shape = sizes.unpack_from(data, start + _HEAD.size)
         dtype = _DTYPE_OF[code]
-        # Counts a size of 0 as 1, as it would hide other sizes whose strides overflow in torch.
+        # A size of 0 counts as 1, as it would hide other sizes whose strides overflow in torch.
         extent = math.prod(max(size, 1) for size in shape)
         # An empty tensor takes no memory: only its strides must fit.
         most = _LARGEST_BYTES // dtype.itemsize if 0 not in shape else 2**62
@@ -84,7 +84,7 @@ class TensorHeader:
         if extent > most or any(size < 0 for size in shape) or (flags & 4 and has_no_grad):
             raise PayloadError(f"received a damaged frame: {dtype} of shape {shape}")
         parameter = bool(flags & 4) if flags & 2 else None
-        return cls(dtype, shape, bool(flags & 1), parameter), at + _HEAD.size + sizes.size
+        return cls(dtype, shape, bool(flags & 1), parameter), start + _HEAD.size + sizes.size
 
     def finish(self, tensor: Tensor) -> Tensor:
         """Return a received tensor with the sender's type."""
@@ -123,7 +123,7 @@ def reduce_tensor(tensor: Tensor) -> tuple[Any, ...]:
 class _PutTogether:
     """Rebuilds a tensor from the arguments of `reduce_tensor`."""
 
-    # An object without attributes, not a function: a malicious pickle could set a function's.
+    # An object without attributes, not a function, whose attributes a malicious pickle could set.
     __slots__ = ()
 
     def __call__(self, head: bytes, data: Any) -> Tensor:
@@ -194,7 +194,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def reach_bytes(tensor: Tensor) -> int:
-    """Return the bytes between a tensor's ends, 0 if it is empty or has a stride of 0."""
+    """Return the bytes between a tensor's ends; 0 if it is empty or has a stride of 0."""
     steps = list(zip(tensor.shape, tensor.stride(), strict=True))
     # A stride of 0 marks an expanded tensor, whose elements share memory.
     if not tensor.numel() or any(stride == 0 and size > 1 for size, stride in steps):
@@ -219,7 +219,7 @@ def to_bytes(tensor: Tensor) -> bytes:
 
 
 def _address(tensor: Tensor) -> int:
-    """Return the address of a contiguous CPU tensor; raise for memory that needs a conversion."""
+    """Return the address of a contiguous CPU tensor; raise if it doesn't hold the values."""
     address = tensor.data_ptr()
     is_plain = (
         tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())

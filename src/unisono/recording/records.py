@@ -40,7 +40,7 @@ from unisono.tracebacks import hides, summary
 __tracebackhide__ = hides
 
 T = TypeVar("T")
-_now = time.monotonic_ns  # both are called in each collective
+_now = time.monotonic_ns  # global names, as each collective calls both functions
 _frame = sys._getframe
 _LONGEST_PROGRAM = 200
 _LONGEST_ERROR = 500
@@ -54,7 +54,7 @@ class CollectiveRecord(NamedTuple):
     Args:
         name: the call, as in ``"all_reduce"``; ``"initialize"``; a section such as
             ``"one_rank_first"``; ``"gradients"`` for one bucket of ``DistributedDataParallel``.
-        rank: the rank that made it.
+        rank: the rank that made the call.
         world_size: number of ranks of the job.
         job: identifies the job; the same on all its ranks if its launcher or its variables
             define it.
@@ -62,17 +62,17 @@ class CollectiveRecord(NamedTuple):
         ranks: global ranks of the group, in its order.
         number: count of this rank's calls over the group, including this one: equal numbers are the
             same call on all ranks; 0 after a call that a hook has rejected, which isn't made.
-        size_bytes: of the tensor argument; 0 for anything else.
-        dtype: its dtype, as in ``"float32"``; empty for anything else.
-        plane: its carrier: ``"control"``, ``"memory"`` (shared by the ranks of a host) or
+        size_bytes: bytes of the tensor argument; 0 if there is none.
+        dtype: dtype of the tensor argument, as in ``"float32"``; empty if there is none.
+        plane: carrier of the call: ``"control"``, ``"memory"`` (shared by the ranks of a host) or
             ``"data"`` (the model's library); empty before the call.
-        file: of the line that made the call.
-        line: its number.
-        thread_id: native id of the thread that made it.
+        file: file of the line that made the call.
+        line: number of that line.
+        thread_id: native id of the thread that made the call.
         arrival_ns: start of the call, in nanoseconds of ``time.monotonic_ns()``.
-        duration_ns: nanoseconds until it was done; -1 before.
-        error: the exception that it raised, in one line; empty if there is none.
-        overlap_ns: nanoseconds of its duration in which the rank continued with other work, before
+        duration_ns: nanoseconds until the call was done; -1 before.
+        error: the exception that the call raised, in one line; empty if there is none.
+        overlap_ns: nanoseconds of the duration in which the rank continued with other work, before
             it waited for the call's handle; 0 for a call that blocks.
     """
 
@@ -97,29 +97,31 @@ class CollectiveRecord(NamedTuple):
 
 Hook = Callable[[CollectiveRecord], object]
 _hooks: tuple[tuple[Hook | None, Hook | None], ...] = ()
-_BEFORE, _AFTER = 0, 1  # the places of each pair
+_BEFORE, _AFTER = 0, 1  # indices of the two hooks in a pair
 _lock = threading.Lock()
 
 
 class _Planes(threading.local):
+    """The plane of a thread's current call, as far as is known."""
+
     plane: str = "control"
 
 
 _planes = _Planes()
-_MAX_SITES = 4096  # generated code may have ever new lines
+_MAX_SITES = 4096  # a limit, as generated code may have ever new lines
 
 
 def add_hook(*, before: Hook | None = None, after: Hook | None = None) -> Callable[[], None]:
     """Register functions that are called before and after every collective of this process.
 
     They run on this rank alone, in the thread that runs the call, so they must not call
-    collectives; their exceptions are the call's. Without a hook, no record is created.
+    collectives. The call raises their exceptions. Without a hook, no record is created.
 
     Args:
         before: called with the record when a call begins. If it raises, this rank doesn't make the
             call, nor count it: its next one is matched with the call that the others wait in.
-        after: called with the record when it is done, or has failed. If one raises, the others are
-            still called.
+        after: called with the record when the call is done or has failed. If a hook raises, the
+            others are still called.
 
     Returns:
         A function that removes the hooks; a second call does nothing.
@@ -162,7 +164,7 @@ def _run_hooks(when: int, record: CollectiveRecord) -> None:
         try:
             raise errors[0]
         finally:
-            errors.clear()  # else it refers to this frame, which refers to it
+            errors.clear()  # a cycle otherwise: error, traceback, this frame, the list
 
 
 def plane_is(plane: str) -> None:
@@ -182,7 +184,7 @@ class _Here(threading.local):
 class Token:
     """A call that has begun; in a with statement, the body is the call."""
 
-    # Python creates an object fastest of a class without ``__init__`` and ``__slots__``.
+    # Python creates objects fastest if their class has neither ``__init__`` nor ``__slots__``.
 
     lane: Lane | None = None
     stamp: int = 0
@@ -204,7 +206,7 @@ class Token:
             passed_ns, overlap_ns = _now() - record.arrival_ns, self.overlap_ns
             # None: nothing has waited for the call, so it overlapped the whole time.
             overlap_ns = passed_ns if overlap_ns is None else min(overlap_ns, passed_ns)
-            # Only the plane, the fields from `duration_ns` on, are new.
+            # Only the plane and the fields from `duration_ns` on are new.
             facts = (*record[:9], self.plane or _planes.plane, *record[10:14])
             done = (*facts, passed_ns, text, overlap_ns)
             _run_hooks(_AFTER, tuple.__new__(CollectiveRecord, done))  # twice as fast as calling it
@@ -231,13 +233,13 @@ class Token:
         """Defer the end of the call to `wait`; return whether the call is recorded at all."""
         if self is UNRECORDED:
             return False
-        self.plane = plane  # the thread's own may be of another call by the wait
+        self.plane = plane  # by the time of the wait, the thread's may be another call's
         signatures.line.known = b""  # the thread makes other calls before the wait
         return True
 
     def wait(self, run: Callable[[], T]) -> T:
         """Run a function that waits for the call, and record its end."""
-        lane, record = self.lane, self.record  # another thread may end it meanwhile
+        lane, record = self.lane, self.record  # another thread may end the call meanwhile
         if record is not None:
             self.overlap_ns = _now() - record.arrival_ns
         if lane is not None:
@@ -273,7 +275,7 @@ class CallLog:
         self._numbers: dict[str, int] = {}
         self._members: dict[str, Sequence[int]] = {EVERYBODY: range(world_size)}
         self._here = _Here()
-        # Python computes a frame's line from the first line of its code, at every call.
+        # A cache: for a frame's line, Python counts from the first line of its code each time.
         self._sites: dict[int, _Site] = {}
 
     @classmethod
@@ -299,20 +301,20 @@ class CallLog:
         value: object = None,
         state: int = CALLED,
     ) -> Token:
-        """Record the start of a call; its end is that of a with statement, or `Token.end`."""
+        """Record the start of a call, which ends with the token's with block or its `end`."""
         key = EVERYBODY if group is None else group.name
         number = self._numbers[key] = self._numbers.get(key, 0) + 1
         if group is not None and number == 1:
-            self._meet(group)
+            self._record_members(group)
         here = self._here
         if not here.thread_id:
             here.thread_id = threading.get_native_id()
             here.lane = None if self._page is None else self._page.lane()
         lane = here.lane
-        if lane is None and not _hooks:  # the call is counted, as on other ranks
+        if lane is None and not _hooks:  # counted above, as on other ranks
             return UNRECORDED
         try:
-            frame = _frame(2)  # mostly the user's; else `_site_of` looks for it
+            frame = _frame(2)  # mostly the user's; else `_site_of` searches for it
         except ValueError:  # there is none: C called the caller, as in autograd's threads
             frame = _frame(1)
         code = frame.f_code
@@ -341,17 +343,17 @@ class CallLog:
 
     def _site_of(self, frame: FrameType, name: str, key: str) -> _Site:
         """Return the user's line; cache it if the frame itself is the user's."""
-        own = signatures.user_frame(frame)
-        if own is None:
+        innermost = signatures.user_frame(frame)
+        if innermost is None:
             file, _, number = signatures.carried_line().rpartition(":")
-            line = int(number) if number.isdecimal() else 0  # of the thread that started this one
+            line = int(number) if number.isdecimal() else 0  # where this thread's call was started
             text = encode_call(name, key, file, line)
             return _Site(frame.f_code, name, key, file, line, text, b"")
-        code, line = own.f_code, own.f_lineno or 0  # generated code may lack it
+        code, line = innermost.f_code, innermost.f_lineno or 0  # generated code may lack it
         file = code.co_filename
         text, known = encode_call(name, key, file, line), signatures.encode_site(file, line)
         site = _Site(code, name, key, file, line, text, known)
-        if own is frame:
+        if innermost is frame:
             if len(self._sites) >= _MAX_SITES:
                 self._sites.clear()
             self._sites[id(code) + frame.f_lasti] = site
@@ -371,10 +373,10 @@ class CallLog:
                 token.end(error)
             raise
 
-    def _meet(self, group: Group) -> None:
-        """Record the members of a new group."""
+    def _record_members(self, group: Group) -> None:
+        """Record the members of a group at its first call."""
         self._members[group.name] = group.ranks
-        if self._page is not None and not members_of_pair(group.name):  # their names contain them
+        if self._page is not None and not members_of_pair(group.name):  # whose name has them
             ranks = {short_name(group.name): encode_ranks(group.ranks)}
             self._page.update(groups={**self._page.facts["groups"], **ranks})
 
@@ -429,7 +431,7 @@ def _dtype_of(value: object) -> str:
 
 def mark_in_step(error: Exception) -> None:
     """Mark an error, such as a hook's, that interrupts no collective."""
-    with suppress(AttributeError):  # a class without room for it
+    with suppress(AttributeError):  # an error without a __dict__
         error.__dict__[_IN_STEP] = True
 
 

@@ -37,7 +37,7 @@ _LOCKED_S = 1.0
 _MAX_QUIET_POLLS = 20  # polls without an answer: the thread runs no Python
 _TGKILL = {"x86_64": 234, "aarch64": 131}  # the number of the system call
 _MAX_BYTES = 1 << 20  # of old text, which is removed before the next request
-_CHANGES_COUNTS = sys.version_info < (3, 11)  # whether faulthandler takes references
+_CHANGES_COUNTS = sys.version_info < (3, 11)  # whether faulthandler changes reference counts
 _MASK = re.compile(r"^(SigPnd|ShdPnd|SigBlk|SigCgt|SigIgn):\s*([0-9a-f]+)", re.MULTILINE)
 _MEMORY = "unisono-stacks"
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$', re.MULTILINE)
@@ -46,7 +46,7 @@ _lock = threading.Lock()  # ranks that are threads of one process install at onc
 
 
 def install() -> Mapping[str, int]:
-    """Register the handler of this process's stacks; return its signal and memory, if any."""
+    """Register the handler that writes stacks; return its signal and memory, if any."""
     if not _lock.acquire(timeout=_LOCKED_S):  # a fork may have left it locked
         return {}
     try:
@@ -94,7 +94,7 @@ def ask(pid: int, facts: Mapping[str, int], thread_id: int, timeout_s: float) ->
     """Return the stack of a thread of a process of this user; None if it doesn't answer."""
     until = time.monotonic() + timeout_s
     with contextlib.suppress(OSError), _memory(pid, facts) as fd:
-        while not _try_lock(fd):  # an observer takes any new text for its answer
+        while not _try_lock(fd):  # each observer takes all new text for its answer
             if time.monotonic() > until:
                 return None
             time.sleep(_POLL_S)
@@ -137,12 +137,12 @@ def texts(
     pid: int, facts: Mapping[str, int], thread_id: int, timeout_s: float, all_threads: bool
 ) -> dict[int, str] | None:
     """Return the stacks of one thread of a process, or of all; None if it doesn't answer."""
-    # The arguments are those of `ask`, except that `timeout_s` is for all threads together.
+    # The arguments are as in `ask`, but `timeout_s` is the limit for all threads together.
     until = time.monotonic() + timeout_s
-    own = ask(pid, facts, thread_id, timeout_s)
-    if own is None:
+    stack = ask(pid, facts, thread_id, timeout_s)
+    if stack is None:
         return None
-    found = {thread_id: own}
+    found = {thread_id: stack}
     with contextlib.suppress(OSError):  # the process has ended
         tasks = os.listdir(f"/proc/{pid}/task") if all_threads else []
         for each in sorted({int(task) for task in tasks} - {thread_id}):
@@ -156,7 +156,7 @@ def _answer(pid: int, thread_id: int, number: int, fd: int, until: float) -> str
     """Send a thread the signal; return the text that its handler appends to the memory."""
     task, bit = Path(f"/proc/{pid}/task/{thread_id}/status"), _bit(number)
     masks = _masks(task)
-    # The default of the signal would end the process; a library's thread may block it.
+    # Without a handler, the signal would end the process; a library's thread may block it.
     if not masks.get("SigCgt", 0) & ~masks.get("SigBlk", 0) & bit:
         return None
     if os.fstat(fd).st_size > _MAX_BYTES:

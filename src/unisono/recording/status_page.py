@@ -1,7 +1,7 @@
-"""Status pages: the calls of a rank, readable by its user's processes without its help.
+"""Status pages: the calls of a rank, which its user's processes read without the rank's help.
 
-A page is a file in memory, so that it can also be read while the rank is stopped, in C, or dead.
-Only its owner writes, without locks, and a reader never takes half a state for a whole one.
+A page is a file in memory, so that it can also be read if the rank is stopped, runs C code or is
+dead. Only the rank writes to it, without locks; readers detect and reject what is half written.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from unisono.topology import pid_namespace
 
 _log = logging.getLogger(__name__)
 # The page, in words of 8 bytes, of the host's order:
-#   head     magic, as of this version; edition of the facts; lengths of even and of odd editions
-#   facts    JSON, twice: an edition is written beside the one before, then its number
+#   head     magic of this version; edition of the facts; lengths of even and of odd editions
+#   facts    JSON, in two places in turn; the edition's number is written after its text
 #   lanes    one for each thread: a head (native thread id), then a ring
 #   record   stamp (32, 64, ...), begin, end, number, bytes, text, stamp | state
-#   text     UTF-8, to its size with zeros: name, group, line and file, with a zero between
+#   text     UTF-8: name, group, line and file, with a zero after each; zeros fill the rest
 # A record is written from its first byte to its last: x86 and `pack_into` keep that order. A reader
 # goes from the last to the first: the same stamp in both shows that no write came between.
 _MAGIC = int.from_bytes(b"unisono2", "little")
@@ -45,16 +45,17 @@ _LANES_AT = _HEAD_BYTES + 2 * _FACTS_BYTES
 _LANES = 8
 _RING = 128
 _TEXT_BYTES = 208
-_RECORD = struct.Struct(f"5q{_TEXT_BYTES}sq")  # twice as fast as with an order, or without a sign
+_RECORD = struct.Struct(f"5q{_TEXT_BYTES}sq")  # twice as fast as with a byte order, or unsigned
 _STEP = _RECORD.size // _WORD
-_AROUND = _RING * _STEP - 1
+_RING_MASK = _RING * _STEP - 1
 _pack = _RECORD.pack_into
 _LANE_BYTES = _HEAD_BYTES + _RING * _RECORD.size
 _PAGE_BYTES = _LANES_AT + _LANES * _LANE_BYTES
 _EDITION = 1
 END, NUMBER, STATE = 2, 3, _STEP - 1
 """Words of a record that change."""
-_LONGEST_NAME, _BEGINNING = 100, 60  # of a group, in bytes; as many of a call's name
+_LONGEST_NAME = 100  # bytes of a group's name
+_BEGINNING = 60  # bytes that are kept of a longer one, and of any call's name
 
 CALLED, IN_FLIGHT = 0, 1
 """States of a record: a call that blocks or is waited for; one that was started."""
@@ -104,7 +105,7 @@ class StatusPage:
         self._memory = memory
         self._words = memoryview(memory).cast("Q")
         self._owners: list[Callable[[], threading.Thread | None]] = [lambda: None] * _LANES
-        self._lock = threading.RLock()  # a signal's handler may call something meanwhile
+        self._lock = threading.RLock()  # a signal's handler may make a call meanwhile
         self._pid = os.getpid()
         self.update()
         self._words[0] = _MAGIC  # last: readers reject a page without it
@@ -129,8 +130,8 @@ class StatusPage:
         finally:
             if fd >= 0:
                 os.close(fd)
-        own = {"pid": pid, "pids": pids, "start_ticks": start_ticks(pid)}
-        return cls(path, memory, {**facts, **own, "made_ns": time.monotonic_ns()})
+        process = {"pid": pid, "pids": pids, "start_ticks": start_ticks(pid)}
+        return cls(path, memory, {**facts, **process, "made_ns": time.monotonic_ns()})
 
     def update(self, **facts: Any) -> None:
         """Update facts."""
@@ -138,15 +139,15 @@ class StatusPage:
             self.facts.update(facts)
             edition = self._words[_EDITION] + 1
             text = json.dumps(self.facts).encode()
-            if len(text) > _FACTS_BYTES:  # what grows with the job's size goes first
+            if len(text) > _FACTS_BYTES:  # without the facts that may be long
                 text = json.dumps({**self.facts, "groups": {}, "program": "", "cwd": ""}).encode()
             start = _HEAD_BYTES + edition % 2 * _FACTS_BYTES
             self._memory[start : start + len(text)] = text
             self._words[_EDITION + 1 + edition % 2] = len(text)
-            self._words[_EDITION] = edition  # last: it shows readers the new facts
+            self._words[_EDITION] = edition  # last: readers look at the new facts from now on
 
     def lane(self) -> Lane | None:
-        """Return a lane for this thread, which no live thread has; None if there isn't one."""
+        """Return a lane for this thread that no live thread uses; None if all are in use."""
         thread = threading.current_thread()
         with self._lock:
             for place, owner in enumerate(self._owners):
@@ -174,21 +175,21 @@ class Lane:
         self._memory, self._words = page._memory, page._words
         self._first = head + _HEAD_BYTES // _WORD
         stamps = self._words[self._first : self._first + _RING * _STEP : _STEP]
-        self._last = max(stamps)  # stamps only grow, also beyond those of the thread before
+        self._last = max(stamps)  # stamps only grow, even from one thread of a lane to the next
         self._words[head] = threading.get_native_id()
 
     def begin(self, text: bytes, number: int, size: int, begin_ns: int, state: int) -> int:
         """Write a call's record; return its stamp for `write`."""
         self._last = stamp = self._last + _STEP
-        at = (self._first + (stamp & _AROUND)) * _WORD
-        _pack(self._memory, at, stamp, begin_ns, 0, number, size, text, stamp | state)
+        offset = (self._first + (stamp & _RING_MASK)) * _WORD
+        _pack(self._memory, offset, stamp, begin_ns, 0, number, size, text, stamp | state)
         return stamp
 
     def write(self, stamp: int, word: int, value: int) -> None:
         """Set a word of a record unless it has been overwritten; safe in any thread."""
-        at = self._first + (stamp & _AROUND)
-        if self._words[at] == stamp:
-            self._words[at + word] = value
+        index = self._first + (stamp & _RING_MASK)
+        if self._words[index] == stamp:
+            self._words[index + word] = value
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +212,7 @@ class PageReader:
     """The page of one rank, for reading."""
 
     def __init__(self, path: Path) -> None:
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # it may be a pipe
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # the path may be a pipe
         fd = os.open(path, flags)
         try:
             status = os.fstat(fd)
@@ -244,18 +245,18 @@ class PageReader:
         found = [
             record
             for lane in range(_LANES)
-            for at in range(_RING)
-            if (record := self._record(lane, at)) is not None
+            for index in range(_RING)
+            if (record := self._record(lane, index)) is not None
         ]
         return sorted(found, key=lambda record: record.begin_ns)
 
-    def _record(self, lane: int, at: int) -> PageRecord | None:
+    def _record(self, lane: int, index: int) -> PageRecord | None:
         """Read one record; return None if there is none, or if it is just being written."""
         start = _LANES_AT + lane * _LANE_BYTES
-        first = start + _HEAD_BYTES + at * _RECORD.size
+        first = start + _HEAD_BYTES + index * _RECORD.size
         last = self._words[first // _WORD + STATE]
         stamp, begin, end, number, size, text, _ = _RECORD.unpack_from(self._memory, first)
-        # The stamp at the end, read first, is still the one at the beginning.
+        # In a whole record the stamp at the end, read first, equals the one at the beginning.
         if not 0 < stamp == last & ~IN_FLIGHT == self._words[first // _WORD]:
             return None
         name, group, line, file = text.decode("utf-8", "replace").split("\0")[:4]
@@ -267,8 +268,8 @@ class PageReader:
 
 def pages() -> list[PageReader]:
     """Read all pages of this user on this host, those of dead processes too."""
-    # Containers and hosts may share the folder and number their processes alike: pages of another
-    # one are left out, as the state of its processes isn't known here.
+    # Containers and hosts may share the folder and number their processes alike. Pages of another
+    # container or host are left out, as the state of its processes isn't known here.
     place = folder()
     if place is None or not _is_private(place, makes=False):
         return []
@@ -327,14 +328,14 @@ def _sweep(place: Path) -> None:
 def _exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except (OSError, OverflowError) as error:  # a file's name may have any number
+    except (OSError, OverflowError) as error:  # the name of a file may have any number
         return isinstance(error, PermissionError)  # the process is another user's
     return True
 
 
-@cache  # by process, which is another one after a fork
+@cache  # by pid, as a fork is another process
 def start_ticks(pid: int) -> int:
-    """Return a time at which this process was alive, in 10 ms since the host's boot."""
+    """Return a time at which this process was alive, in units of 10 ms since the host's boot."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 10_000_000
 
 

@@ -62,7 +62,7 @@ def trace(folder: str | os.PathLike[str]) -> Iterator[Path]:
         raise ArgumentError(
             f"trace({str(folder)!r}): the folder can't be made ({error}); name another"
         ) from error
-    tracer = _hold(path.resolve())  # however replicas spell the folder, they share a tracer
+    tracer = _hold(path.resolve())  # resolved: replicas may spell the folder they share differently
     try:
         yield path
     finally:
@@ -71,7 +71,7 @@ def trace(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
 def begin_if_asked() -> None:
     """Start tracing this process, once, if ``UNISONO_TRACE`` names a folder."""
-    # It goes on until the process exits.
+    # The trace goes on until the process exits.
     global _is_asked
     folder = os.environ.get(_VARIABLE, "").strip()
     if folder and not _is_asked:
@@ -89,7 +89,7 @@ class _Tracer:
         self._remove = add_hook(before=self._begin, after=self._end)
 
     def reset(self) -> None:
-        """Reset to nothing to write, as after a fork."""
+        """Drop pending calls and open files without writing them, such as after a fork."""
         self._waiting: deque[CollectiveRecord] = deque(maxlen=_MOST_WAITING)
         self._files: dict[tuple[int, int, str], TraceFile] = {}
         self._ranges: dict[tuple[int, int, str], Any] = {}
@@ -118,7 +118,7 @@ class _Tracer:
             # Meanwhile another thread may have started it, or the trace may have ended.
             if self._thread is None and not self._is_over.is_set():
                 thread = threading.Thread(target=self._run, name="unisono-trace", daemon=True)
-                with suppress(RuntimeError):  # there can't be one more: `stop` writes the calls
+                with suppress(RuntimeError):  # if no thread can start, `stop` writes the calls
                     thread.start()
                     self._thread = thread
 
@@ -131,7 +131,7 @@ class _Tracer:
         with self._writing:
             try:
                 self._write()
-            except Exception as error:  # it must not end the traced program
+            except Exception as error:  # no error may end the traced program
                 self._remove()
                 self._is_over.set()
                 self._waiting.clear()

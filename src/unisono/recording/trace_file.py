@@ -18,7 +18,7 @@ from unisono.topology import EVERYBODY, boot_id
 
 _FORMAT = 3
 _SUFFIX = ".unisono.json"
-_CACHED = 10_000  # beginnings of lines
+_CACHED = 10_000  # at most so many beginnings of lines
 _US = 1000  # nanoseconds
 
 Event = dict[str, Any]
@@ -41,7 +41,7 @@ class RankTrace:
 class TraceFile:
     """The file of one rank that is being written."""
 
-    # Perfetto and Chrome read an array without its end, so each write leaves a whole file.
+    # Perfetto and Chrome read an array without its end, so each write leaves a readable file.
 
     def __init__(self, folder: Path, record: CollectiveRecord) -> None:
         prefix = f"rank-{record.rank}-{socket.gethostname()}-{os.getpid()}-"
@@ -70,7 +70,8 @@ class TraceFile:
                 name, _, _, _, group, ranks, number, size, dtype, plane, file, line, thread,
                 arrival, duration, error, overlap,
             ) = record  # fmt: skip
-            # The head keeps its ranks, so that their id stays unique: comparing them is slow.
+            # The key has the ranks' id, as comparing them is slow; the cached head keeps the ranks,
+            # so that no others get that id.
             key = (name, group, id(ranks), size, dtype, plane, file, line, thread, error)
             head, _ = heads.get(key) or self._new_head(key, record)
             # Formatted by hand, for speed; `e-3` makes nanoseconds exact microseconds.
@@ -105,7 +106,7 @@ class TraceFile:
 
 
 def args_of(record: CollectiveRecord) -> Event:
-    """Return the facts of a call that its slice shows."""
+    """Return the facts that a viewer shows beside a call."""
     facts: Event = {"group": record.group, "bytes": record.size_bytes, "dtype": record.dtype}
     facts |= {"plane": record.plane, "line": f"{record.file}:{record.line}"}
     return {**facts, "error": record.error} if record.error else facts
@@ -126,7 +127,7 @@ def _read_file(path: Path) -> RankTrace | None:
     # The first line is the opening bracket; the last one is empty, or not yet complete.
     lines = path.read_text("utf-8", "replace").split("\n")[1:-1]
     if not lines:
-        return None  # its rank ended at that moment
+        return None  # its rank ended before it had written a line
     try:
         facts, *calls = (json.loads(line.removesuffix(",")) for line in lines)
         facts = facts["args"]
@@ -139,7 +140,7 @@ def _read_file(path: Path) -> RankTrace | None:
 
 
 def _records(facts: Mapping[str, Any], calls: Iterable[Event]) -> Iterator[CollectiveRecord]:
-    place = (facts["rank"], facts["world_size"], facts["job"])
+    rank_facts = (facts["rank"], facts["world_size"], facts["job"])
     everybody = tuple(range(facts["world_size"]))
     for call in calls:
         args = call["args"]
@@ -148,7 +149,7 @@ def _records(facts: Mapping[str, Any], calls: Iterable[Event]) -> Iterator[Colle
         times = (call["ts"], call["dur"], args.get("overlap_us", 0))
         arrival_ns, duration_ns, overlap_ns = (round(each * _US) for each in times)
         yield CollectiveRecord(
-            call["name"], *place, args["group"], ranks, args["number"], args["bytes"],
+            call["name"], *rank_facts, args["group"], ranks, args["number"], args["bytes"],
             args["dtype"], args["plane"], file, int(line), call["tid"], arrival_ns, duration_ns,
             args.get("error", ""), overlap_ns,
         )  # fmt: skip
