@@ -1,4 +1,4 @@
-"""Calls after a process's exit handlers, such as ``MPI_Finalize``."""
+"""Calls that follow a process's exit handlers, such as ``MPI_Finalize``."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from typing import ClassVar
 class LastCalls:
     """Calls that end this process's connections with its peers, in reverse order."""
 
-    # An exit handler runs them. A rank of a launcher runs them after it has sent its result,
-    # because some of them end the peers, and some wait for peers that do so.
+    # An exit handler makes the calls. A rank of a launcher makes them after it has sent its result,
+    # because some of them end the peers, and others wait for peers that make the same call.
 
     _calls: ClassVar[list[tuple[Callable[[], None], str]]] = []
 
     @classmethod
     def add(cls, call: Callable[[], None], *, ends_peers: str = "") -> None:
-        """Register a call."""
+        """Register a call; `ends_peers` is the reason if it ends the peers, else empty."""
         if not cls._calls:
             atexit.register(cls._at_exit)
         cls._calls.append((call, ends_peers))
 
     @classmethod
     def leave_to_rank(cls) -> None:
-        """Remove the exit handler: a rank calls `make` itself."""
+        """Remove the exit handler, because this process is a rank that calls `make` itself."""
         atexit.unregister(cls._at_exit)
 
     @classmethod
     def make(cls, wait_for_peers: Callable[[str], object]) -> None:
-        """Run the calls, after `wait_for_peers` with the reason if one of them ends the peers."""
+        """Make the calls; if one ends the peers, call `wait_for_peers` with its reason first."""
         reason = next((ends_peers for _, ends_peers in cls._calls if ends_peers), "")
         if reason:
             wait_for_peers(reason)
         while cls._calls:
-            call, _ = cls._calls.pop()  # first, so that a call that fails isn't repeated at exit
+            call, _ = cls._calls.pop()  # before the call: if it fails, it isn't repeated at exit
             call()
 
     @classmethod
