@@ -111,9 +111,9 @@ class ContextState:
 
     def start(self, call: Callable[[], T], group: Group | None) -> Handle[T]:
         """Start `call`, which uses the collectives of a group, without waiting for it."""
-        # Each group has a background thread, which runs the calls in order, under the deadline and
-        # with the user's line of this moment. The call runs here if threads aren't allowed, or
-        # before the first call over all ranks is done, whose result decides how groups connect.
+        # Each group's background thread runs the calls in order, with the caller's deadline and
+        # line. The call runs in this thread if the model allows no others, or if the first call
+        # over all ranks, whose result decides how groups connect, isn't done yet.
         self.check_whole()
         if not (self.control.allows_threads and self.control.is_connected(None)):
             self.settle(group)
@@ -122,9 +122,9 @@ class ContextState:
             return Handle(outcome.wait, lambda: outcome.is_known)
         name = self._queue_of(group)
         if name not in self.backgrounds:
-            made = Background(f"{BACKGROUND}-{self.model.name}-{self.context_id}")
+            background = Background(f"{BACKGROUND}-{self.model.name}-{self.context_id}")
             # Another thread may have been faster; the thread of an unused object ends by itself.
-            self.backgrounds.setdefault(name, made)
+            self.backgrounds.setdefault(name, background)
         return self.backgrounds[name].submit(partial(from_here().run, call))
 
     def _queue_of(self, group: Group | None) -> str:
@@ -206,11 +206,11 @@ def communicator(group: Group | None = None, settles: bool = True) -> ContextSta
 def refuse_fork(context: ContextState) -> None:
     """Raise if this process is a fork of the process that created `context`."""
     if _forked is not None and context.context_id == _forked.context_id:
-        how = "was made by" if isinstance(context.model, ChildOfRank) else "is a fork of"
+        relation = "was made by" if isinstance(context.model, ChildOfRank) else "is a fork of"
         raise ContextError(
-            f"this process {how} rank {context.model.topology.rank}, whose connections it must not "
-            "use: call this in the process that called initialize(), or start new processes "
-            "with spawn()"
+            f"this process {relation} rank {context.model.topology.rank}, whose connections it "
+            "must not use: call this in the process that called initialize(), or start new "
+            "processes with spawn()"
         )
 
 
@@ -280,13 +280,13 @@ class _Config(dict[str, Any]):
 
     def copy(self) -> dict[str, Any]:
         """Return a copy with the facts of this thread's rank."""
-        made = dict(self)
+        attributes = dict(self)
         context = _thread.context or _process
         model = None if context is None else context.model
         if model is not None and model.topology.world_size > 1 and model.is_alive():
             facts = (astuple(model.topology), model.name, model.backend, str(model.device))
-            made[_OF_RANK] = (os.getpid(), *facts)
-        return made
+            attributes[_OF_RANK] = (os.getpid(), *facts)
+        return attributes
 
 
 def _pass_to_children() -> None:
@@ -321,7 +321,7 @@ def _live_context() -> ContextState | None:
         _thread.context = None
     if _process is not None and not _process.model.is_alive():
         _process.release()
-        _process = None  # as long as it is referred to, torch's group listens
+        _process = None  # a reference would keep torch's process group listening
     return _thread.context or _process
 
 
@@ -387,7 +387,7 @@ def forget() -> None:
     with _lock:
         _previous = _process or _previous  # `_adopt` uses the state again if the context is alive
         if _previous is not None and not _previous.model.is_alive():
-            # Now, and not at the next call: as long as it is referred to, torch's group listens.
+            # Not only at the next call: a reference would keep torch's process group listening.
             _previous.release()
             _previous = None
         _process = None

@@ -129,7 +129,7 @@ def _version(distribution: str) -> str | None:
 
 def problems(facts: Mapping[str, Any], backend: str | None, launcher: str | None) -> list[str]:
     """List the reasons why the environment, a backend or a launcher can't work, with remedies."""
-    is_node = facts["node"]["source"] is not None  # then the ranks' variables are set later
+    is_node = facts["node"]["source"] is not None  # then a launcher will set the ranks' variables
     errors = [None if is_node else facts["environment"]["error"], facts["node"]["error"]]
     reasons = [error for error in errors if error is not None]
     for what, name, find in (

@@ -53,7 +53,7 @@ __all__ = (
     "WorkerFailedError",
 )
 
-# Errors whose texts begin with the rank that caused them, which is a different rank.
+# Errors whose texts begin with another rank, which caused them.
 _ABOUT_OTHERS = (
     "unisono.errors.CollectiveTimeoutError",
     "unisono.errors.CollectiveMismatchError",

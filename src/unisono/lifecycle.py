@@ -75,14 +75,14 @@ class Replica:
         if self.prefix_output and info.world_size > 1:
             begin_lines_with_rank(info.rank)  # before the backend's libraries print
         with within(self.limit):
-            made = context.activate(
+            active = context.activate(
                 lambda: cls.initialize(self.backend, info, **self.options),
                 lambda: _log_of(info, self.backend, cls, self.job),
             )
             with rank_function():
                 result = self.fn(info.local_rank, *self.args, **self.kwargs)
-            if made.model.is_alive():  # the function may have ended it
-                made.finalize()
+            if active.model.is_alive():  # the function may have ended it
+                active.finalize()
         context.forget()
         return result
 
@@ -94,11 +94,11 @@ class Replica:
         if self.prefix_output and is_process and model.topology.world_size > 1:
             begin_lines_with_rank(model.topology.rank)
         info = RankInfo(model.topology.rank, model.topology.world_size)
-        made = context.ContextState(model, _log_of(info, self.backend, type(model), self.job))
-        with context.replica(made), within(self.limit):
+        active = context.ContextState(model, _log_of(info, self.backend, type(model), self.job))
+        with context.replica(active), within(self.limit):
             with rank_function():
                 result = self.fn(model.topology.local_rank, *self.args, **self.kwargs)
-            made.finalize()  # only without an exception, as in `__call__`
+            active.finalize()  # only without an exception, as in `__call__`
             return result
 
 
@@ -180,8 +180,8 @@ def initialize(backend: str | None = None, **options: Unpack[InitializeOptions])
     given: dict[str, Any] = {**options}
     info = _pop_rank(given)
     # Models that create their replicas themselves don't meet through the launcher's variables.
-    takes_info = not (cls.replicas_are_threads or "launch" in cls.capabilities)
-    if info.source == "none" and takes_info:
+    uses_variables = not (cls.replicas_are_threads or "launch" in cls.capabilities)
+    if info.source == "none" and uses_variables:
         _warn_on_a_node(cls.launcher)
     if given.get("timeout") is not None:
         given["timeout"] = seconds("timeout", given["timeout"])
@@ -189,8 +189,8 @@ def initialize(backend: str | None = None, **options: Unpack[InitializeOptions])
     given = {key: value for key, value in given.items() if value is not None}
 
     def make() -> ComputationModel:  # called once it is certain that no context is live
-        # A rendezvous that is given here makes another job.
-        if takes_info and not given.keys() & {"init_method", "store"}:
+        # A rendezvous that is given here belongs to another job than the inherited variables.
+        if uses_variables and not given.keys() & {"init_method", "store"}:
             _refuse_child(info)
         return cls.initialize(name.lower(), info, **given)
 
@@ -232,8 +232,8 @@ def _refuse_child(info: RankInfo) -> None:
     # for no other. Without an id or a port, a different job may have the same variables.
     if info.world_size == 1 or not (info.job_id or info.master_port):
         return
-    same = [page for page in pages() if page.facts.get("variables") == str(info)]
-    pids = {page.facts["pid"] for page in same if page.is_alive()}
+    pages_of_rank = [page for page in pages() if page.facts.get("variables") == str(info)]
+    pids = {page.facts["pid"] for page in pages_of_rank if page.is_alive()}
     ancestors = {each.pid for each in load("psutil:Process")().parents()} if pids else pids
     for pid in pids & ancestors:
         raise ContextError(
@@ -254,17 +254,17 @@ def _warn_on_a_node(launcher: str) -> None:
         return
     row = by_name(OF_MODELS).get(launcher)
     if launcher == _DEFAULT_LAUNCHER:
-        how = "start the script with unisono run, or call Parallel(), which starts them"
+        remedy = "start the script with unisono run, or call Parallel(), which starts them"
     elif row is None:
-        how = f"start them by the launcher {launcher!r}"
+        remedy = f"start them by the launcher {launcher!r}"
     else:  # a model's own launcher, whose name isn't an option of `spawn`
         by = f"by {row.command}, or " if row.command else ""
-        how = f"start them {by}by spawn() or Parallel() with nproc_per_node"
+        remedy = f"start them {by}by spawn() or Parallel() with nproc_per_node"
     text = (
         f"this process is alone: {node.source} reports {node.nnodes} nodes, and nothing has "
-        f"started their ranks; {how}; pass rank=0, world_size=1 to run alone"
+        f"started their ranks; {remedy}; pass rank=0, world_size=1 to run alone"
     )
-    if node.hosts and launcher == _DEFAULT_LAUNCHER:  # the platform starts only the first host
+    if node.hosts and launcher == _DEFAULT_LAUNCHER:  # the platform started only the first host
         text = alone(node)
     warnings.warn(text, UserWarning, stacklevel=level())
 
@@ -468,14 +468,14 @@ def warn_in_a_rank(call: str, nproc_per_node: Any, options: Mapping[str, Any]) -
     except ContextError:  # a thread that isn't a replica
         return
     topology, info = model.topology, context.detect_environment()
-    rank, world_size, how = topology.rank, topology.world_size, model.name
+    rank, world_size, source = topology.rank, topology.world_size, model.name
     if world_size == 1 and info is not None:  # a rank that hasn't been initialized yet
-        rank, world_size, how = info.rank, info.world_size, f"{info.source} environment"
+        rank, world_size, source = info.rank, info.world_size, f"{info.source} environment"
     if rank == 0 and world_size > 1:
         text = (
-            f"replicas within a rank: {call} is called in rank 0 of {world_size} ({how}). If every "
-            f"rank calls it, each starts {nproc_per_node} of its own. To run the function in the "
-            "ranks that are there, use Parallel() without nproc_per_node; if this is intended, "
+            f"replicas within a rank: {call} is called in rank 0 of {world_size} ({source}). If "
+            f"every rank calls it, each starts {nproc_per_node} of its own. To run the function in "
+            "the ranks that are there, use Parallel() without nproc_per_node; if this is intended, "
             'call warnings.filterwarnings("ignore", "replicas within a rank")'
         )
         warnings.warn(text, UserWarning, stacklevel=level())
@@ -606,6 +606,7 @@ def _launch(
 
 
 def _accepts(launch: Callable[..., Any], name: str) -> bool:
+    """Return whether a launcher has a parameter of this name."""
     return name in inspect.signature(launch).parameters
 
 
@@ -642,11 +643,11 @@ def _launcher_options(
     check_names(f"launcher {name!r}", extra, known)
     if name == _DEFAULT_LAUNCHER:  # it supports everything that is refused below
         return {**extra, "join": options.get("join", True)}
-    given = [f"{key}=" for key in ("init_method", "start_method") if options.get(key) is not None]
+    refused = [f"{key}=" for key in ("init_method", "start_method") if options.get(key) is not None]
     if options.get("join") is False:
-        given.append("join=False")
-    if given:
-        raise ArgumentError(f"launcher {name!r} does not support {given[0]}")
+        refused.append("join=False")
+    if refused:
+        raise ArgumentError(f"launcher {name!r} does not support {refused[0]}")
     return extra
 
 

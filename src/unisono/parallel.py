@@ -225,7 +225,7 @@ class Parallel:
         is_known = self._nnodes == 1 or self._gaps
         if not is_known or "rank" in self._options or not self._can_spawn_on_nodes():
             return {}
-        if self._nnodes != 1:  # for a gap, unlike nnodes=1, a wrong RANK raises
+        if self._nnodes != 1:  # a gap, unlike nnodes=1, doesn't excuse a wrong RANK, which raises
             is_rank = read_environment(os.environ) is not None
         elif (rank := context.detect_environment()) is None:
             is_rank = False

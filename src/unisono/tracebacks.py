@@ -67,7 +67,7 @@ def is_full() -> bool:
 
 
 def hides(_: object = None) -> bool:
-    """Return whether pytest must hide a module's frames, as the module's ``__tracebackhide__``."""
+    """Return whether pytest must hide a module's frames; assigned to ``__tracebackhide__``."""
     return not is_full()
 
 
@@ -93,10 +93,10 @@ def frame_of(thread_id: int) -> FrameType | None:
 def place_of(file: str, line: int) -> str:
     """Return file and line; a file below the working directory is relative to it."""
     try:
-        here = os.getcwd() + os.sep
+        directory = os.getcwd() + os.sep
     except OSError:
-        here = file + os.sep  # the directory was deleted, so no file is below it
-    return f"{file[len(here) :] if file.startswith(here) else file}:{line}"
+        directory = file + os.sep  # the directory was deleted, so no file is below it
+    return f"{file[len(directory) :] if file.startswith(directory) else file}:{line}"
 
 
 def where(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
@@ -147,7 +147,7 @@ def _fold_stack(stack: re.Match[str]) -> str:
 
 def _last_traceback(text: str) -> str:
     """Return the last traceback that Python has printed, without those of its causes."""
-    begin, is_quoted = -1, False  # begin of the last so far; whether its message quotes another
+    begin, is_quoted = -1, False  # where the last one begins; whether its message quotes another
     for head in _HEAD.finditer(text):
         before = text[max(0, head.start() - _LONGEST_MARK) : head.start()]
         if _IGNORED.search(before):  # for example in a finalizer; the process continued

@@ -76,9 +76,8 @@ class Finding(Generic[Info]):
 
 def detect(env: Mapping[str, str], extra: Iterable[Environment] = ()) -> RankInfo | None:
     """Return this process's rank, from the first environment whose variables are set."""
-    # An environment with only some of its variables yields to a later one that it doesn't
-    # contradict, so that srun's variables are valid in a job script that exports WORLD_SIZE for
-    # its own use.
+    # An incomplete environment yields to a later one that it doesn't contradict: a job script that
+    # exports WORLD_SIZE for its own use must not invalidate srun's variables.
     winner = _choose((*ENVIRONMENTS, *extra), env)
     return None if winner is None else winner.info
 
@@ -123,7 +122,7 @@ def judge(
 
 
 def _ask(environment: Environment, env: Mapping[str, str]) -> Finding[RankInfo]:
-    """Return one environment's facts or error; build an error for a wrong exception or result."""
+    """Return one environment's facts or error; other exceptions and results become errors, too."""
     name = str(environment.NAME)
     try:
         info = environment.detect(env)

@@ -104,15 +104,15 @@ def _is_alone(rank: RankInfo) -> bool:
 def _stated_node(reader: Reader, rank: RankInfo) -> NodeInfo:
     """Return the node of a task that the user calls a node."""
     size, address = rank.world_size, rank.master_addr
-    said = f"{RANK_COUNTS}=nodes, but {rank.source} reports rank {rank.rank} of {size}"
+    claim = f"{RANK_COUNTS}=nodes, but {rank.source} reports rank {rank.rank} of {size}"
     for name, number in (("RANK", rank.rank), ("WORLD_SIZE", size)):
         value = reader.value(name)
         if value is not None and value != str(number):
-            raise reader.error(f"{said}, and {name} is {shown(value)}", RANK_COUNTS, "nodes")
+            raise reader.error(f"{claim}, and {name} is {shown(value)}", RANK_COUNTS, "nodes")
     if not _is_alone(rank):
-        raise reader.error(f"{said}, and not one rank on each node", RANK_COUNTS, "nodes")
+        raise reader.error(f"{claim}, and not one rank on each node", RANK_COUNTS, "nodes")
     if size > 1 and address is None:
-        message = f"{said}, and MASTER_ADDR, the address of node 0, is not set"
+        message = f"{claim}, and MASTER_ADDR, the address of node 0, is not set"
         raise reader.error(message, "MASTER_ADDR", None)
     address, port = None if size == 1 else address, rank.master_port or PORT
     return NodeInfo(rank.rank, size, size, address, port, None, _STATED)
@@ -146,12 +146,12 @@ def not_a_node(
     what: str, env: Mapping[str, str], extra: Iterable[Environment] = ()
 ) -> EnvironmentDetectionError | None:
     """Build the error if this is one of several ranks, while `what` needs a node; else None."""
-    rank, said = _find_rank(env, extra), Reader(env, _STATED, "").value(RANK_COUNTS)
-    if rank is None or rank.world_size == 1 or said == "ranks":
+    rank, stated = _find_rank(env, extra), Reader(env, _STATED, "").value(RANK_COUNTS)
+    if rank is None or rank.world_size == 1 or stated == "ranks":
         return None  # with "ranks" the user agrees to a job in each rank: see `ambiguity`
     size, variable = rank.world_size, RANK_COUNTS
     remedy = (
-        f"if each is the only task of its host, and has to start the ranks there, set "
+        "if each is the only task of its host, and has to start the ranks there, set "
         f"{RANK_COUNTS}=nodes, and MASTER_ADDR to the host of rank 0 if {rank.source} "
         "does not set it"
     )
@@ -168,7 +168,7 @@ def not_a_node(
 
 
 def is_gap(error: EnvironmentDetectionError, *, may_be_several: bool) -> bool:
-    """Return whether variables with such an error may also occur in a job of one node."""
+    """Return whether the variables behind an error may also occur in a job of one node."""
     platform = next((each for each in PLATFORMS if error.source == each.NAME), None)
     if platform is None:
         return False
@@ -221,7 +221,7 @@ def explain_nodes(
         decided = Finding(error.source, error=error)
 
     def ask(platform: Platform, view: Mapping[str, str]) -> Finding[NodeInfo]:
-        finding = _ask(platform, view, machine)  # `view` records the names of the winner, too
+        finding = _ask(platform, view, machine)  # also for the winner: `view` records the names
         # The winner's finding has the raised error object itself, which is compared below.
         is_decisive = decided.source == platform.NAME
         return replace(decided, info=decided.info or finding.info) if is_decisive else finding
@@ -229,7 +229,7 @@ def explain_nodes(
     findings = [judge(partial(ask, each), env, decided, _is_same) for each in PLATFORMS]
     return [
         replace(each, verdict="unused") if each.error not in (None, decided.error) else each
-        for each in findings  # an error that wasn't raised refuses nothing
+        for each in findings  # a platform is refused only if its error was raised
     ]
 
 

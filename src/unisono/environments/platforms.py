@@ -135,7 +135,8 @@ def _find_position(platform: Platform, reader: Reader, machine: Machine, hosts: 
     """Return this node's position among the hosts."""
     if len(hosts.names) == 1:
         return 0  # the only host is this one, even under another name
-    # This node's name is that in a variable of the platform, if it has one, or else the host name.
+    # A platform's variables for this node's name, if there are any, are required; by default it is
+    # the host name.
     variables = [name for name in platform.marks if name not in platform.hosts]
     named = reader.text(*variables)
     if variables and named is None:
@@ -186,7 +187,7 @@ def _read_port(platform: Platform, reader: Reader) -> int:
 
 
 def _count_ranks(platform: Platform, reader: Reader, hosts: _Hosts | None) -> str | None:
-    """Return a number of ranks or a word for `count_ranks`; None if the default applies."""
+    """Return this node's number of ranks, or a word that `count_ranks` reads; None by default."""
     value = reader.value(*platform.nproc_per_node)
     if value is None and hosts is not None and hosts.slots is not None:
         return str(hosts.slots)
@@ -198,7 +199,7 @@ def _count_ranks(platform: Platform, reader: Reader, hosts: _Hosts | None) -> st
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """A platform and its variables; of several for one fact, the first that is set is used."""
+    """A platform, with the variables for each fact; the first of them that is set is used."""
 
     NAME: str
     remedy: str
@@ -345,11 +346,11 @@ def _first_pod(reader: Reader, machine: Machine) -> str:
 # In order of priority: a platform that is built on another one comes before that one, because it
 # sets more variables. Each dump in tests/data/platforms names the page that documents the platform.
 PLATFORMS: tuple[Platform, ...] = (
-    # Kubeflow Trainer, newer releases of Kubeflow's PyTorchJob, and charts that follow them. They
-    # set torchrun's options as variables, named PET_ and the option's name. PET_NNODES may be
-    # MIN:MAX; then the nodes number themselves at PET_RDZV_ENDPOINT, unless PET_RDZV_BACKEND is
-    # etcd. PyTorchJob also sets RANK, which counts pods, and WORLD_SIZE, which counts pods, or
-    # ranks if nprocPerNode is a number.
+    # Kubeflow Trainer, newer releases of Kubeflow's PyTorchJob, and charts that follow them. Their
+    # variables are torchrun's options with the prefix PET_. PET_NNODES may be MIN:MAX; then the
+    # nodes number themselves at PET_RDZV_ENDPOINT, unless PET_RDZV_BACKEND is etcd. PyTorchJob
+    # also sets RANK, which counts pods, and WORLD_SIZE, which counts pods, or ranks if
+    # nprocPerNode is a number.
     Platform(
         "kubeflow",
         "set PET_NODE_RANK, PET_NNODES and PET_MASTER_ADDR together, or unset the PET_ variables",

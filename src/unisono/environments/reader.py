@@ -135,7 +135,7 @@ class Reader:
 
     def counts_nodes(self) -> bool | None:
         """Return whether RANK and WORLD_SIZE count nodes, None if the user doesn't state it."""
-        said = self.text(RANK_COUNTS)
-        if said is not None and said[1] not in ("nodes", "ranks"):
-            raise self.error(f"{said[0]}={shown(said[1])} should be nodes or ranks", *said)
-        return None if said is None else said[1] == "nodes"
+        stated = self.text(RANK_COUNTS)
+        if stated is not None and stated[1] not in ("nodes", "ranks"):
+            raise self.error(f"{stated[0]}={shown(stated[1])} should be nodes or ranks", *stated)
+        return None if stated is None else stated[1] == "nodes"
