@@ -1,4 +1,4 @@
-"""Calls after a process's exit handlers, such as ``MPI_Finalize``."""
+"""Calls that follow a process's exit handlers, such as ``MPI_Finalize``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LastCalls:
 
     @classmethod
     def leave_to_rank(cls) -> None:
-        """Remove the exit handler: a rank calls `make` itself."""
+        """Remove the exit handler, because this process is a rank that calls `make` itself."""
         atexit.unregister(cls._at_exit)
 
     @classmethod
@@ -34,7 +34,7 @@ class LastCalls:
         if reason:
             wait_for_peers(reason)
         while cls._calls:
-            call, _ = cls._calls.pop()  # first, so that a call that fails isn't repeated at exit
+            call, _ = cls._calls.pop()  # before the call: if it fails, it isn't repeated at exit
             call()
 
     @classmethod

@@ -41,20 +41,20 @@ _context_ids = itertools.count(1)
 
 
 class ContextState:
-    """State of the facade for one context of any library; unknown to the model."""
+    """The facade's state for one context of any library; the model doesn't know this object."""
 
     def __init__(self, model: ComputationModel, calls: CallLog | None = None) -> None:
         self.model: ComputationModel = model
-        if calls is not None:  # `_find_context` does it for the serial one, made on import
+        if calls is not None:  # `_find_context` does so for the serial context, made on import
             plugins.begin_trace()
         topology = model.topology
         self.calls: CallLog = calls or CallLog(topology.rank, topology.world_size, "", None)
         self.control: ControlPlane = control_of(model)
         self.context_id: int = next(_context_ids)
-        self.is_activated: bool = False  # whether `activate` made it, until `forget`
+        self.is_activated: bool = False  # made by `activate`, and not adopted since
         self.groups: dict[tuple[int, ...], Group] = {}  # by their ranks in ascending order
         self.interrupted: CollectiveError | None = None  # why no collective may follow
-        # In a context created outside unisono the first call over all ranks exchanges their hosts.
+        # In a context created outside unisono, the first call over all ranks exchanges their hosts.
         self.must_introduce: bool = False
         self.hosts: Sequence[bytes] = ()
         self.backgrounds: dict[str, Background] = {}  # threads for started calls, by group
@@ -65,7 +65,7 @@ class ContextState:
         # Shared state of the ranks must not be created again on only some of them.
         control = control_of(model)
         control.take_over(self.control)
-        self.model, self.control = model, control
+        self.model, self.control, self.is_activated = model, control, False
 
     def forget_ended(self) -> None:
         """Drop the state of groups that have ended."""
@@ -89,13 +89,13 @@ class ContextState:
 
     def disown(self) -> None:
         """Release the resources inherited by a forked child."""
-        self.backgrounds = {}  # their threads aren't here
+        self.backgrounds = {}  # a fork doesn't have their threads
         self.calls.disown()
         self.control.disown()
 
     def interrupt(self, who: str, how: str) -> None:
         """Record that a collective was interrupted, and notify ranks that wait for this one."""
-        # Local; waits at most a second for a rank that doesn't read.
+        # Local. Waits at most a second for a rank that doesn't read the message.
         if self.interrupted is None:
             self.interrupted = CollectiveError(
                 f"{who}: {how}, so the ranks are out of step: end the job, or finalize() and "
@@ -111,20 +111,20 @@ class ContextState:
 
     def start(self, call: Callable[[], T], group: Group | None) -> Handle[T]:
         """Start `call`, which uses the collectives of a group, without waiting for it."""
-        # It runs in one background thread for each group, in order, under the current deadline
-        # and reported at the user's line; synchronously where threads aren't allowed, and until the
-        # first call over all ranks is done: its result decides how their groups connect.
+        # Each group's background thread runs the calls in order, with the caller's deadline and
+        # line. The call runs in this thread if the model allows no others, or if the first call
+        # over all ranks, whose result decides how groups connect, isn't done yet.
         self.check_whole()
         if not (self.control.allows_threads and self.control.is_connected(None)):
             self.settle(group)
-            outcome: SafeFuture[T] = SafeFuture()  # with the errors for the handle's caller
+            outcome: SafeFuture[T] = SafeFuture()  # keeps errors for the handle's caller
             outcome.of(call, is_own=lambda error: isinstance(error, Exception))
             return Handle(outcome.wait, lambda: outcome.is_known)
         name = self._queue_of(group)
         if name not in self.backgrounds:
-            made = Background(f"{BACKGROUND}-{self.model.name}-{self.context_id}")
-            # Another thread may have been faster; an unused object's thread ends.
-            self.backgrounds.setdefault(name, made)
+            background = Background(f"{BACKGROUND}-{self.model.name}-{self.context_id}")
+            # Another thread may have been faster; the thread of an unused object ends by itself.
+            self.backgrounds.setdefault(name, background)
         return self.backgrounds[name].submit(partial(from_here().run, call))
 
     def _queue_of(self, group: Group | None) -> str:
@@ -167,7 +167,7 @@ class _Slot(threading.local):
 
 _thread = _Slot()
 _process: ContextState | None = None  # of all threads that have no context in `_thread`
-_previous: ContextState | None = None  # alive when forgotten; a new view of it keeps its state
+_previous: ContextState | None = None  # forgotten, but alive; found again, it keeps its state
 _forked: ContextState | None = None  # of the rank that forked or started this process
 _replica_threads = 0
 _local_rank: int | None = None
@@ -176,8 +176,8 @@ _lock = threading.RLock()
 
 def current() -> ContextState:
     """Return the active context."""
-    # The thread's own context has priority, then the process's, then one created outside
-    # unisono and found by the models, then serial.
+    # The thread's context has priority, then the process's, then one that was created outside
+    # unisono and that a model finds, then the serial one.
     context = _thread.context or _process
     if context is not None and context.model.is_alive():
         return context
@@ -206,11 +206,11 @@ def communicator(group: Group | None = None, settles: bool = True) -> ContextSta
 def refuse_fork(context: ContextState) -> None:
     """Raise if this process is a fork of the process that created `context`."""
     if _forked is not None and context.context_id == _forked.context_id:
-        how = "was made by" if isinstance(context.model, ChildOfRank) else "is a fork of"
+        relation = "was made by" if isinstance(context.model, ChildOfRank) else "is a fork of"
         raise ContextError(
-            f"this process {how} rank {context.model.topology.rank}, whose connections it must not "
-            "use: call this in the process that called initialize(), or start new processes "
-            "with spawn()"
+            f"this process {relation} rank {context.model.topology.rank}, whose connections it "
+            "must not use: call this in the process that called initialize(), or start new "
+            "processes with spawn()"
         )
 
 
@@ -247,15 +247,15 @@ def _adopt() -> ContextState | None:
     """Adopt a context that was created outside unisono, once per process."""
     global _process, _previous
     model = registry.probe(_NO_HINT)
-    if model is not None:  # the environment's readers aren't loaded before
+    if model is not None:  # only then load the environment's readers
         model = registry.probe(ContextHint(_local_rank, detect_environment()))
     previous, _previous = _previous, None
-    if model is None:  # at each call of a program that is alone: keep it short
+    if model is None:  # each call of a program that is alone gets here, so this must be fast
         if previous is not None and not previous.model.is_alive():
             previous.release()
         return None
-    # The state that this context had before is kept. A forked child keeps its parent's, by whose
-    # id `refuse_fork` recognizes it.
+    # A context that is found again keeps its state. In a forked child it keeps the parent's state,
+    # by whose id `refuse_fork` recognizes it.
     of_type = [each for each in (previous, _forked) if each and type(each.model) is type(model)]
     context = next((each for each in of_type if each.model.is_alive()), None)
     if previous is not None and previous is not context:
@@ -267,7 +267,7 @@ def _adopt() -> ContextState | None:
         calls = CallLog.of_rank(topology.rank, topology.world_size, job, model=model.name)
         context = ContextState(model, calls)
         context.must_introduce = topology.world_size > 1
-    if context.control.is_thread_bound:  # each thread of the process may be another replica
+    if context.control.is_thread_bound:  # each thread of the process may be a different replica
         _thread.context = context
     else:
         _process = context
@@ -280,13 +280,13 @@ class _Config(dict[str, Any]):
 
     def copy(self) -> dict[str, Any]:
         """Return a copy with the facts of this thread's rank."""
-        made = dict(self)
+        attributes = dict(self)
         context = _thread.context or _process
         model = None if context is None else context.model
         if model is not None and model.topology.world_size > 1 and model.is_alive():
             facts = (astuple(model.topology), model.name, model.backend, str(model.device))
-            made[_OF_RANK] = (os.getpid(), *facts)
-        return made
+            attributes[_OF_RANK] = (os.getpid(), *facts)
+        return attributes
 
 
 def _pass_to_children() -> None:
@@ -302,7 +302,8 @@ def _pass_to_children() -> None:
 
 
 def _of_parent() -> ContextState | None:
-    """Return the facts of the rank that started this process, such as a DataLoader's worker."""
+    """Return a context with the facts of the rank that started this process; None without one."""
+    # Such a process is, for example, a DataLoader's worker.
     global _process, _forked
     config: dict[str, Any] = getattr(multiprocessing.current_process(), "_config", {})
     pid, *facts = config.get(_OF_RANK, (os.getpid(),))
@@ -320,7 +321,7 @@ def _live_context() -> ContextState | None:
         _thread.context = None
     if _process is not None and not _process.model.is_alive():
         _process.release()
-        _process = None  # torch's group listens as long as this refers to it
+        _process = None  # a reference would keep torch's process group listening
     return _thread.context or _process
 
 
@@ -343,7 +344,7 @@ def activate(
     with _lock:
         live: ContextState | None = current()
         if _forked is not None and live is not None and live.context_id == _forked.context_id:
-            if type(live.model) is cls:  # its library holds the parent's context, and only that
+            if type(live.model) is cls:  # the library has the parent's context, and can't have two
                 refuse_fork(live)
             live = None
         if live is not None and live is not _serial:
@@ -384,11 +385,9 @@ def forget() -> None:
     """Release the process's context, so that the next call looks for one again."""
     global _process, _previous
     with _lock:
-        _previous = _process or _previous  # `_adopt` uses its state again while it is alive
-        if _previous is not None and _previous.model.is_alive():
-            _previous.is_activated = False
-        elif _previous is not None:
-            # Not only at the next call: torch's group listens as long as this refers to it.
+        _previous = _process or _previous  # `_adopt` uses the state again if the context is alive
+        if _previous is not None and not _previous.model.is_alive():
+            # Not only at the next call: a reference would keep torch's process group listening.
             _previous.release()
             _previous = None
         _process = None
@@ -404,22 +403,22 @@ def set_local_rank(local_rank: int | None) -> None:
         raise ArgumentError(f"local_rank should be an int of at least 0, or None: {local_rank!r}")
     with _lock:
         _local_rank = local_rank
-        # The next call adopts it again, with the hint. A context that `activate` made needs none.
+        # The next call adopts the context again, with the hint. One made by `activate` needs none.
         if _process is not None and not _process.is_activated:
             _previous, _process = _process, None
 
 
 @contextmanager
 def replica(context: ContextState) -> Iterator[None]:
-    """Bind a context to this thread, or to the process in the main thread of one of many."""
+    """Bind a context to this thread, or to the process if its main thread is one of many."""
     global _process, _replica_threads
-    # Beside a single replica, other threads use the serial context, so it isn't counted.
+    # A single replica isn't counted, because other threads beside it use the serial context.
     is_one_of_many = context.model.topology.world_size > 1
     is_process = is_one_of_many and threading.current_thread() is threading.main_thread()
     before, before_in_process = _thread.context, _process
     with _lock:
         _replica_threads += is_one_of_many and not is_process
-        if is_process:  # its threads belong to the replica too
+        if is_process:  # the other threads of the process belong to the replica too
             _process = context
     _thread.context = context
     _pass_to_children()
@@ -434,11 +433,11 @@ def replica(context: ContextState) -> Iterator[None]:
 
 
 def _before_fork() -> None:
-    """Adopt a context not used before, so that the forked child can detect it."""
+    """Adopt a context that no call has used yet, so that the forked child can recognize it."""
     # Not blocking: `activate` holds the lock while it waits for its peers.
     if _process is None and _thread.context is None and _lock.acquire(blocking=False):
         try:
-            with suppress(Exception):  # a fork isn't the place to report it
+            with suppress(Exception):  # the next call reports the error, not the fork
                 _adopt()
         finally:
             _lock.release()

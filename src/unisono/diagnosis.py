@@ -53,14 +53,14 @@ def diagnose(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
 
 
 def _memory(ranks: int) -> dict[str, Any]:
-    """Return the size and the limit of the memory that `ranks` share, or why there is none."""
+    """Return the size and the limit of the memory that `ranks` share, or why they share none."""
     facts: dict[str, Any] = {"ranks": ranks, "bytes": 0, "most_bytes": None}
     reason = memory.why_not()
     try:
         limit = number_in("UNISONO_SHARED_BYTES", math.inf)
     except EnvironmentDetectionError as error:
         return {**facts, "reason": str(error)}
-    made = None if reason else memory.make(1)  # only an attempt shows whether the host has any
+    made = None if reason else memory.make(1)  # only an attempt shows whether this works here
     if made is None:
         return {**facts, "reason": reason or "anonymous shared memory is not available here"}
     os.close(made[0])
@@ -73,7 +73,7 @@ def _memory(ranks: int) -> dict[str, Any]:
 
 
 def _decision(all_findings: Sequence[Finding[Any]]) -> dict[str, Any]:
-    """Return the findings with facts or errors, and the decisive one or the error."""
+    """Return the findings with facts or errors, and the winner's name, else the error."""
     findings: list[dict[str, Any]] = [
         {
             "source": finding.source,
@@ -87,7 +87,7 @@ def _decision(all_findings: Sequence[Finding[Any]]) -> dict[str, Any]:
     ]
     winner = next((each["source"] for each in findings if each["verdict"] == "won"), None)
     error = next((each["error"] for each in findings if each["verdict"] == "refused"), None)
-    # If there is a winner, the error wasn't raised, as another environment was complete.
+    # If there is a winner, the error wasn't raised, because another environment was complete.
     return {"source": winner, "error": None if winner else error, "findings": findings}
 
 
@@ -96,7 +96,7 @@ def _devices() -> dict[str, Any]:
     if kind is None:
         return {"type": "cpu", "count": 0, "names": []}
     count = accelerator_count()
-    module = getattr(torch, kind.type, None)  # a third-party accelerator may lack it
+    module = getattr(torch, kind.type, None)  # a third-party accelerator may have no such module
     name_of = getattr(module, "get_device_name", lambda index: f"{kind.type}:{index}")
     return {"type": kind.type, "count": count, "names": [name_of(i) for i in range(count)]}
 
@@ -129,7 +129,7 @@ def _version(distribution: str) -> str | None:
 
 def problems(facts: Mapping[str, Any], backend: str | None, launcher: str | None) -> list[str]:
     """List the reasons why the environment, a backend or a launcher can't work, with remedies."""
-    is_node = facts["node"]["source"] is not None  # then a launcher sets the ranks' variables
+    is_node = facts["node"]["source"] is not None  # then a launcher will set the ranks' variables
     errors = [None if is_node else facts["environment"]["error"], facts["node"]["error"]]
     reasons = [error for error in errors if error is not None]
     for what, name, find in (

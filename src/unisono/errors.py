@@ -53,7 +53,7 @@ __all__ = (
     "WorkerFailedError",
 )
 
-# Errors whose texts begin with another rank, the one that caused them.
+# Errors whose texts begin with another rank, which caused them.
 _ABOUT_OTHERS = (
     "unisono.errors.CollectiveTimeoutError",
     "unisono.errors.CollectiveMismatchError",
@@ -65,8 +65,8 @@ class UnisonoError(Exception):
 
 
 def _message(error: UnisonoError) -> str:
-    """Return an error's text: further arguments, which pickle needs, do not belong to it."""
-    # Not of the base: other errors, also of plug-ins, show all of their arguments.
+    """Return an error's text, without the further arguments, which only pickle needs."""
+    # Not in the base class: other errors, also those of plug-ins, show all of their arguments.
     return str(error.args[0])
 
 
@@ -88,7 +88,7 @@ class UnknownBackendError(BackendError, ValueError):
 class BackendUnavailableError(BackendError, ImportError, ValueError):
     """Raised when a known backend can't be used here; contains the reason and the remedy.
 
-    It is also a ValueError, as idist's is.
+    It is also a ValueError, because idist raises one.
     """
 
 
@@ -101,7 +101,7 @@ class ContextError(UnisonoError, RuntimeError):
 
 
 class AlreadyInitializedError(ContextError, ValueError):
-    """Raised by `initialize` when a context is already live; a ValueError too, as torch's is."""
+    """Raised by `initialize` when a context is live already; a ValueError too, as torch raises."""
 
 
 class NotInitializedError(ContextError):
@@ -185,7 +185,8 @@ class WorkerFailedError(LaunchError):
 
         If the exception names another rank as the cause, that rank comes first.
         """
-        # One line of the text: a list that its colon announces is only in the traceback.
+        # `summary` is one line of the text; if its last colon announces a list, the list is only
+        # in the traceback.
         summary = summary.removesuffix(":")
         kind, _, text = summary.partition(": ")
         if kind.startswith(_ABOUT_OTHERS) and text:
@@ -206,7 +207,7 @@ class WorkerFailedError(LaunchError):
         """Return the exit code of a SystemExit, None for any other exception."""
         if not isinstance(error, SystemExit):
             return None
-        # As the interpreter exits: 0 for None, 1 for an object that isn't an int.
+        # The interpreter exits with 0 for None, and with 1 for an object that isn't an int.
         return error.code if isinstance(error.code, int) else int(error.code is not None)
 
 
@@ -257,7 +258,7 @@ class PeerRefusedError(CollectiveError):
 
     Args:
         message: names the rank, and the process's user if known.
-        rank: the rank that it answered for, -1 if unknown.
+        rank: the rank that the process answered for, -1 if unknown.
     """
 
     def __init__(self, message: str, rank: int = -1) -> None:

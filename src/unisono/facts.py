@@ -127,6 +127,7 @@ def _topology(active: ContextState) -> Topology:
 
 
 def _known(field: str, description: str) -> int:
+    """Return a number of the topology; raise if the ranks have yet to exchange their hosts."""
     active = current()
     model, topology = active.model, _topology(active)
     value = getattr(topology, field)
@@ -297,14 +298,15 @@ def show_config() -> None:
 
 
 def make_audible(log: logging.Logger) -> None:
-    """Enable a logger's INFO, on stderr by default, unless the user has set a level."""
+    """Enable a logger at INFO, on stderr by default, unless the user has set a level."""
     ours = logging.getLogger("unisono")
     if log.level == ours.level == logging.NOTSET:  # the root's WARNING is only a default
         log.setLevel(logging.INFO)
     if not log.hasHandlers():
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s: %(message)s"))
-        handler.addFilter(lambda _: not logging.getLogger().handlers)  # a later one logs it
+        # Handlers that the root logger gets later log the record instead.
+        handler.addFilter(lambda _: not logging.getLogger().handlers)
         ours.addHandler(handler)
 
 

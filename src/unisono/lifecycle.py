@@ -1,4 +1,4 @@
-"""Lifecycle of a context: initialize, finalize, sync, spawn, and the code of a spawned rank."""
+"""Lifecycle of a context: `initialize`, `finalize`, `sync`, `spawn`, and a spawned rank's code."""
 
 from __future__ import annotations
 
@@ -65,40 +65,40 @@ class Replica:
     job: str = field(default_factory=partial(secrets.token_hex, 8))
 
     def __call__(self, info: RankInfo) -> Any:
-        """Run in a process of its own. Collective over all ranks of `info`."""
-        # After an exception nothing is finalised: the connections stay open, so that the parent
-        # receives this error before any that it causes elsewhere. Threads that outlive the function
-        # keep the context until they end, as an asynchronous checkpoint needs it.
+        """Run as the only replica of a process. Collective over all ranks of `info`."""
+        # After an exception the context isn't finalised: its connections stay open, so that the
+        # parent receives this error before any error that it causes in other ranks. Threads that
+        # outlive the function keep the context until they end: asynchronous checkpoints need it.
         cls = find_model(self.backend)
-        if cls.replicas_are_threads:  # of this process, as XLA's launcher may start them
+        if cls.replicas_are_threads:  # of a process that XLA's launcher has started
             return self.run(cls.initialize(self.backend, info, **self.options))
         if self.prefix_output and info.world_size > 1:
-            begin_lines_with_rank(info.rank)  # before its backend's libraries print
+            begin_lines_with_rank(info.rank)  # before the backend's libraries print
         with within(self.limit):
-            made = context.activate(
+            active = context.activate(
                 lambda: cls.initialize(self.backend, info, **self.options),
                 lambda: _log_of(info, self.backend, cls, self.job),
             )
             with rank_function():
                 result = self.fn(info.local_rank, *self.args, **self.kwargs)
-            if made.model.is_alive():  # the function may have ended it
-                made.finalize()
+            if active.model.is_alive():  # the function may have ended it
+                active.finalize()
         context.forget()
         return result
 
     def run(self, model: ComputationModel) -> Any:
-        """Run in a separate thread, or in the only replica."""
+        """Run as one of several threads, or as the only replica."""
         # Collective over all ranks of `model`.
         is_process = threading.current_thread() is threading.main_thread()
         # Threads share stdout, so only the lines of a process can be told apart.
         if self.prefix_output and is_process and model.topology.world_size > 1:
             begin_lines_with_rank(model.topology.rank)
         info = RankInfo(model.topology.rank, model.topology.world_size)
-        made = context.ContextState(model, _log_of(info, self.backend, type(model), self.job))
-        with context.replica(made), within(self.limit):
+        active = context.ContextState(model, _log_of(info, self.backend, type(model), self.job))
+        with context.replica(active), within(self.limit):
             with rank_function():
                 result = self.fn(model.topology.local_rank, *self.args, **self.kwargs)
-            made.finalize()  # only without an exception, as in `__call__`
+            active.finalize()  # only without an exception, as in `__call__`
             return result
 
 
@@ -180,8 +180,8 @@ def initialize(backend: str | None = None, **options: Unpack[InitializeOptions])
     given: dict[str, Any] = {**options}
     info = _pop_rank(given)
     # Models that create their replicas themselves don't meet through the launcher's variables.
-    takes_info = not (cls.replicas_are_threads or "launch" in cls.capabilities)
-    if info.source == "none" and takes_info:
+    uses_variables = not (cls.replicas_are_threads or "launch" in cls.capabilities)
+    if info.source == "none" and uses_variables:
         _warn_on_a_node(cls.launcher)
     if given.get("timeout") is not None:
         given["timeout"] = seconds("timeout", given["timeout"])
@@ -189,8 +189,8 @@ def initialize(backend: str | None = None, **options: Unpack[InitializeOptions])
     given = {key: value for key, value in given.items() if value is not None}
 
     def make() -> ComputationModel:  # called once it is certain that no context is live
-        # A rendezvous that is given here makes another job.
-        if takes_info and not given.keys() & {"init_method", "store"}:
+        # A rendezvous that is given here belongs to another job than the inherited variables.
+        if uses_variables and not given.keys() & {"init_method", "store"}:
             _refuse_child(info)
         return cls.initialize(name.lower(), info, **given)
 
@@ -228,15 +228,14 @@ def _pop_rank(options: dict[str, Any]) -> RankInfo:
 
 def _refuse_child(info: RankInfo) -> None:
     """Raise if a rank has started this program, which has inherited its variables."""
-    # Both would wait for each other until their time is over.
-    # A single rank waits for no other. Without an id and a port, another job may have the same
-    # variables.
+    # Otherwise both processes would wait for each other until they time out. A single rank waits
+    # for no other. Without an id or a port, a different job may have the same variables.
     if info.world_size == 1 or not (info.job_id or info.master_port):
         return
-    same = [page for page in pages() if page.facts.get("variables") == str(info)]
-    pids = {page.facts["pid"] for page in same if page.is_alive()}
-    above = {each.pid for each in load("psutil:Process")().parents()} if pids else pids
-    for pid in pids & above:
+    pages_of_rank = [page for page in pages() if page.facts.get("variables") == str(info)]
+    pids = {page.facts["pid"] for page in pages_of_rank if page.is_alive()}
+    ancestors = {each.pid for each in load("psutil:Process")().parents()} if pids else pids
+    for pid in pids & ancestors:
         raise ContextError(
             f"rank {info.rank} of {info.world_size} is process {pid}, which has started this one: "
             "its launcher's variables are inherited. For a program alone call "
@@ -255,17 +254,17 @@ def _warn_on_a_node(launcher: str) -> None:
         return
     row = by_name(OF_MODELS).get(launcher)
     if launcher == _DEFAULT_LAUNCHER:
-        how = "start the script with unisono run, or call Parallel(), which starts them"
+        remedy = "start the script with unisono run, or call Parallel(), which starts them"
     elif row is None:
-        how = f"start them by the launcher {launcher!r}"
+        remedy = f"start them by the launcher {launcher!r}"
     else:  # a model's own launcher, whose name isn't an option of `spawn`
         by = f"by {row.command}, or " if row.command else ""
-        how = f"start them {by}by spawn() or Parallel() with nproc_per_node"
+        remedy = f"start them {by}by spawn() or Parallel() with nproc_per_node"
     text = (
         f"this process is alone: {node.source} reports {node.nnodes} nodes, and nothing has "
-        f"started their ranks; {how}; pass rank=0, world_size=1 to run alone"
+        f"started their ranks; {remedy}; pass rank=0, world_size=1 to run alone"
     )
-    if node.hosts and launcher == _DEFAULT_LAUNCHER:  # the platform starts only the first host
+    if node.hosts and launcher == _DEFAULT_LAUNCHER:  # the platform started only the first host
         text = alone(node)
     warnings.warn(text, UserWarning, stacklevel=level())
 
@@ -407,7 +406,7 @@ def spawn(
     """Run a function in replicas started for it, and return their results.
 
     In the replicas ``fn(local_rank, *args, **kwargs_dict)`` runs within a live context. The
-    script isn't run there, so in processes `fn` must repeat its set-up, such as logging. While the
+    script isn't run there, so in processes `fn` must set up things such as logging again. While the
     main thread waits for processes, a SIGTERM or SIGHUP without a handler here is forwarded to
     them: if all return within ``grace``, this process continues; else the signal kills it.
 
@@ -469,14 +468,14 @@ def warn_in_a_rank(call: str, nproc_per_node: Any, options: Mapping[str, Any]) -
     except ContextError:  # a thread that isn't a replica
         return
     topology, info = model.topology, context.detect_environment()
-    rank, world_size, how = topology.rank, topology.world_size, model.name
+    rank, world_size, source = topology.rank, topology.world_size, model.name
     if world_size == 1 and info is not None:  # a rank that hasn't been initialized yet
-        rank, world_size, how = info.rank, info.world_size, f"{info.source} environment"
+        rank, world_size, source = info.rank, info.world_size, f"{info.source} environment"
     if rank == 0 and world_size > 1:
         text = (
-            f"replicas within a rank: {call} is called in rank 0 of {world_size} ({how}). If every "
-            f"rank calls it, each starts {nproc_per_node} of its own. To run the function in the "
-            "ranks that are there, use Parallel() without nproc_per_node; if this is intended, "
+            f"replicas within a rank: {call} is called in rank 0 of {world_size} ({source}). If "
+            f"every rank calls it, each starts {nproc_per_node} of its own. To run the function in "
+            "the ranks that are there, use Parallel() without nproc_per_node; if this is intended, "
             'call warnings.filterwarnings("ignore", "replicas within a rank")'
         )
         warnings.warn(text, UserWarning, stacklevel=level())
@@ -493,7 +492,7 @@ def start(
     """Implement `spawn` without its warning about nested ranks."""
     cls, plan = check_job("spawn", backend, nproc_per_node, options)
     _check_call(fn, args, kwargs_dict)
-    # Without join the replicas outlive the block.
+    # Without join the replicas outlive the block, so its deadline doesn't apply to them.
     limit = Limit.here() if options.get("join") is not False else None
     replica = _replica(plan, options, fn, args, kwargs_dict, limit)
     if limit is not None and limit.left_s == 0:
@@ -501,13 +500,13 @@ def start(
     try:
         return _launch(cls, replica, plan, options)
     except UnisonoError as error:
-        # The block's deadline may have passed in a replica first.
+        # A replica may have been the first to notice that the block's deadline has passed.
         is_over = limit is not None and time.monotonic() >= limit.until
         if isinstance(error, WorkerFailedError) and (
             is_over and isinstance(error.__cause__, CollectiveTimeoutError)
         ):
             raise CollectiveTimeoutError(f"the block's deadline is over: {error}") from error
-        raise raised_here(error) from error.__cause__  # without our frames, with the same cause
+        raise raised_here(error) from error.__cause__  # without our frames, but with its cause
     except KeyboardInterrupt as error:
         say_instead(error, interrupted("spawn"))
         raise
@@ -535,7 +534,7 @@ def _replica(
 def start_to_stay(
     backend: str | None, fn: Callable[..., Any], args: Sequence[Any], size: int, **options: Any
 ) -> Job[Any] | None:
-    """Start ranks that stay within `fn`; None where their model makes them in this process."""
+    """Start ranks that stay within `fn`; return None if their model starts its own replicas."""
     cls, plan = check_job("WorkerPool", backend, size, options)
     if _find_launch(cls, options) is None:
         return None
@@ -544,9 +543,9 @@ def start_to_stay(
 
 
 def check_stay(cls: type[ComputationModel], options: Mapping[str, Any]) -> None:
-    """Raise if the launcher of a pool's ranks can't make any that stay."""
+    """Raise if a launcher can't start ranks that stay, as a pool's ranks do."""
     launch = _find_launch(cls, options)
-    if launch is not None and not _takes(launch, "join"):
+    if launch is not None and not _accepts(launch, "join"):
         raise ArgumentError(
             f"launcher {options.get('launcher') or cls.launcher!r} makes no replicas that stay: "
             "leave it out, or run functions with spawn()"
@@ -588,25 +587,26 @@ def _launch(
         _check_own_launch(cls.name, options)
         try:
             return hooks.launch(replica.run, plan, **replica.options)
-        finally:  # not in the failed replica, whose error would arrive after its victim's
+        finally:  # not in the failed replica: its error would arrive after those of its victims
             close_pages(replica.job)
     if options.get("launcher") is None and cls.launcher in by_name(OF_MODELS):
         _check_own_launch(cls.name, options)
         # The launcher's keywords are options of the model.
-        extra = {key: value for key, value in replica.options.items() if _takes(launch, key)}
+        extra = {key: value for key, value in replica.options.items() if _accepts(launch, key)}
         rest = {key: value for key, value in replica.options.items() if key not in extra}
         replica = replace(replica, options=rest)
     else:
         extra = _launcher_options(launch, cls, replica.backend, options)
     # A rank that is stopped for longer than a collective may take ends the job.
-    if replica.options.get("timeout") is not None and _takes(launch, "stop_limit_s"):
+    if replica.options.get("timeout") is not None and _accepts(launch, "stop_limit_s"):
         extra["stop_limit_s"] = replica.options["timeout"].total_seconds()
     if not join:
         extra["join"] = False
     return launch(replica, plan, environ=hooks.worker_environ(plan), **extra)
 
 
-def _takes(launch: Callable[..., Any], name: str) -> bool:
+def _accepts(launch: Callable[..., Any], name: str) -> bool:
+    """Return whether a launcher has a parameter of this name."""
     return name in inspect.signature(launch).parameters
 
 
@@ -643,11 +643,11 @@ def _launcher_options(
     check_names(f"launcher {name!r}", extra, known)
     if name == _DEFAULT_LAUNCHER:  # it supports everything that is refused below
         return {**extra, "join": options.get("join", True)}
-    given = [f"{key}=" for key in ("init_method", "start_method") if options.get(key) is not None]
+    refused = [f"{key}=" for key in ("init_method", "start_method") if options.get(key) is not None]
     if options.get("join") is False:
-        given.append("join=False")
-    if given:
-        raise ArgumentError(f"launcher {name!r} does not support {given[0]}")
+        refused.append("join=False")
+    if refused:
+        raise ArgumentError(f"launcher {name!r} does not support {refused[0]}")
     return extra
 
 

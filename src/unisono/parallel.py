@@ -1,4 +1,4 @@
-"""`Parallel`: a function in replicas, for any way to start the script."""
+"""`Parallel`, which runs a function in replicas, however the script was started."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class Parallel:
         node_rank: rank of this node.
         master_addr: host of node 0, for several nodes.
         master_port: port there, for several nodes.
-        init_method: a rendezvous URL instead. Without `nproc_per_node`, rank and world size come
-            from the environment.
+        init_method: a rendezvous URL, instead of address and port. Without `nproc_per_node`, rank
+            and world size come from the environment.
         launcher: starts the replicas if `nproc_per_node` is given: ``"processes"`` (the
             default), ``"torchrun"``, ``"mpi"``, ``"slurm"``, ``"ray"`` or a plug-in's.
         spawn_kwargs: further options of ``spawn``; or of ``initialize`` without `nproc_per_node`.
@@ -105,7 +105,7 @@ class Parallel:
         if backend is not None:
             find_model(backend)  # an unknown one is reported before bad options
         self._nnodes = nnodes
-        # In these cases nnodes is not an option of `spawn`: it says how to read the environment.
+        # In these cases nnodes isn't an option of `spawn`, but decides how the environment is read.
         is_word = nnodes == "auto" or (nnodes == 1 and nproc_per_node is None)
         for_spawn = {
             "nnodes": None if is_word else nnodes,
@@ -124,7 +124,7 @@ class Parallel:
             self._options["init_method"] = init_method
         self._check(for_spawn)
         # Removed after the check, as `initialize` has no such option.
-        self._grace = {"grace": self._options.pop("grace", None)}  # of ranks that it starts
+        self._grace = {"grace": self._options.pop("grace", None)}  # for the ranks that `run` spawns
         self._count = nproc_per_node
         self._node_options: dict[str, Any] = {}  # of this node, as options of `spawn`
         self._gaps: list[str] = []  # why a job of several nodes isn't known here
@@ -139,7 +139,7 @@ class Parallel:
             find_launcher(self._options["launcher"])
         if self._nproc_per_node is not None:
             check_job("Parallel", self._backend, self._nproc_per_node, self._options)
-        elif self._options:  # also alone, where a misspelt one would be ignored
+        elif self._options:  # a process that stays alone would ignore a misspelt option
             cls = find_model(self._backend or best_backend())
             others = ("rank", "world_size", "nproc_per_node", "grace", *for_spawn)
             check_names("Parallel", self._options, {*cls.options, *others})
@@ -174,7 +174,7 @@ class Parallel:
         if self._count is not None:
             return self  # each `run` spawns
         if self._backend is None and (alone or read_environment(os.environ) is None):
-            return self  # alone, where no backend is asked for: serial
+            return self  # alone and without a backend, so the serial context stays
         initialize(self._backend, **self._options, **alone)
         self._has_context = True
         self._log_info(f"initialised: {facts.model_name()}, backend {facts.backend()}")
@@ -183,7 +183,7 @@ class Parallel:
     def _find_node(self) -> None:
         """Detect whether this is a node of several whose ranks have yet to be started."""
         self._count, self._node_options, self._gaps = self._nproc_per_node, {}, []
-        # Without a backend the node is read in any case, to warn that this process is alone.
+        # Without a backend the node is always read, to warn if this process stays alone.
         if not self._may_be_node() or not (self._backend is None or self._can_spawn_on_nodes()):
             return
         is_auto = self._nnodes == "auto"
@@ -203,7 +203,7 @@ class Parallel:
                 "unisono run"
             )
         if self._count is None:
-            is_sure = is_auto and node.max_nnodes > 1  # then a rank's size doesn't count
+            is_sure = is_auto and node.max_nnodes > 1  # then WORLD_SIZE is surely not a rank's
             rank = None if is_sure else context.detect_environment()
             self._count = _ranks_to_start(node, None if rank is None else rank.world_size)
         if self._count is None or node.max_nnodes == 1:
@@ -225,7 +225,7 @@ class Parallel:
         is_known = self._nnodes == 1 or self._gaps
         if not is_known or "rank" in self._options or not self._can_spawn_on_nodes():
             return {}
-        if self._nnodes != 1:  # a gap doesn't excuse a wrong RANK
+        if self._nnodes != 1:  # a gap, unlike nnodes=1, doesn't excuse a wrong RANK, which raises
             is_rank = read_environment(os.environ) is not None
         elif (rank := context.detect_environment()) is None:
             is_rank = False
@@ -236,7 +236,7 @@ class Parallel:
     def _is_node_number(self, rank: RankInfo) -> bool:
         """Return whether a rank is this node's number, according to its platform."""
         if self._options.get("init_method") is not None:
-            return False  # it needs a rank
+            return False  # init_method needs a rank
         try:
             node = read_node()
         except EnvironmentDetectionError:
@@ -330,8 +330,9 @@ def _describe_work(fn: Callable[..., Any], count: int) -> str:
 
 def _ranks_to_start(node: NodeInfo, world_size: int | None) -> int | None:
     """Return the number of ranks to start on a node; None if this process is the only one."""
-    # If RANK and WORLD_SIZE are also those of a rank, it stays one, unless the platform has
-    # more: with one rank on each node both meanings agree, with several only its is right.
+    # A process whose RANK and WORLD_SIZE may be a rank's stays that rank, unless the platform asks
+    # for several ranks on a node. With one rank on each node, the numbers are right for nodes and
+    # ranks; with several, only for nodes.
     given, is_only_node = node.nproc_per_node, node.max_nnodes == 1
     if not is_only_node and world_size is None:
         return count_ranks("nproc_per_node", given or "auto")

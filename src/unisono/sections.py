@@ -55,8 +55,8 @@ def one_rank_only(
     def decorate(fn: Callable[P, T]) -> Callable[P, T | None]:
         @functools.wraps(fn)
         def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
-            # Without a barrier nothing is sent, so this needn't wait for other calls, as
-            # `communicator` does.
+            # Without a barrier nothing is sent, so this needn't wait for other calls, unlike
+            # `communicator`.
             context = current()
             check_rank(context, None, rank, "rank")
             is_chosen = context.model.topology.rank == rank
@@ -108,7 +108,7 @@ def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
         if is_first:
             yield
     if not is_first:
-        yield  # outside: an error of this rank's block isn't the first rank's
+        yield  # outside the section, whose outcome is that of the first rank's block alone
 
 
 @contextmanager
@@ -119,9 +119,9 @@ def _outcome_for_all(
     error: BaseException | None = None
     try:
         yield
-    except GeneratorExit:  # the block was abandoned: a garbage collection runs no collective
+    except GeneratorExit:  # the block was abandoned; a garbage collection must run no collective
         raise
-    except BaseException as raised:  # of any kind: the others must not wait forever
+    except BaseException as raised:  # of any kind, because other ranks must not wait forever
         error = raised
     agreed(context, name, error, group=group, call=f"{name} of rank {rank}")
 
@@ -175,6 +175,6 @@ def run_on_rank(fn: Callable[[], T], rank: int = 0) -> T:
     with _outcome_for_all(context, None, rank, name):
         if context.model.topology.rank == rank:
             value = fn()
-    # After the outcome: a rank that failed has no value for the others to wait for.
+    # Only after the outcome, because a rank that failed has no value to send.
     result: T = broadcast(value, rank)
     return result

@@ -27,9 +27,9 @@ _TEXT = "_unisono_text"  # attribute of an exception
 _ONE_AT_A_TIME = threading.Lock()
 _PACKAGE = str(Path(__file__).parent) + os.sep
 _INSTALLED = re.compile(r"/(site-packages|dist-packages|lib(64)?/python3\.\d+t?)/|^<frozen")
-# Its frames are between a user's ``with`` and our frames.
+# Frames of contextlib are between a user's ``with`` and our frames.
 _CONTEXTLIB = os.sep + "contextlib.py"
-# The margin is that of an exception group.
+# The margin is the one that an exception group puts before its tracebacks.
 _FRAME = re.compile(
     r'^(?P<margin>(?: +\| )?)  File "(?P<file>[^"\n]*)", line (?P<line>\d+)(?:, in (?P<name>.*))?\n'
     r"(?P<source>(?:(?P=margin)    .*\n)*)(?:(?P=margin)  \[Previous line .*\n)?",
@@ -42,7 +42,7 @@ _CHAINED = re.compile(
 _IGNORED = re.compile(r"^Exception ignored .*\n\Z", re.MULTILINE)  # before a traceback
 _STACK = re.compile(rf"(?:{_FRAME.pattern})+", re.MULTILINE)
 _OF_A_MESSAGE = re.compile(r"\s|frame #|$")
-_LONGEST_MARK = 1000  # of text before a traceback that belongs to it
+_LONGEST_MARK = 1000  # characters before a traceback that may belong to it
 _LONGEST_ASSERT = 10  # lines
 _SHOWN = reprlib.Repr()
 _SHOWN.maxother = _SHOWN.maxstring = _SHOWN.maxlong = 60
@@ -50,8 +50,8 @@ _SHOWN.maxother = _SHOWN.maxstring = _SHOWN.maxlong = 60
 
 def is_interrupt(error: BaseException) -> bool:
     """Return whether an exception is asynchronous: Ctrl-C, or raised by a signal's handler."""
-    # A handler's own frame follows the one that it interrupted, which is its second argument,
-    # perhaps in the tuple of its positional arguments.
+    # A signal handler's frame follows the frame that the signal interrupted. The interrupted frame
+    # is also the handler's second argument, perhaps in the tuple of its ``*args``.
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         interrupted, trace = trace.tb_frame, trace.tb_next
@@ -67,7 +67,7 @@ def is_full() -> bool:
 
 
 def hides(_: object = None) -> bool:
-    """Return whether pytest must hide a module's frames: its ``__tracebackhide__``."""
+    """Return whether pytest must hide a module's frames; assigned to ``__tracebackhide__``."""
     return not is_full()
 
 
@@ -77,10 +77,10 @@ def is_ours(file: str) -> bool:
 
 
 def frame_of(thread_id: int) -> FrameType | None:
-    """Return the innermost frame of a thread of this process; None if there isn't one."""
+    """Return the innermost frame of a thread of this process; None if it has no such thread."""
     # A collection within this call may wait for a lock that the call itself holds:
     # https://github.com/python/cpython/issues/106883, until Python 3.11.9 is the oldest 3.11.
-    with _ONE_AT_A_TIME:  # a second thread would find collections disabled, and leave them so
+    with _ONE_AT_A_TIME:  # a second thread would find collections disabled and leave them disabled
         was_enabled = gc.isenabled()
         gc.disable()
         try:
@@ -91,12 +91,12 @@ def frame_of(thread_id: int) -> FrameType | None:
 
 
 def place_of(file: str, line: int) -> str:
-    """Return file and line, the file relative to the working directory if it is below."""
+    """Return file and line; a file below the working directory is relative to it."""
     try:
-        here = os.getcwd() + os.sep
+        directory = os.getcwd() + os.sep
     except OSError:
-        here = file + os.sep  # the directory was deleted: no file is below
-    return f"{file[len(here) :] if file.startswith(here) else file}:{line}"
+        directory = file + os.sep  # the directory was deleted, so no file is below it
+    return f"{file[len(directory) :] if file.startswith(directory) else file}:{line}"
 
 
 def where(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
@@ -125,7 +125,7 @@ def _fold_stack(stack: re.Match[str]) -> str:
     """Replace each run of our frames in a printed stack by one line, unless all are ours."""
     frames = list(_FRAME.finditer(stack[0]))
     ours = [is_ours(frame["file"]) for frame in frames]
-    # Frames of contextlib are hidden only next to ours, as users have some, too.
+    # Frames of contextlib are hidden only next to ours, because users' code has some, too.
     beside = [any(ours[max(0, index - 1) : index + 2]) for index in range(len(frames))]
     hidden = [
         ours[index] or (beside[index] and frame["file"].endswith(_CONTEXTLIB))
@@ -147,13 +147,13 @@ def _fold_stack(stack: re.Match[str]) -> str:
 
 def _last_traceback(text: str) -> str:
     """Return the last traceback that Python has printed, without those of its causes."""
-    begin, is_quoted = -1, False  # of the last traceback so far; whether its message quotes one
+    begin, is_quoted = -1, False  # where the last one begins; whether its message quotes another
     for head in _HEAD.finditer(text):
         before = text[max(0, head.start() - _LONGEST_MARK) : head.start()]
-        if _IGNORED.search(before):  # as in a finalizer: the process goes on
+        if _IGNORED.search(before):  # for example in a finalizer; the process continued
             continue
         is_chained = begin >= 0 and _CHAINED.search(before) is not None
-        # The message of our error may quote a traceback, with those of its causes.
+        # The message of our error may quote a traceback, and the tracebacks of the causes.
         if begin >= 0 and (is_quoted or not is_chained) and _quotes(text[begin : head.start()]):
             is_quoted = True
             continue
@@ -194,7 +194,7 @@ def last_exception(text: str, most_after: int) -> tuple[str, str]:
 
 def _count_unrelated_lines(rest: str) -> int:
     """Count the lines after an exception that aren't part of its message."""
-    # Only indented lines and C++ frames are known to belong to it.
+    # Only indented lines and C++ frames are known to belong to the message.
     rest = re.split(r"^Exception ignored ", rest, flags=re.MULTILINE)[0]
     if rest.startswith("unisono.errors."):
         rest = _HEAD.split(rest)[0]
@@ -207,7 +207,7 @@ def line_of(frame: traceback.FrameSummary) -> str:
 
 
 def raised_here(error: E) -> E:
-    """Return an exception without the frames it has passed so far."""
+    """Return an exception without the frames that it has passed so far."""
     return error if is_full() else error.with_traceback(None)
 
 
@@ -220,6 +220,7 @@ def say_instead(error: BaseException, text: str) -> None:
 
 
 def _hook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+    """Print the text that `say_instead` gave the exception, else its traceback."""
     text = getattr(error, _TEXT, "")
     if text and sys.stderr is not None:
         sys.stderr.write(f"{text}\n")
@@ -270,7 +271,7 @@ def _parse_assert(file: str, line: int) -> ast.Assert | None:
         lines.append(linecache.getline(file, number))
         try:
             body = ast.parse(textwrap.dedent("".join(lines))).body
-        except (SyntaxError, ValueError):  # the statement goes on in the next line
+        except (SyntaxError, ValueError):  # the statement continues in the next line
             continue
         first = body[0] if body else None
         return first if isinstance(first, ast.Assert) else None

@@ -1,7 +1,7 @@
 """Detection of this process's rank, by the first environment whose variables are set.
 
-An environment reads one launcher: `NAME` and `detect(env) -> RankInfo | None`. It reads only the
-variables passed to it.
+An environment is an object with `NAME` and `detect(env) -> RankInfo | None`, which reads the
+variables of one launcher, and only from `env`.
 """
 
 from __future__ import annotations
@@ -75,15 +75,15 @@ class Finding(Generic[Info]):
 
 
 def detect(env: Mapping[str, str], extra: Iterable[Environment] = ()) -> RankInfo | None:
-    """Return this process's rank, from the first of `ENVIRONMENTS` and `extra` that is set."""
-    # One with half of its variables set yields to a later one that it doesn't contradict: a job
-    # script that exports WORLD_SIZE for its own use doesn't invalidate srun's variables.
+    """Return this process's rank, from the first environment whose variables are set."""
+    # An incomplete environment yields to a later one that it doesn't contradict: a job script that
+    # exports WORLD_SIZE for its own use must not invalidate srun's variables.
     winner = _choose((*ENVIRONMENTS, *extra), env)
     return None if winner is None else winner.info
 
 
 def read(env: Mapping[str, str]) -> RankInfo | None:
-    """Return this process's rank, also from the environments of plug-ins."""
+    """Return this process's rank, from built-in environments and those of plug-ins."""
     return detect(env, environments.load_plugins())
 
 
@@ -122,7 +122,7 @@ def judge(
 
 
 def _ask(environment: Environment, env: Mapping[str, str]) -> Finding[RankInfo]:
-    """Return one environment's facts or error; any other exception or result is an error, too."""
+    """Return one environment's facts or error; other exceptions and results become errors, too."""
     name = str(environment.NAME)
     try:
         info = environment.detect(env)
@@ -143,7 +143,7 @@ def _ask(environment: Environment, env: Mapping[str, str]) -> Finding[RankInfo]:
 
 
 def _choose(candidates: Iterable[Environment], env: Mapping[str, str]) -> Finding[RankInfo] | None:
-    """Return the first finding with facts; raise if it can't be used."""
+    """Return the first finding with facts; raise an earlier error if it rules this finding out."""
     incomplete: tuple[Environment, EnvironmentDetectionError] | None = None
     for environment in candidates:
         finding = _ask(environment, env)
@@ -153,7 +153,7 @@ def _choose(candidates: Iterable[Environment], env: Mapping[str, str]) -> Findin
             incomplete = incomplete or (environment, finding.error)
         elif finding.info is not None:
             if incomplete is not None and not _is_agreed(*incomplete, finding.info, env):
-                break  # they contradict each other: it is unknown which one is right
+                break  # they contradict each other, and it is unknown which one is right
             return finding
     if incomplete is not None:
         raise incomplete[1]
@@ -166,8 +166,8 @@ def _is_agreed(
     winner: RankInfo,
     env: Mapping[str, str],
 ) -> bool:
-    """Return whether a half-set environment agrees once completed with the winner's facts."""
-    for value in (winner.rank, winner.world_size):  # its missing variable is one of both
+    """Return whether an incomplete environment agrees if the winner's facts complete it."""
+    for value in (winner.rank, winner.world_size):  # the missing variable has one of these values
         info = _ask(environment, {**env, error.variable: str(value)}).info
         if info is not None and _is_same(info, winner):
             return True
@@ -177,5 +177,5 @@ def _is_agreed(
 def _is_same(one: RankInfo, other: RankInfo) -> bool:
     if (one.rank, one.world_size) != (other.rank, other.world_size):
         return False
-    # Not every launcher reports a local rank: an unknown one contradicts nothing.
+    # Not every launcher reports a local rank, so an unknown one contradicts nothing.
     return None in (one.local_rank, other.local_rank) or one.local_rank == other.local_rank

@@ -1,8 +1,9 @@
-"""Detection of this process's node, by the first platform that is set, unless it is a rank.
+"""Detection of this process's node, unless a launcher has started the process as a rank.
 
-RANK and WORLD_SIZE count ranks for torch and nodes for several platforms: if nothing decides, the
-result is ambiguous. Slurm and MPI may also start one task on each host, which then starts the
-ranks: if a platform gives it the same position, or the user calls it a node, the task is a node.
+RANK and WORLD_SIZE count ranks for torch, but nodes for several platforms. If nothing shows which,
+the result is ambiguous. Slurm and MPI may also start one task on each host, which then starts the
+ranks. Such a task is a node if a platform gives it the same number, or if the user states so in
+UNISONO_RANK_COUNTS.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from unisono.environments.reader import RANK_COUNTS, Reader, shown
 from unisono.errors import EnvironmentDetectionError
 from unisono.topology import NodeInfo, RankInfo
 
-_OF_AGENT = ("GROUP_RANK", "TORCHELASTIC_RUN_ID")
+_OF_AGENT = ("GROUP_RANK", "TORCHELASTIC_RUN_ID")  # set by torchrun's agent for its ranks
 _BARE = "torch"  # the source of a node found only by RANK and WORLD_SIZE
 _STATED = "stated"  # the platform for a statement of the user
 _ONE_TASK = (
@@ -33,7 +34,7 @@ def detect_node(
     *,
     is_asked: bool = False,
 ) -> NodeInfo | None:
-    """Return this process's node, from the first of `PLATFORMS` that is set."""
+    """Return this process's node, from the first platform whose variables are set."""
     rank, reader = _find_rank(env, extra), Reader(env, _BARE, "")
     # Only a RANK and a WORLD_SIZE without a local rank may also count nodes.
     if rank is not None and (
@@ -45,8 +46,8 @@ def detect_node(
             # There is no rank to agree with, or the platform reads RANK as a node's number.
             info = platform.detect(env, machine)
         elif platform.starts == "first node" and not is_asked:
-            info = None  # as many ranks as hosts may also have been started by hand on one
-        else:  # it must agree with the rank; its own errors aren't the rank's
+            info = None  # the user may have started as many ranks as hosts, all on one host
+        else:  # the node must agree with the rank, which an error of the platform doesn't affect
             info = _ask(platform, env, machine).info
             info = info if _is_node_of(info, rank) else None
         if info is not None:
@@ -69,7 +70,7 @@ def _ask(platform: Platform, env: Mapping[str, str], machine: Machine) -> Findin
 
 
 def _is_node_of(info: NodeInfo | None, rank: RankInfo) -> bool:
-    """Return whether a node could have such a rank, as its job's only one there."""
+    """Return whether a rank could be the only rank of its job on a node."""
     if info is None or not info.nnodes <= rank.world_size <= info.max_nnodes:
         return False
     return info.node_rank in (None, rank.rank)  # an elastic job's nodes number themselves
@@ -81,12 +82,12 @@ def _node_of_task(
     """Return the node of a host's only task, if that task has to start the ranks."""
     reader = Reader(env, _STATED, _ONE_TASK)
     if reader.has(*_OF_AGENT) or reader.value(RANK_COUNTS) == "ranks":
-        return None  # torch's agent has started it, or the user says so
-    is_task = rank.source != "torchrun"  # else LOCAL_RANK is set, which means a rank
+        return None  # torchrun's agent has started this rank, or the user calls it a rank
+    is_task = rank.source != "torchrun"  # else LOCAL_RANK is set, so this is a rank
     # Platforms that start ranks set LOCAL_RANK even for the only task of a node.
-    starts = {"ranks": True, "nodes": is_task, "first node": is_task and is_asked}
+    applies = {"ranks": True, "nodes": is_task, "first node": is_task and is_asked}
     for platform in PLATFORMS if _is_alone(rank) else ():
-        info = _ask(platform, env, machine).info if starts[platform.starts] else None
+        info = _ask(platform, env, machine).info if applies[platform.starts] else None
         if info is not None and info.node_rank == rank.rank and _is_node_of(info, rank):
             return info
     return _stated_node(reader, rank) if is_task and reader.counts_nodes() else None
@@ -103,15 +104,15 @@ def _is_alone(rank: RankInfo) -> bool:
 def _stated_node(reader: Reader, rank: RankInfo) -> NodeInfo:
     """Return the node of a task that the user calls a node."""
     size, address = rank.world_size, rank.master_addr
-    said = f"{RANK_COUNTS}=nodes, but {rank.source} reports rank {rank.rank} of {size}"
+    claim = f"{RANK_COUNTS}=nodes, but {rank.source} reports rank {rank.rank} of {size}"
     for name, number in (("RANK", rank.rank), ("WORLD_SIZE", size)):
         value = reader.value(name)
         if value is not None and value != str(number):
-            raise reader.error(f"{said}, and {name} is {shown(value)}", RANK_COUNTS, "nodes")
+            raise reader.error(f"{claim}, and {name} is {shown(value)}", RANK_COUNTS, "nodes")
     if not _is_alone(rank):
-        raise reader.error(f"{said}, and not one rank on each node", RANK_COUNTS, "nodes")
+        raise reader.error(f"{claim}, and not one rank on each node", RANK_COUNTS, "nodes")
     if size > 1 and address is None:
-        message = f"{said}, and MASTER_ADDR, the address of node 0, is not set"
+        message = f"{claim}, and MASTER_ADDR, the address of node 0, is not set"
         raise reader.error(message, "MASTER_ADDR", None)
     address, port = None if size == 1 else address, rank.master_port or PORT
     return NodeInfo(rank.rank, size, size, address, port, None, _STATED)
@@ -144,18 +145,18 @@ def ambiguity(info: NodeInfo) -> EnvironmentDetectionError:
 def not_a_node(
     what: str, env: Mapping[str, str], extra: Iterable[Environment] = ()
 ) -> EnvironmentDetectionError | None:
-    """Build the error for `what`, which needs a node, in one of several ranks; None elsewhere."""
-    rank, said = _find_rank(env, extra), Reader(env, _STATED, "").value(RANK_COUNTS)
-    if rank is None or rank.world_size == 1 or said == "ranks":
+    """Build the error if this is one of several ranks, while `what` needs a node; else None."""
+    rank, stated = _find_rank(env, extra), Reader(env, _STATED, "").value(RANK_COUNTS)
+    if rank is None or rank.world_size == 1 or stated == "ranks":
         return None  # with "ranks" the user agrees to a job in each rank: see `ambiguity`
     size, variable = rank.world_size, RANK_COUNTS
     remedy = (
-        f"if they are the only tasks of {size} hosts, to start their ranks, set "
+        "if each is the only task of its host, and has to start the ranks there, set "
         f"{RANK_COUNTS}=nodes, and MASTER_ADDR to the host of rank 0 if {rank.source} "
         "does not set it"
     )
-    if rank.source == "torchrun":  # then that word changes nothing: LOCAL_RANK means a rank
-        variable, remedy = "LOCAL_RANK", "unset RANK, WORLD_SIZE and LOCAL_RANK if it is a node"
+    if rank.source == "torchrun":  # then LOCAL_RANK shows a rank, whatever RANK_COUNTS states
+        variable, remedy = "LOCAL_RANK", "unset RANK, WORLD_SIZE and LOCAL_RANK if this is a node"
     return EnvironmentDetectionError(
         f"{what}: no platform identifies this node, but {rank.source} reports rank {rank.rank} of "
         f"{size}, and each of these would start a separate job: {remedy}; or leave {what} out if "
@@ -167,12 +168,12 @@ def not_a_node(
 
 
 def is_gap(error: EnvironmentDetectionError, *, may_be_several: bool) -> bool:
-    """Return whether these faulty variables may also occur in a job of one node."""
+    """Return whether the variables behind an error may also occur in a job of one node."""
     platform = next((each for each in PLATFORMS if error.source == each.NAME), None)
     if platform is None:
         return False
-    # Without a number of nodes there may be only one. Platforms that start only the first node
-    # are used only if the user asks for it, so their faults don't matter here.
+    # Without a number of nodes there may be only one. A platform that starts only the first node
+    # is used only if the user asks for it, so its errors don't matter here.
     is_open = may_be_several or error.variable in (platform.nnodes or platform.hosts)
     return platform.starts == "first node" or (error.value is None and is_open)
 
@@ -205,7 +206,7 @@ def meaning(
         return f"{what} can't be used: {error}"
     if info.is_ambiguous:
         return f"{what} are AMBIGUOUS, and taken for a rank by initialize(): {ambiguity(info)}"
-    return f"{what} count nodes, by {info.source}; as ranks they are right with one on each node"
+    return f"{what} count nodes, by {info.source}; if each node has one rank, they also count ranks"
 
 
 def explain_nodes(
@@ -220,15 +221,15 @@ def explain_nodes(
         decided = Finding(error.source, error=error)
 
     def ask(platform: Platform, view: Mapping[str, str]) -> Finding[NodeInfo]:
-        finding = _ask(platform, view, machine)  # for the winner too, as `view` records the names
-        # The winner's finding has the raised error itself, which is compared below.
+        finding = _ask(platform, view, machine)  # also for the winner: `view` records the names
+        # The winner's finding has the raised error object itself, which is compared below.
         is_decisive = decided.source == platform.NAME
         return replace(decided, info=decided.info or finding.info) if is_decisive else finding
 
     findings = [judge(partial(ask, each), env, decided, _is_same) for each in PLATFORMS]
     return [
         replace(each, verdict="unused") if each.error not in (None, decided.error) else each
-        for each in findings  # an error that wasn't raised rejects nothing
+        for each in findings  # a platform is refused only if its error was raised
     ]
 
 

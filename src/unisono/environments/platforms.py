@@ -1,7 +1,7 @@
-"""Platforms that start one program on each pod or machine: one row each, to detect this node.
+"""Table of platforms that start one program on each pod or machine; each row detects its node.
 
-A platform numbers its nodes; a launcher still has to start their ranks. A row lists its variables,
-and a function reads the facts that only this platform has.
+A platform numbers its nodes; a launcher still has to start their ranks. A row lists the platform's
+variables. If the platform has facts of another form, a function in the row reads them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from unisono.environments.reader import Number, Reader, shown
 from unisono.topology import NodeInfo
 
 PORT = 29500
-"""Port of node 0 if no variable has one: that of torchrun."""
+"""Port of node 0 if no variable sets one; the same as torchrun's default."""
 _RANGE = re.compile(r"(?P<least>[0-9]{1,9}):(?P<most>[0-9]{1,9})")
 _HOST_PORT = re.compile(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^:]+)):(?P<port>[0-9]{1,20})")
 _LOOPBACK = ("localhost", "127.0.0.1")
@@ -28,7 +28,7 @@ _BY_HAND = 'pass --nnodes auto (nnodes="auto" to Parallel) on each host of the j
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Facts of a node other than variables: its name, its address and its files."""
+    """Functions that read a node's host name, its address and one of its files."""
 
     name: Callable[[], str]
     address: Callable[[], str]
@@ -36,7 +36,7 @@ class Machine:
 
 
 class _Hosts(NamedTuple):
-    """Distinct hosts of a job, node 0 first, and the slots per host if all have equally many."""
+    """Distinct hosts of a job, node 0 first, and their number of slots if it is the same on all."""
 
     variable: str
     value: str
@@ -45,10 +45,10 @@ class _Hosts(NamedTuple):
 
 
 def _read_node(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo:
-    """Read a node's facts; its rank is its number or its position among the hosts, or None."""
+    """Read a node's facts; its rank is its position in the list of hosts, or else its number."""
     hosts = _read_hosts(platform, reader, machine)
     least, most = _count_nodes(platform, reader, hosts)
-    rank = None
+    rank = None  # unless one of the cases below applies, the nodes number themselves
     if hosts and not platform.node_rank:
         rank = _find_position(platform, reader, machine, hosts)
     elif most == 1 and not reader.has(*platform.node_rank):
@@ -63,13 +63,13 @@ def _read_node(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo
         PORT if most == 1 else _read_port(platform, reader),
         _count_ranks(platform, reader, hosts),
         platform.NAME,
-        # The hosts are only for the warning of `alone`, that the others aren't started.
+        # `hosts` is used only for `alone`'s warning that the other hosts aren't started.
         hosts=tuple(hosts.names) if hosts and platform.starts == "first node" else (),
     )
 
 
 def _read_hosts(platform: Platform, reader: Reader, machine: Machine) -> _Hosts | None:
-    """Read the hosts from a variable, or from the file that it names."""
+    """Read the hosts from a variable, or from the file that the variable names."""
     variable = reader.text(*platform.hosts)
     if variable is None:
         return None
@@ -83,7 +83,7 @@ def _read_hosts(platform: Platform, reader: Reader, machine: Machine) -> _Hosts 
     if not slots:
         raise reader.error(f"{name}={shown(value)} lists no host", name, value)
     hosts, counts = [reader.host(name, host) for host in slots], set(slots.values())
-    # Only a file has slots, and only a number that is the same on all hosts can be used.
+    # Only a file lists slots, whose number can be used only if it is the same on all hosts.
     return _Hosts(name, value, hosts, counts.pop() if is_file and len(counts) == 1 else None)
 
 
@@ -99,7 +99,7 @@ def _parse_json(text: str) -> list[str]:
 
 
 def _parse_file(text: str) -> list[str]:
-    """Parse lines of a host and its slots, 1 by default; return each host once per slot."""
+    """Parse lines with a host and its slots, 1 by default; return each host once per slot."""
     hosts = []
     for line in filter(str.strip, text.splitlines()):
         host, *others = line.split()
@@ -121,7 +121,7 @@ def _count_nodes(platform: Platform, reader: Reader, hosts: _Hosts | None) -> tu
             message = f"{name}={shown(value)} should be MIN:MAX, at least 1 each"
             raise reader.error(message, name, value)
         return least, most
-    if hosts is None:  # lists of hosts are only named in the error
+    if hosts is None:  # `platform.hosts` is read only for its name in the error
         count = reader.needed(*(platform.nnodes or platform.hosts), least=1).value
         return count, count
     number, count = reader.number(*platform.nnodes, least=1), len(hosts.names)
@@ -135,20 +135,21 @@ def _find_position(platform: Platform, reader: Reader, machine: Machine, hosts: 
     """Return this node's position among the hosts."""
     if len(hosts.names) == 1:
         return 0  # the only host is this one, even under another name
-    # This node's name is in a variable of the platform, or else it is the host name.
+    # A platform's variables for this node's name, if there are any, are required; by default it is
+    # the host name.
     variables = [name for name in platform.marks if name not in platform.hosts]
     named = reader.text(*variables)
     if variables and named is None:
         reader.needed(*variables)  # raises the error for a missing variable
     name = named[1] if named else machine.name()
     for form in (str, _short):  # full names first: hosts of two domains may share a short one
-        places = [at for at, host in enumerate(hosts.names) if form(host) == form(name)]
+        places = [index for index, host in enumerate(hosts.names) if form(host) == form(name)]
         if len(places) == 1:
             return places[0]
     who = f"{named[0]}={shown(name)}" if named else f"this host, {shown(name)},"
-    message = f"{who} isn't one host of {hosts.variable}={shown(hosts.value)}, which lists "
+    message = f"{who} doesn't match exactly one host in {hosts.variable}={shown(hosts.value)}"
     variable, value = named or (hosts.variable, hosts.value)
-    raise reader.error(message + shown(" ".join(hosts.names)), variable, value)
+    raise reader.error(f"{message}, which lists {shown(' '.join(hosts.names))}", variable, value)
 
 
 def _short(host: str) -> str:
@@ -157,7 +158,7 @@ def _short(host: str) -> str:
 
 
 def _find_leader(platform: Platform, reader: Reader, machine: Machine, hosts: _Hosts | None) -> str:
-    """Return node 0's host: from a variable, else the first in the list, else derived."""
+    """Return node 0's host, from its variable, the list of hosts, or the row's own function."""
     variable = reader.text(*platform.leader)
     if variable is None and hosts is not None:
         variable = hosts.variable, hosts.names[0]
@@ -172,13 +173,13 @@ def _find_leader(platform: Platform, reader: Reader, machine: Machine, hosts: _H
 
 
 def _read_port(platform: Platform, reader: Reader) -> int:
-    """Return node 0's port: from its own variable, or else from the variable with the host."""
+    """Return node 0's port, from the port's variable, or else from the variable with the host."""
     for name in (*platform.port, *platform.leader):
         value = reader.value(name) or ""
         if name in platform.leader:
             match = _HOST_PORT.fullmatch(value)
             value = match["port"] if match else ""
-        # the reader checks this part of the text as if it were the variable's value
+        # The reader checks this part of the text as if it were the variable's whole value.
         number = replace(reader, env={name: value}).number(name, least=1, most=65535)
         if number is not None:
             return number.value
@@ -186,11 +187,11 @@ def _read_port(platform: Platform, reader: Reader) -> int:
 
 
 def _count_ranks(platform: Platform, reader: Reader, hosts: _Hosts | None) -> str | None:
-    """Return the ranks of this node: a number or a word for `count_ranks`; None by default."""
+    """Return this node's number of ranks, or a word that `count_ranks` reads; None by default."""
     value = reader.value(*platform.nproc_per_node)
     if value is None and hosts is not None and hosts.slots is not None:
         return str(hosts.slots)
-    # On a node without accelerators, which has 0, the default applies.
+    # A variable for accelerators is 0 on a node without any; there the default applies.
     if value in (None, "0", "auto", "gpu", "cpu"):
         return None if value == "0" else value
     return str(reader.needed(*platform.nproc_per_node, least=1).value)
@@ -198,7 +199,7 @@ def _count_ranks(platform: Platform, reader: Reader, hosts: _Hosts | None) -> st
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """A platform and its variables; if several hold one fact, the first that is set is used."""
+    """A platform, with the variables for each fact; the first of them that is set is used."""
 
     NAME: str
     remedy: str
@@ -222,21 +223,21 @@ class Platform:
 
 def _kubeflow(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo:
     if reader.has("PET_RDZV_ENDPOINT") and not reader.has("PET_NODE_RANK"):
-        # The nodes number themselves when they meet there.
+        # The nodes number themselves when they meet at the endpoint.
         platform = replace(platform, node_rank=())
     info = _read_node(platform, reader, machine)
-    way = reader.value("PET_RDZV_BACKEND") if info.max_nnodes > 1 else None
-    if way is not None and way not in ("c10d", "static"):
-        message = f"PET_RDZV_BACKEND={shown(way)} isn't c10d or static: unisono has no other "
-        raise reader.error(f"{message}rendezvous", "PET_RDZV_BACKEND", way)
+    backend = reader.value("PET_RDZV_BACKEND") if info.max_nnodes > 1 else None
+    if backend is not None and backend not in ("c10d", "static"):
+        message = f"PET_RDZV_BACKEND={shown(backend)} isn't c10d or static: unisono has no other "
+        raise reader.error(f"{message}rendezvous", "PET_RDZV_BACKEND", backend)
     restarts = reader.number("PET_MAX_RESTARTS")
     return replace(info, max_restarts=None if restarts is None else restarts.value)
 
 
 def _pai(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo | None:
-    """Read a node of PAI DLC, recognized by the name of its first node."""
+    """Read a node of PAI DLC, which is recognized by the name of the job's first node."""
     leader = reader.value("MASTER_ADDR") or ""
-    # With LOCAL_RANK this is a rank that torchrun has started on such a node.
+    # If LOCAL_RANK is set, this process is a rank that torchrun has started on such a node.
     is_dlc = re.fullmatch(r"dlc[0-9a-z]+-master-0(\..+)?", leader) and not reader.has("LOCAL_RANK")
     return _read_node(platform, reader, machine) if is_dlc else None
 
@@ -252,23 +253,23 @@ def _volcano(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo:
 
 
 def _pytorchjob(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo | None:
-    """Read a pod of PyTorchJob, recognized by its name."""
+    """Read a pod of PyTorchJob, which is recognized by the pod's name."""
     pod = reader.value("HOSTNAME") or ""
     if reader.has("LOCAL_RANK") or not _is_pod_of_rank(pod, reader):
         return None
     info = _read_node(platform, reader, machine)
-    if info.master_addr in _LOOPBACK:  # the master's own value; others reach it by its pod's name
+    if info.master_addr in _LOOPBACK:  # set only on the master; workers reach it by its pod's name
         return replace(info, master_addr=reader.host("HOSTNAME", pod))
     return info
 
 
 def _is_pod_of_rank(pod: str, reader: Reader) -> bool:
-    """Return whether the pod's own name shows that RANK is its number in the job."""
+    """Return whether a pod's name shows that RANK is the pod's number in the job."""
     addr, rank = reader.value("MASTER_ADDR") or "", reader.value("RANK") or ""
     match = re.fullmatch(r"(?P<job>.+)-(?P<role>master|worker)-(?P<index>[0-9]{1,9})", pod)
     if match is None or (rank and not rank.isdecimal()):
         return False
-    if addr in _LOOPBACK:
+    if addr in _LOOPBACK:  # only on the master itself
         return (match["role"], match["index"], rank or "0") == ("master", "0", "0")
     # If there is a master, the workers' numbers begin at 1.
     for leader, first in (("master", 1), ("worker", 0)):
@@ -279,6 +280,7 @@ def _is_pod_of_rank(pod: str, reader: Reader) -> bool:
 
 
 def _stated(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo | None:
+    """Read a node if the user states that RANK and WORLD_SIZE count nodes."""
     is_node = reader.counts_nodes() and not reader.has("LOCAL_RANK")
     return _read_node(platform, reader, machine) if is_node else None
 
@@ -290,27 +292,29 @@ def _aws_batch(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo
     main = reader.number("AWS_BATCH_JOB_MAIN_NODE_INDEX") or Number("", 0)
     reader.below(main, nnodes, size)
     is_main = index == main.value
-    if is_main:  # only the main node lacks a variable with its address
+    if is_main:  # on this node alone, no variable has the main node's address
         platform = replace(platform, derive_leader=_own_address)
     info = _read_node(platform, reader, machine)
-    # The main node must be node 0, as ranks are numbered from there; nodes before it move up.
+    # The main node must be node 0, because ranks are numbered from there. The nodes before it
+    # move up by one.
     return replace(info, node_rank=0 if is_main else index + (index < main.value))
 
 
 def _own_address(reader: Reader, machine: Machine) -> str:
-    """Return the address of this node, the main one."""
+    """Return the address of this node, which is the main node."""
     try:
         return machine.address()
     except OSError as error:
-        message = f"this is the main node, and its own address isn't known: {error}"
-        raise reader.error(f"{message}; or set MASTER_ADDR", "MASTER_ADDR", None) from error
+        message = f"this is the main node, and its own address isn't known ({error})"
+        reader = replace(reader, remedy=f"set MASTER_ADDR, or {reader.remedy}")
+        raise reader.error(message, "MASTER_ADDR", None) from error
 
 
 def _tpu(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo:
     slices = reader.number("MEGASCALE_NUM_SLICES")
     if slices is not None and slices.value > 1:
         remedy = "set PET_NODE_RANK, PET_NNODES and PET_MASTER_ADDR, which count the hosts of all "
-        reader = replace(reader, remedy=f"{remedy}parts, {_ALONE}")
+        reader = replace(reader, remedy=f"{remedy}slices, {_ALONE}")
         message = f"{slices}, and TPU_WORKER_ID counts only the hosts of one slice"
         raise reader.error(f"{message}, and PET_NODE_RANK is not set", "PET_NODE_RANK", None)
     return _read_node(platform, reader, machine)
@@ -319,13 +323,13 @@ def _tpu(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo:
 def _kubernetes(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo | None:
     if not reader.has(*platform.nnodes):
         return None  # a pod that works alone, as in a sweep
-    if _count_nodes(platform, reader, None) == (1, 1):
+    if _count_nodes(platform, reader, None) == (1, 1):  # such a pod may have any index
         platform = replace(platform, node_rank=())
     return _read_node(platform, reader, machine)
 
 
 def _first_pod(reader: Reader, machine: Machine) -> str:
-    """Return the first pod's name, derived from this pod's: train-3.train.ns.svc is number 3."""
+    """Derive the first pod's name from this pod's, such as train-3.train.ns.svc for number 3."""
     rank = reader.needed("JOB_COMPLETION_INDEX").value
     name, dot, domain = machine.name().partition(".")
     job, _, index = name.rpartition("-")
@@ -334,19 +338,19 @@ def _first_pod(reader: Reader, machine: Machine) -> str:
         raise reader.error(f"{message}: set MASTER_ADDR", "MASTER_ADDR", None)
     if not dot:
         message = f"this pod's name, {shown(name)}, has no domain, so other pods can't resolve it"
-        more = "create a headless Service and name it as the pods' subdomain, or set MASTER_ADDR"
-        raise reader.error(f"{message}: {more}", "MASTER_ADDR", None)
+        more = "create a headless Service and set its name as the pods' subdomain"
+        raise reader.error(f"{message}: {more}, or set MASTER_ADDR", "MASTER_ADDR", None)
     return f"{job}-0.{domain}"
 
 
-# In order of priority: a platform that is built on another one precedes it, as it has more facts.
-# Each dump in tests/data/platforms names the page that documents the platform.
+# In order of priority: a platform that is built on another one comes before that one, because it
+# sets more variables. Each dump in tests/data/platforms names the page that documents the platform.
 PLATFORMS: tuple[Platform, ...] = (
-    # Kubeflow Trainer, newer releases of Kubeflow's PyTorchJob, and charts that follow them:
-    # torchrun reads each of its options from PET_ and the option's name. PET_NNODES may be MIN:MAX;
-    # then the nodes number themselves at PET_RDZV_ENDPOINT, unless PET_RDZV_BACKEND is etcd.
-    # PyTorchJob sets RANK and WORLD_SIZE too: RANK counts pods, and so does WORLD_SIZE,
-    # unless nprocPerNode is a number: then it counts ranks.
+    # Kubeflow Trainer, newer releases of Kubeflow's PyTorchJob, and charts that follow them. Their
+    # variables are torchrun's options with the prefix PET_. PET_NNODES may be MIN:MAX; then the
+    # nodes number themselves at PET_RDZV_ENDPOINT, unless PET_RDZV_BACKEND is etcd. PyTorchJob
+    # also sets RANK, which counts pods, and WORLD_SIZE, which counts pods, or ranks if
+    # nprocPerNode is a number.
     Platform(
         "kubeflow",
         "set PET_NODE_RANK, PET_NNODES and PET_MASTER_ADDR together, or unset the PET_ variables",
@@ -359,7 +363,7 @@ PLATFORMS: tuple[Platform, ...] = (
         read=_kubeflow,
     ),
     # PAI DLC of Alibaba Cloud: RANK and WORLD_SIZE count nodes. The address of the first node
-    # begins with the job's id, dlc and letters.
+    # begins with the job's id, which is `dlc` followed by letters and digits.
     Platform(
         "pai",
         f"{_TOGETHER} them all",
@@ -369,9 +373,10 @@ PLATFORMS: tuple[Platform, ...] = (
         nproc_per_node=("NPROC_PER_NODE",),
         read=_pai,
     ),
-    # Volcano: the plug-in env numbers a task's pods (VK_TASK_INDEX is the older name), svc lists
-    # them by task, as VC_WORKER_HOSTS. The plug-in pytorch sets RANK, which counts pods over the
-    # tasks master and worker, WORLD_SIZE and MASTER_ADDR; without it only one task can be numbered.
+    # Volcano: the `env` plug-in numbers the pods of a task (VK_TASK_INDEX is the older name); the
+    # `svc` plug-in lists them, as in VC_WORKER_HOSTS. The `pytorch` plug-in sets WORLD_SIZE,
+    # MASTER_ADDR and RANK, which counts the pods of the `master` and `worker` tasks together;
+    # without this plug-in, only the pods of a single task can be numbered.
     Platform(
         "volcano",
         "give the Job the plug-ins env and svc, and pytorch where it has several tasks, or unset "
@@ -382,9 +387,10 @@ PLATFORMS: tuple[Platform, ...] = (
         hosts=("VC_*_HOSTS",),
         read=_volcano,
     ),
-    # Older releases of PyTorchJob: only RANK and WORLD_SIZE, which count pods. A pod is recognized
-    # by its name, JOB-master-0 or JOB-worker-N, where MASTER_ADDR is JOB-master-0.
-    # The operator before them, and KubeDL, set localhost on the master itself.
+    # Older releases of PyTorchJob set only RANK and WORLD_SIZE, which count pods. A pod is
+    # recognized by its name, JOB-master-0 or JOB-worker-N, if MASTER_ADDR is JOB-master-0. The
+    # PyTorch operator that preceded these releases, and KubeDL, set MASTER_ADDR to localhost on
+    # the master itself.
     Platform(
         "pytorchjob",
         f"{_TOGETHER} them all",
@@ -393,7 +399,8 @@ PLATFORMS: tuple[Platform, ...] = (
         nnodes=("WORLD_SIZE",),
         read=_pytorchjob,
     ),
-    # The user's statement about a RANK and a WORLD_SIZE that nothing else explains.
+    # The user states, in UNISONO_RANK_COUNTS, whether RANK and WORLD_SIZE count nodes or ranks, if
+    # nothing else shows it.
     Platform(
         "stated",
         f"{_TOGETHER} UNISONO_RANK_COUNTS",
@@ -405,15 +412,15 @@ PLATFORMS: tuple[Platform, ...] = (
     # SkyPilot: SKYPILOT_NODE_IPS has one address a line, the head node first.
     Platform(
         "skypilot",
-        "start it by the run section of a task, or unset the SKYPILOT_ variables",
+        "start it from the `run` section of a task, or unset the SKYPILOT_ variables",
         marks=("SKYPILOT_NODE_RANK",),
         node_rank=("SKYPILOT_NODE_RANK",),
         nnodes=("SKYPILOT_NUM_NODES",),
         nproc_per_node=("SKYPILOT_NUM_GPUS_PER_NODE",),
         hosts=("SKYPILOT_NODE_IPS",),
     ),
-    # AWS Batch, multi-node parallel jobs: the main node has no variable with its own address, and
-    # its index may differ from 0.
+    # Multi-node parallel jobs of AWS Batch: on the main node no variable has the node's own
+    # address, and its index may differ from 0.
     Platform(
         "aws-batch",
         "start it as a multi-node parallel job, or unset the AWS_BATCH_JOB_NODE variables",
@@ -423,7 +430,8 @@ PLATFORMS: tuple[Platform, ...] = (
         leader=("MASTER_ADDR", "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"),
         read=_aws_batch,
     ),
-    # SageMaker training: the hosts as JSON; Open MPI's variables beside them are mpirun's own.
+    # SageMaker training jobs: SM_HOSTS is a JSON list. If Open MPI's variables are set as well,
+    # mpirun set them, not SageMaker.
     Platform(
         "sagemaker",
         "start it as a training job of SageMaker, or unset the SM_ variables",
@@ -432,9 +440,9 @@ PLATFORMS: tuple[Platform, ...] = (
         hosts=("SM_HOSTS",),
         parse=_parse_json,
     ),
-    # Azure Machine Learning, one program a node: NODE_RANK, MASTER_ADDR and MASTER_PORT are
-    # documented; its nodes also set AZUREML_NODE_COUNT. AZ_BATCH_MASTER_NODE is host and port.
-    # The program is started as rank 0 of its node.
+    # Azure Machine Learning with one program on each node: NODE_RANK, MASTER_ADDR and MASTER_PORT
+    # are documented; the undocumented AZUREML_NODE_COUNT is also set. AZ_BATCH_MASTER_NODE has
+    # host and port. The program is started as rank 0 of its node.
     Platform(
         "azureml",
         "start it with the distribution PyTorch and one process per instance, or unset "
@@ -445,10 +453,11 @@ PLATFORMS: tuple[Platform, ...] = (
         leader=("MASTER_ADDR", "AZ_BATCH_MASTER_NODE", "AZ_BATCHAI_MPI_MASTER_NODE"),
         starts="ranks",
     ),
-    # PBS, Torque and Grid Engine: a file lists the hosts, PBS's once for each slot, Grid Engine's
-    # with the number of slots; this node is the one with its name. They start a job's script on
-    # only the first host: ssh, pbsdsh or qrsh must start it on the others, with the variable and a
-    # file that they can read. That can't be detected, so the user has to state it.
+    # PBS, Torque and Grid Engine: a file lists the hosts. PBS's file has one line for each slot,
+    # Grid Engine's has the number of slots; this node is the entry that has this host's name. A
+    # job's script is started only on the first host; ssh, pbsdsh or qrsh must start it on the other
+    # hosts, with the variable and a file that those hosts can read. Whether that happened can't be
+    # detected, so the user has to state it.
     Platform(
         "pbs",
         f"{_BY_HAND} PBS_NODEFILE set to a file that they all can read",
@@ -465,8 +474,8 @@ PLATFORMS: tuple[Platform, ...] = (
         parse=_parse_file,
         starts="first node",
     ),
-    # TPUs on GKE: TPU_WORKER_ID counts the hosts of one slice; in a job of several slices
-    # (MEGASCALE_NUM_SLICES) it isn't enough. Plain TPU VMs have neither variable: their number
+    # TPUs on GKE: TPU_WORKER_ID numbers the hosts of one slice, so it isn't enough for a job of
+    # several slices (MEGASCALE_NUM_SLICES). Plain TPU VMs don't have these variables; their number
     # and their hosts are in the metadata server.
     Platform(
         "tpu",
@@ -481,8 +490,8 @@ PLATFORMS: tuple[Platform, ...] = (
     # those of a sweep. The first pod's name is derived from this pod's.
     Platform(
         "kubernetes",
-        "set PET_NNODES to the number of pods that train together in the manifest: 1 where each "
-        "trains by itself",
+        "in the manifest, set PET_NNODES to the number of pods that train together (1 if each "
+        "trains by itself)",
         marks=("JOB_COMPLETION_INDEX",),
         node_rank=("JOB_COMPLETION_INDEX",),
         nnodes=("PET_NNODES",),

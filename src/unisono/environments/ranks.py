@@ -1,6 +1,7 @@
-"""Launchers that start ranks: one row each, with the variables that it sets, to detect this rank.
+"""Table of launchers that start ranks; each row detects its rank from the launcher's variables.
 
-The comment above a row names the documentation of the variables, and the facts that they lack.
+The comment above a row names the documentation of the variables, and the facts that none of them
+has.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Names: TypeAlias = "tuple[str, ...]"
 
 @dataclass(frozen=True, slots=True)
 class LauncherEnvironment:
-    """A launcher: the reader of its ranks' variables, and the variables of some rank."""
+    """A launcher, with a function that reads the variables of its ranks, and an example of them."""
 
     NAME: str
     remedy: str
@@ -28,7 +29,7 @@ class LauncherEnvironment:
 
     @property
     def EXAMPLES(self) -> tuple[Mapping[str, str]]:
-        """The examples for the laws of environments."""
+        """Variables for the laws of environments."""
         return (self.example,)
 
     def detect(self, env: Mapping[str, str]) -> RankInfo | None:
@@ -76,11 +77,11 @@ def _make_info(
     if node_rank is not None:
         limit = nnodes or world_size  # a node has at least one rank
         reader.below(node_rank, limit.value, limit)
-    # Each other node has at least one rank; without others, this one has them all.
+    # Each other node has at least one rank; without other nodes, this node has all ranks.
     here = 1 if local_world_size is None else local_world_size.value
     others = 0 if nnodes is None else nnodes.value - 1
-    is_short = others == 0 and nnodes and local_world_size and here < world_size.value
-    if here + others > world_size.value or is_short:
+    lacks_ranks = others == 0 and nnodes and local_world_size and here < world_size.value
+    if here + others > world_size.value or lacks_ranks:
         found = [each for each in (local_world_size, nnodes, world_size) if each]
         numbers = " and ".join(map(str, found))
         message = f"{numbers} contradict each other: each node holds at least one of the replicas"
@@ -105,8 +106,8 @@ def _value(number: Number | None) -> int | None:
 def _with_rendezvous(
     reader: Reader, info: RankInfo, *ids: str | None, host: str | None = None
 ) -> RankInfo:
-    """Add MASTER_ADDR and MASTER_PORT, else `host` and a port derived from the ids of the job."""
-    # Without such an id neither is set: two jobs on one host would meet.
+    """Add MASTER_ADDR and MASTER_PORT, by default `host` and a port derived from the job's ids."""
+    # Without an id there are no defaults, because two jobs on one host would then meet.
     host = "127.0.0.1" if info.nnodes == 1 else host
     address, port = reader.address(), reader.port()
     if port is None and ids[0] is not None and (address or host):
@@ -119,35 +120,36 @@ def _with_rendezvous(
     )
 
 
-# Below 29500, torch's own default, and below the ephemeral ports of every common system (Linux
-# takes them from 32768), so that no outgoing connection occupies a derived port by accident.
-_FIRST = 20000
-_COUNT = 9473  # a prime: neighbouring jobs and steps never share a port
+# Derived ports are below 29500, torch's own default, and below the ephemeral ports of every common
+# system (on Linux from 32768), so that no outgoing connection occupies one by accident.
+_FIRST_PORT = 20000
+_N_PORTS = 9473  # a prime, so that neighbouring jobs and steps never share a port
 _STRIDE = 97
 
 
 def port_of(job: str, step: str = "0") -> int:
-    """Derive the rendezvous port of a job, the same on every rank."""
+    """Derive the rendezvous port of a job, which is the same on every rank."""
     # Ids that are numbers are mapped so that 97 consecutive jobs with up to 97 steps each
     # have distinct ports; other ids are hashed.
-    return _FIRST + (_number_of(job) * _STRIDE + _number_of(step)) % _COUNT
+    return _FIRST_PORT + (_number_of(job) * _STRIDE + _number_of(step)) % _N_PORTS
 
 
 def _number_of(text: str) -> int:
+    """Return an id as a number, or its hash."""
     if text.isascii() and text.isdigit() and len(text) <= 20:
         return int(text)
     return zlib.crc32(text.encode("utf-8", "backslashreplace"))
 
 
 def _torchrun(reader: Reader) -> RankInfo | None:
-    """Read a rank's variables, unless they are a node's."""
+    """Read a rank's variables; return None if they are a node's."""
     if not reader.has("RANK", "WORLD_SIZE"):
         return None
     if not reader.has("LOCAL_RANK"):  # else RANK and WORLD_SIZE may count nodes
-        is_of_nodes = reader.counts_nodes()
-        if is_of_nodes:
+        counts_nodes = reader.counts_nodes()
+        if counts_nodes:
             return None
-        if is_of_nodes is None:
+        if counts_nodes is None:  # the user hasn't stated it
             _refuse_both_meanings(reader)
     info = _by_variables(
         reader,
@@ -164,7 +166,8 @@ def _torchrun(reader: Reader) -> RankInfo | None:
         master_addr=reader.address(),
         master_port=reader.port(),
         store_is_hosted=_store_is_hosted(reader),
-        # torchrun's id of every static rendezvous, and our launcher's of every elastic one
+        # These don't identify a job: torchrun's id of every static rendezvous, and the id that
+        # unisono's launcher passes for every elastic rendezvous.
         job_id=None if run_id in ("none", "unisono") else run_id,
     )
 
@@ -175,7 +178,7 @@ def _refuse_both_meanings(reader: Reader) -> None:
     node_rank, nnodes = reader.value("PET_NODE_RANK"), reader.value("PET_NNODES")
     if rank is None or size is None or node_rank is None or nnodes is None:
         return
-    # Kubeflow's PyTorchJob does so if its nprocPerNode is a number.
+    # Kubeflow's PyTorchJob sets them so if its nprocPerNode is a number.
     if rank == node_rank and nnodes.isdecimal() and nnodes != size:
         message = (
             f"RANK={shown(rank)} counts nodes, as PET_NODE_RANK does, but "
@@ -186,7 +189,8 @@ def _refuse_both_meanings(reader: Reader) -> None:
 
 
 def _store_is_hosted(reader: Reader) -> bool:
-    # torch compares with str(True), so any other text means no
+    """Return whether torchrun's agent already runs the store at MASTER_ADDR and MASTER_PORT."""
+    # torch compares with str(True), so any other text means no.
     if reader.value("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return False
     for name in ("MASTER_ADDR", "MASTER_PORT"):
@@ -196,10 +200,10 @@ def _store_is_hosted(reader: Reader) -> bool:
     return True
 
 
-_LAST_STEP = 0xFFFFFFF0
-_ANY_ID = 2**32 - 1
-# mpirun, mpiexec and Flux start their daemons as the tasks of a step; a daemon's ranks
-# inherit its SLURM_PROCID beside their own variables. srun --mpi=pmi2 sets only PMI_RANK.
+_LAST_STEP_ID = 0xFFFFFFF0
+_LAST_ID = 2**32 - 1
+# mpirun, mpiexec and Flux start their daemons as the tasks of a step. The ranks of a daemon have
+# their launcher's variables, and inherit SLURM_PROCID. srun --mpi=pmi2 sets PMI_RANK alone.
 _INNER_LAUNCHERS = (
     ("OMPI_COMM_WORLD_RANK",),
     ("PMI_RANK", "MPI_LOCALRANKID"),
@@ -214,10 +218,10 @@ def _slurm(reader: Reader) -> RankInfo | None:
     numbers = map(reader.number, ("SLURM_PROCID", "SLURM_LOCALID"))
     is_task = any(number and number.value for number in numbers)  # a batch script has 0 in both
     read = reader.needed if is_task else reader.number  # a task without a step is an error
-    step = read("SLURM_STEP_ID", "SLURM_STEPID", most=_ANY_ID)
-    if step is None or step.value > _LAST_STEP:
+    step = read("SLURM_STEP_ID", "SLURM_STEPID", most=_LAST_ID)
+    if step is None or step.value > _LAST_STEP_ID:
         return None  # a batch script, or a shell of salloc
-    job = reader.needed("SLURM_JOB_ID", "SLURM_JOBID", most=_ANY_ID)
+    job = reader.needed("SLURM_JOB_ID", "SLURM_JOBID", most=_LAST_ID)
     world_size = reader.needed("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS", least=1)
     node_rank = reader.needed("SLURM_NODEID")
     nnodes = reader.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", least=1)
@@ -238,8 +242,9 @@ def _slurm(reader: Reader) -> RankInfo | None:
     )
 
 
-# A list of hosts, by `scontrol(1)` ("show hostnames") and `slurm.conf(5)`: n[08-10,12],login-1 is
-# n08, n09, n10, n12 and login-1. An item, up to a comma, has texts and ranges in brackets.
+# `scontrol(1)` ("show hostnames") and `slurm.conf(5)` document lists of hosts: n[08-10,12],login-1
+# is n08, n09, n10, n12 and login-1. An item consists of texts and of ranges in brackets, and ends
+# at a comma outside of brackets.
 _FIRST_ITEM = re.compile(
     r"(?P<item>(?:[A-Za-z0-9._-]|\[[0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*\])+)(?:,|$)"
 )
@@ -261,14 +266,14 @@ def _first_host(reader: Reader, nnodes: Number | None) -> str | None:
     return reader.host(name, _RANGES.sub(r"\1", item["item"]))
 
 
-# SLURM_STEP_TASKS_PER_NODE is "2(x3),1": three nodes with two tasks each, then one with one
+# SLURM_STEP_TASKS_PER_NODE "2(x3),1" means three nodes with two tasks each, then one with one task.
 _RUN = re.compile(r"(?P<tasks>[0-9]{1,9})(?:\(x(?P<nodes>[0-9]{1,9})\))?")
 
 
 def _count_tasks_here(
     reader: Reader, world_size: Number, node_rank: Number, nnodes: Number | None
 ) -> Number | None:
-    """Count the tasks on this node; nodes may hold different numbers of them."""
+    """Return the number of tasks on this node, which may differ between nodes."""
     variable = reader.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     if variable is None:
         return None
@@ -285,8 +290,8 @@ def _count_tasks_here(
         nodes, tasks = nodes + times, tasks + each * times
     agrees = tasks == world_size.value and (nnodes is None or nodes == nnodes.value)
     if here is None or not agrees:
-        others = f"{world_size}, {node_rank}" + (f", {nnodes}" if nnodes else "")
-        message = f"{name}={shown(value)}, {tasks} tasks on {nodes} nodes, contradicts {others}"
+        numbers = f"{world_size}, {node_rank}" + (f", {nnodes}" if nnodes else "")
+        message = f"{name}={shown(value)}, {tasks} tasks on {nodes} nodes, contradicts {numbers}"
         raise reader.error(message, name, value)
     return Number(name, here)
 
@@ -296,7 +301,7 @@ def _pairs(text: str) -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in text.split("; "))
 
 
-# Of the rank in the examples of `_mpi`.
+# Facts of the rank in the examples that `_mpi` builds.
 _FACTS = _pairs("rank=1; world_size=2; local_rank=1; local_world_size=2; node_rank=0; nnodes=1")
 
 
@@ -308,7 +313,7 @@ def _mpi(
     owners: Names = (),
     **numbers: Names,
 ) -> LauncherEnvironment:
-    """Build a row; if a variable of `owners` is set, the rank is another launcher's."""
+    """Build a row; if a variable in `owners` is set, another launcher has started the rank."""
     marks = marks or (*numbers["rank"], *numbers["world_size"])
 
     def read(reader: Reader) -> RankInfo | None:
@@ -323,6 +328,7 @@ def _mpi(
 
 
 def _lsf(reader: Reader) -> RankInfo | None:
+    """Read a rank of jsrun."""
     if not reader.has("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"):
         return None
     info = _by_variables(
@@ -332,8 +338,8 @@ def _lsf(reader: Reader) -> RankInfo | None:
         local_rank=("JSM_NAMESPACE_LOCAL_RANK",),
         local_world_size=("JSM_NAMESPACE_LOCAL_SIZE",),
     )
-    # "batch2 1 c01n03 42 c01n04 42": hosts and slots. jsrun runs on the first host, and
-    # places tasks from the second one on, unless there is only one.
+    # LSB_MCPU_HOSTS "batch2 1 c01n03 42 c01n04 42" lists hosts and slots. jsrun runs on the first
+    # host, and starts tasks on the following hosts, or on the first if it is the only one.
     hosts = (reader.value("LSB_MCPU_HOSTS") or "").split()[:4:2]
     host = reader.host("LSB_MCPU_HOSTS", hosts[-1]) if hosts else None
     ids = (reader.value("LSB_JOBID"), reader.value("PMIX_NAMESPACE"))
@@ -342,9 +348,10 @@ def _lsf(reader: Reader) -> RankInfo | None:
 
 # In order of priority: torchrun first, since it runs inside the steps and jobs of all others.
 LAUNCHERS: tuple[LauncherEnvironment, ...] = (
-    # torchrun, and all that set its variables: SageMaker (torch_distributed), accelerate, DeepSpeed
-    # and PyTorchJob of Kubeflow, where RANK counts pods. PyTorch's "torchrun (Elastic Launch)",
-    # "Environment Variables"; `torch/distributed/rendezvous.py` for TORCHELASTIC_USE_AGENT_STORE.
+    # torchrun, and launchers that set the same variables: SageMaker (torch_distributed),
+    # accelerate, DeepSpeed, and Kubeflow's PyTorchJob, where RANK counts pods. Documented in
+    # PyTorch's "torchrun (Elastic Launch)", section "Environment Variables", except for
+    # TORCHELASTIC_USE_AGENT_STORE, which `torch/distributed/rendezvous.py` reads.
     LauncherEnvironment(
         "torchrun",
         "start the program with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT "
@@ -356,9 +363,10 @@ LAUNCHERS: tuple[LauncherEnvironment, ...] = (
             "TORCHELASTIC_USE_AGENT_STORE=True; TORCHELASTIC_RUN_ID=b5a7"
         ),
     ),
-    # Slurm, one task of a step: `srun(1)`, "OUTPUT ENVIRONMENT VARIABLES". A batch script and the
-    # shell of salloc carry SLURM_NTASKS=4 (the script even SLURM_PROCID=0), but aren't tasks: they
-    # lack SLURM_STEP_ID, or it is one of the ids above 0xfffffff0 that Slurm keeps for itself.
+    # A task of a Slurm step: `srun(1)`, "OUTPUT ENVIRONMENT VARIABLES". A batch script and the
+    # shell of salloc have variables such as SLURM_NTASKS=4 (the script even SLURM_PROCID=0), but
+    # aren't tasks: their SLURM_STEP_ID is missing, or one of the ids above 0xfffffff0 that Slurm
+    # keeps for itself.
     LauncherEnvironment(
         "slurm",
         "start the program with srun, which sets them all, or unset the SLURM_ variables",
@@ -369,10 +377,11 @@ LAUNCHERS: tuple[LauncherEnvironment, ...] = (
             "SLURM_STEP_TASKS_PER_NODE=3,1; SLURM_STEP_NODELIST=n[1-2]"
         ),
     ),
-    # Open MPI: docs.open-mpi.org/en/main/tuning-apps/environment-var.html. Not read:
-    # OMPI_COMM_WORLD_NODE_RANK, the rank of the process on its node over all jobs. PMIX_NAMESPACE
-    # is the id of the job, a new one for each mpirun; OMPI_MCA_ess_base_jobid the same before PMIx.
-    # No variable has the address of a job of several nodes: `mpirun -x MASTER_ADDR`.
+    # Open MPI: docs.open-mpi.org/en/main/tuning-apps/environment-var.html. This row doesn't read
+    # OMPI_COMM_WORLD_NODE_RANK, because it counts the processes of all jobs on the node.
+    # PMIX_NAMESPACE is the job's id, a new one for each mpirun; before PMIx, the id was
+    # OMPI_MCA_ess_base_jobid. No variable has the address for a job of several nodes; the user
+    # passes one with `mpirun -x MASTER_ADDR`.
     _mpi(
         "openmpi",
         "start the program with Open MPI's mpirun, or unset the OMPI_COMM_WORLD variables",
@@ -383,8 +392,9 @@ LAUNCHERS: tuple[LauncherEnvironment, ...] = (
         job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
         owners=("JSM_NAMESPACE_RANK",),
     ),
-    # Flux: `flux-environment(7)`. It sets PMI_RANK and PMI_SIZE too. No variable has the tasks of a
-    # node or the hosts: `flux run --env=MASTER_ADDR=$(flux hostlist --nth=0)` names the first.
+    # Flux: `flux-environment(7)`. It sets PMI_RANK and PMI_SIZE too. No variable has the hosts or
+    # the number of tasks on a node. The user passes the first host with
+    # `flux run --env=MASTER_ADDR=$(flux hostlist --nth=0)`.
     _mpi(
         "flux",
         "start the program with flux run, or unset FLUX_TASK_RANK and FLUX_JOB_SIZE",
@@ -396,9 +406,10 @@ LAUNCHERS: tuple[LauncherEnvironment, ...] = (
         owners=("OMPI_COMM_WORLD_RANK",),
     ),
     # MPICH, Intel MPI, and other launchers that speak PMI: MPICH's "PMI-2 Wire Protocol".
-    # MPI_LOCALRANKID and MPI_LOCALNRANKS are undocumented; recorded from MPICH 5.0 and Intel MPI
-    # 2021. HPE's PMI has PMI_LOCAL_RANK and PMI_LOCAL_SIZE instead (`pals.h`). I_MPI_HYDRA_UUID is
-    # the id of the job; MPICH has none: `mpiexec -genv MASTER_ADDR host -genv MASTER_PORT port`.
+    # MPI_LOCALRANKID and MPI_LOCALNRANKS are undocumented; they were observed in MPICH 5.0 and
+    # Intel MPI 2021. HPE's PMI has PMI_LOCAL_RANK and PMI_LOCAL_SIZE instead (`pals.h`).
+    # I_MPI_HYDRA_UUID is Intel MPI's id of the job. MPICH has no id, so there the user passes
+    # `mpiexec -genv MASTER_ADDR host -genv MASTER_PORT port`.
     _mpi(
         "mpich",
         "start the program with mpiexec of MPICH or Intel MPI, or unset the PMI_ variables",
@@ -409,8 +420,9 @@ LAUNCHERS: tuple[LauncherEnvironment, ...] = (
         job=("I_MPI_HYDRA_UUID",),
         owners=("MV2_COMM_WORLD_RANK", "PALS_RANKID", "ALPS_APP_PE", "FLUX_TASK_RANK"),
     ),
-    # MVAPICH2's mpirun_rsh: its User Guide. MVAPICH 3 is found by MPICH's row. No variable is an id
-    # of the job: `mpirun_rsh -np 4 MASTER_ADDR=host MASTER_PORT=port ./program`.
+    # MVAPICH2's mpirun_rsh: MVAPICH2's User Guide. MPICH's row detects MVAPICH 3. No variable is an
+    # id of the job, so the user passes the address and the port:
+    # `mpirun_rsh -np 4 MASTER_ADDR=host MASTER_PORT=port ./program`.
     _mpi(
         "mvapich",
         "start the program with MVAPICH2's mpirun_rsh, or unset the MV2_COMM_WORLD variables",
@@ -419,10 +431,10 @@ LAUNCHERS: tuple[LauncherEnvironment, ...] = (
         local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
         local_world_size=("MV2_COMM_WORLD_LOCAL_SIZE",),
     ),
-    # PALS of HPE Cray EX, mpiexec and aprun under PBS: `pals.h` and its `mpiexec(1)`. No variable
-    # has the number of processes but PMI_SIZE with `--pmi=cray`; else PALS_SIZE, PMI_SIZE or
-    # WORLD_SIZE is given by hand, and MASTER_ADDR for several nodes. Slurm's
-    # `srun --mpi=cray_shasta` sets some of these variables too.
+    # PALS on HPE Cray EX, which provides mpiexec and aprun under PBS: `pals.h`, and PALS's own
+    # `mpiexec(1)`. PMI_SIZE has the number of processes, but only with `--pmi=cray`; else the user
+    # sets PALS_SIZE, PMI_SIZE or WORLD_SIZE. For several nodes the user also sets MASTER_ADDR.
+    # Slurm's `srun --mpi=cray_shasta` sets some of these variables too.
     _mpi(
         "pals",
         "start the program with PALS's mpiexec --pmi=cray, or give the number of processes by hand "
@@ -436,9 +448,10 @@ LAUNCHERS: tuple[LauncherEnvironment, ...] = (
         marks=("PALS_RANKID",),
         owners=("SLURM_STEP_ID", "SLURM_STEPID"),
     ),
-    # LSF's jsrun: Lightning's `LSFEnvironment` for the JSM_ variables, IBM Spectrum LSF's
-    # "Environment variables set for job execution" for the others. Of several jsrun at a time in
-    # one job each needs a MASTER_ADDR. mpirun within an LSF job is found by the row of that MPI.
+    # LSF's jsrun: Lightning's `LSFEnvironment` documents the JSM_ variables, IBM Spectrum LSF's
+    # "Environment variables set for job execution" the LSB_ variables. If one job runs several
+    # jsrun at a time, each needs a MASTER_ADDR. An mpirun within an LSF job is detected by the row
+    # of its MPI.
     LauncherEnvironment(
         "lsf",
         "start the program with jsrun, or unset the JSM_NAMESPACE variables",
@@ -449,9 +462,9 @@ LAUNCHERS: tuple[LauncherEnvironment, ...] = (
             "PMIX_NAMESPACE=3; JSM_NAMESPACE_LOCAL_RANK=0"
         ),
     ),
-    # Cray's ALPS, aprun on XE, XK and XC: `aprun(1)`. The number of processes has to be given by
-    # hand, as PMI_SIZE or WORLD_SIZE; facts of the node count where a wrapper exports them. PALS's
-    # aprun sets these variables too.
+    # Cray's ALPS, which provides aprun on XE, XK and XC: `aprun(1)`. The user has to set the number
+    # of processes, as PMI_SIZE or WORLD_SIZE. The row also reads facts about the node, which a
+    # wrapper may export. The aprun of PALS sets these variables too.
     _mpi(
         "cray",
         "give the number of processes by hand, as in aprun -n 8 -e PMI_SIZE=8, or unset the ALPS_ "

@@ -1,4 +1,4 @@
-"""Reader of variables as texts, numbers and addresses, checked for one environment."""
+"""Reader of one environment's variables, as checked texts, numbers and addresses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RANK_COUNTS = "UNISONO_RANK_COUNTS"
 
 _DIGITS = re.compile(r"-?[0-9]{1,20}")
 _MOST = 2**31 - 1  # MPI and torch keep ranks and sizes in a C int
-_SHOWN = 60
+_SHOWN = 60  # characters of a value
 
 
 def shown(value: str) -> str:
@@ -53,7 +53,7 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Variables for one environment. A blank variable counts as not set."""
+    """Variables of one environment. A blank variable counts as not set."""
 
     env: Mapping[str, str]
     source: str
@@ -102,7 +102,7 @@ class Reader:
         return Number(name, int(value))
 
     def needed(self, *names: str, least: int = 0, most: int = _MOST) -> Number:
-        """Return a number as `number` does; raise if no variable has it."""
+        """Return the whole number in the first variable that is set; raise if none is set."""
         number = self.number(*names, least=least, most=most)
         if number is None:
             others = f" (or {', '.join(names[1:])})" if names[1:] else ""
@@ -111,14 +111,14 @@ class Reader:
         return number
 
     def below(self, number: Number, limit: int, source: object) -> int:
-        """Return the number; raise if it isn't below a limit, which follows from `source`."""
+        """Return the number; raise if it isn't below the limit that `source` imposes."""
         if number.value >= limit:
             message = f"{number} is out of range: {source} allows 0 to {limit - 1}"
             raise self.error(message, number.variable, str(number.value))
         return number.value
 
     def host(self, name: str, value: str) -> str:
-        """Return a host's name; raise if no host can have such a name."""
+        """Return the value of a variable as a host's name; raise if no host can have that name."""
         if not 0 < len(value) <= 255 or not value.isprintable() or any(map(str.isspace, value)):
             raise self.error(f"{name}={shown(value)} is not the name of a host", name, value)
         return value
@@ -135,7 +135,7 @@ class Reader:
 
     def counts_nodes(self) -> bool | None:
         """Return whether RANK and WORLD_SIZE count nodes, None if the user doesn't state it."""
-        said = self.text(RANK_COUNTS)
-        if said is not None and said[1] not in ("nodes", "ranks"):
-            raise self.error(f"{said[0]}={shown(said[1])} should be nodes or ranks", *said)
-        return None if said is None else said[1] == "nodes"
+        stated = self.text(RANK_COUNTS)
+        if stated is not None and stated[1] not in ("nodes", "ranks"):
+            raise self.error(f"{stated[0]}={shown(stated[1])} should be nodes or ranks", *stated)
+        return None if stated is None else stated[1] == "nodes"

@@ -161,7 +161,7 @@ def test_a_wrong_variable_is_refused_by_name(name: str, case: str) -> None:
 @pytest.mark.parametrize(
     ("words", "host", "variable", "said"),
     [
-        ("PBS_NODEFILE=c01|c02", "login.cluster", "PBS_NODEFILE", "'login.cluster', isn't one "),
+        ("PBS_NODEFILE=c01|c02", "login.cluster", "PBS_NODEFILE", "cluster', doesn't match "),
         ("volcano.node1 VC_PS_HOSTS=train-ps-0.train VC_PS_NUM=1", "", "VC_PS_HOSTS",
          "VC_PS_HOSTS and VC_WORKER_HOSTS are lists, .*pytorch"),
         ("kubernetes.node1", "train-1", "MASTER_ADDR", "headless Service"),
