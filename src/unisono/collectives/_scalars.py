@@ -60,17 +60,23 @@ def reduce_values(
         emulation.check_reducible(tensor, op)
         return f"{tensor.dtype}{list(tensor.shape)}"
 
+    columns, leaves, tensors = _exchange_numbers(context, call, value, check_tensor, group)
+    totals = _reduce_tensors(context, tensors, op, group) if tensors else []
+    return _rebuilt(value, leaves, [fold_numbers(op, column) for column in columns], totals)
+
+
+def _reduce_tensors(
+    context: ContextState, tensors: list[Tensor], op: ReduceOp, group: Group | None
+) -> list[Tensor]:
+    """Reduce tensors to new ones. Collective over `group`."""
+
     def as_row(tensor: Tensor) -> Tensor:
         return emulation.private_copy(context, tensor).reshape(-1)
 
     def reduce(row: Tensor) -> Tensor:
         return emulation.all_reduce(context, row, op, group, row.device)
 
-    columns, leaves, tensors = _exchange_numbers(context, call, value, check_tensor, group)
-    totals: list[Tensor] = []
-    if tensors:
-        totals = _reduce_joined(tensors, [tensor.shape for tensor in tensors], as_row, reduce)
-    return _rebuilt(value, leaves, [fold_numbers(op, column) for column in columns], totals)
+    return _reduce_joined(tensors, [tensor.shape for tensor in tensors], as_row, reduce)
 
 
 def sum_values(
@@ -164,7 +170,7 @@ def _describe(
     for leaf, path in zip(leaves, paths, strict=True):
         number = leaf if type(leaf) in _PLAIN else _number(leaf)
         if number is not None and takes_numbers:
-            if isinstance(number, int) and number not in _INTS:
+            if type(number) is int and number not in _INTS:
                 bits = number.bit_length()
                 shown = number if bits < 200 else f"an int of {bits} bits"
                 raise PayloadError(f"{shown}{_at(path)} doesn't fit into 64 bits: reduce a float")
@@ -211,6 +217,7 @@ def _reduce_joined(
         total = reduce(rows[0] if len(rows) == 1 else torch.cat(rows, -1))
         parts = torch.split(total, [row.shape[-1] for row in rows])
         for i, part in zip(places, parts, strict=True):
-            # Copied, as one part would keep the memory of all alive.
-            results[i] = part.reshape(shapes[i]).to(tensors[i].device, copy=len(parts) > 1)
+            # Copied: a part would keep the memory of all parts alive, and autograd refuses to
+            # change an output of `split` in place.
+            results[i] = part.reshape(shapes[i]).to(tensors[i].device, copy=True)
     return [results[i] for i in range(len(tensors))]

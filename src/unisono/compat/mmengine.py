@@ -118,10 +118,11 @@ def all_reduce(data: Tensor, op: str = "sum", group: Group = None) -> None:
         op: ``sum mean product min max band bor bxor``. A mean of ints is cut to an int, towards 0.
         group: of ranks; None for all.
     """
-    if parse_op(op) is ReduceOp.AVERAGE and _is_int(data):
-        averaging.reduce_params([data], True, -1, op, group, cuts_means=True)
+    operation = parse_op(op)
+    if operation is ReduceOp.AVERAGE and _is_int(data):
+        averaging.reduce_params([data], True, -1, operation, group, cuts_means=True)
     else:
-        reductions.all_reduce_(data, parse_op(op), group)
+        reductions.all_reduce_(data, operation, group)
 
 
 def _is_int(data: object) -> bool:
@@ -169,9 +170,10 @@ def all_reduce_dict(data: dict[str, Tensor], op: str = "sum", group: Group = Non
     """
     if not isinstance(data, dict):
         raise _RefusedError(f"a dict is needed, not a {type(data).__qualname__}")
+    operation = parse_op(op)
     if get_world_size(group) == 1 or get_rank(group) < 0:
         return
-    is_mean = parse_op(op) is ReduceOp.AVERAGE
+    is_mean = operation is ReduceOp.AVERAGE
     # Sorted, as the ranks may have the keys in different orders.
     values = {key: data[key] for key in sorted(data)}
     tensors = [value for value in values.values() if isinstance(value, Tensor)]
@@ -183,13 +185,13 @@ def all_reduce_dict(data: dict[str, Tensor], op: str = "sum", group: Group = Non
         values |= {key: value.to(torch.float64) for key, value in ints.items()}
     else:
         values = {key: value for key, value in values.items() if key not in ints}
-    data.update(reductions.all_reduce(values, parse_op(op), group) if values else {})
+    data.update(reductions.all_reduce(values, operation, group) if values else {})
     if ints and floats:
         data.update({key: data[key].to(widest) for key in ints})
     elif ints:
         # Clones, because `reduce_params` overwrites its tensors, which the caller may still use.
         means = {key: value.clone() for key, value in ints.items()}
-        averaging.reduce_params(means, True, -1, op, group, cuts_means=True)
+        averaging.reduce_params(means, True, -1, operation, group, cuts_means=True)
         data.update(means)
 
 
