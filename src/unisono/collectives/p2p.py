@@ -50,7 +50,7 @@ def send(value: Any, dst: int, group: GroupLike = None) -> None:
     context, members = _pair(group, dst, "dst")
     with context.calls.begin("send", pair(context.model.topology.rank, dst), value):
         frame = frame_or_reason(encode_or_header, context, value, members)
-        # The head has a fixed size, as the peer doesn't know the length of the frame.
+        # The peer doesn't know the length of the frame, so a head of fixed size precedes it.
         head = as_frame(frame)
         context.model.send(_as_row(context, head), dst, members)
         if inline_part(head) is None:
@@ -109,6 +109,7 @@ def recv(src: int, group: GroupLike = None) -> Any:
 
 
 def _pair(group: GroupLike, peer: int, role: str) -> tuple[ContextState, Group | None]:
+    """Return the context and the group of a message; raise if this rank can't have the peer."""
     context, members, is_member = context_and_group(group)
     check_rank(context, members, peer, role)
     if not is_member:
