@@ -165,7 +165,7 @@ def _emulate(tensor: Tensor, op: ReduceOp, size: int) -> tuple[Tensor, ReduceOp,
     if dtype is torch.uint64 and op in (ReduceOp.MIN, ReduceOp.MAX):
         flipped = tensor.view(torch.int64) ^ _SIGN
         return flipped, op, lambda total: (total ^ _SIGN).view(torch.uint64)
-    if not dtype.is_floating_point and not dtype.is_complex:
+    if not dtype.is_floating_point and not dtype.is_complex:  # cast back, int64 wraps as `dtype`
         return tensor.to(torch.int64), op, lambda total: total.to(dtype)  # bool, too
     if dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize:
         # MIN, MAX and AVERAGE need another conversion even in float32.

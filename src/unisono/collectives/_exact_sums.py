@@ -304,13 +304,14 @@ def _length(value: Tensor) -> Tensor:
 
 def _nearest(value: Tensor, exponent: Tensor, form: Format) -> Tensor:
     """Return the bits of the float that is nearest to value * 2**exponent."""
-    last = (_length(value) + exponent).sub_(form.fraction + 1).clamp_(min=0)  # of the result
+    # The exponent of the last bit that the result keeps.
+    last = (_length(value) + exponent).sub_(form.fraction + 1).clamp_(min=0)
     last.masked_fill_(value == 0, 0)
     shift = last - exponent
     drop = shift.clamp(min=0)
     half = (torch.ones_like(drop) << drop) >> 1
     odd = (value >> drop).bitwise_and_(1)
-    # To round ties to even, add half less 1, and 1 more if the last bit that is kept is odd.
+    # To round ties to even, add half less 1, and 1 more if the last kept bit is set.
     kept = (half.sub_(1).add_(odd).clamp_(min=0).add_(value)) >> drop
     kept <<= shift.neg_().clamp_(0, 63)
     # A result too long for a significand carries into the exponent's bits, up to infinity.

@@ -94,8 +94,8 @@ def sum_values(
             raise PayloadError(f"the tensor{_at(path)} has no dim 0, which counts the terms")
         if counts - {tensor.shape[0]}:
             raise PayloadError(
-                f"the tensor{_at(path)} has {tensor.shape[0]} terms, others have {counts.pop()}: "
-                "dim 0 must be the same for all tensors of a rank"
+                f"the tensor{_at(path)} has {tensor.shape[0]} terms, other tensors have "
+                f"{counts.pop()}: dim 0 must be the same for all tensors of a rank"
             )
         counts.add(tensor.shape[0])
         return f"{tensor.dtype}{list(tensor.shape[1:])}"

@@ -113,13 +113,13 @@ def _gather(
     if len(dtypes) > 1:
         raise CollectiveMismatchError(f"{call} of different dtypes: {_listed(heads, ranks)}")
     shapes = [head.shape for head in heads]
-    rows = _rows(context, value, shapes, group)
+    rows = _padded_rows(context, value, shapes, group)
     if len(set(shapes)) == 1:
         return rows.reshape(len(heads), *shapes[0])
-    return _cut(rows, shapes)
+    return _without_padding(rows, shapes)
 
 
-def _rows(
+def _padded_rows(
     context: ContextState, tensor: Tensor, shapes: Sequence[tuple[int, ...]], group: Group | None
 ) -> Tensor:
     """Gather the elements of all ranks' tensors, each row padded to the longest."""
@@ -131,7 +131,7 @@ def _rows(
     return emulation.all_gather(plane, row, group).to(tensor.device)
 
 
-def _cut(rows: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+def _without_padding(rows: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     """Return copies of the rows without their padding."""
     padded = zip(rows, shapes, strict=True)
     return [row[: math.prod(shape)].reshape(shape).clone() for row, shape in padded]
@@ -247,7 +247,7 @@ def all_gather_tensors_with_shapes(
     def call() -> list[Tensor]:
         # An empty tensor for the dtype: this rank's shape may differ, and the text has all shapes.
         compare_calls(context, f"{name} {expected}", tensor.new_empty(0), members)
-        return _cut(_rows(context, tensor, expected, members), expected)
+        return _without_padding(_padded_rows(context, tensor, expected, members), expected)
 
     return call
 
