@@ -1,8 +1,8 @@
 """Exact emulation of dtypes and operations that a model does not support.
 
-Movement: a dtype outside of the model's is sent as bytes. Reduction: a dtype that the model
-lacks is computed in a wider one whose result, cast back, equals that of the narrow one (integers
-wrap alike); where the model lacks that one too, the tensors are gathered and folded in rank order.
+A tensor whose dtype the model lacks is moved as bytes. To reduce it, it is converted to a wider
+dtype, whose result, cast back, equals that of the narrow dtype (integers wrap alike). If the model
+lacks the wider dtype as well, the tensors are gathered and folded in rank order.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ def check_writable(tensor: Tensor, call: str) -> None:
 
 
 def _overlaps(tensor: Tensor) -> bool:
+    """Return whether several elements of a tensor have one place in memory."""
     # A dimension of size 1 may have any stride, since nothing steps along it.
     dims = [pair for pair in zip(tensor.stride(), tensor.shape, strict=True) if pair[1] != 1]
     if any(size == 0 for _, size in dims):
@@ -76,7 +77,8 @@ def _overlaps(tensor: Tensor) -> bool:
         reach += stride * (size - 1)
     else:
         return False
-    # Otherwise they may still not, as with shape [2, 3] and strides 3 and 2: compare all places.
+    # Otherwise each element may still have its own place, as with shape [2, 3] and strides 3 and 2,
+    # so all places are compared.
     places = torch.zeros((), dtype=torch.int64, device="cpu")
     for stride, size in dims:
         places = places.unsqueeze(-1) + torch.arange(size, device="cpu") * stride
@@ -123,7 +125,7 @@ def view_or_copy(
     context: ContextState, tensor: Tensor, plane: Plane, op: ReduceOp | None = None
 ) -> Tensor:
     """Return a contiguous view of the user's memory if it will only be read, else a copy."""
-    # Shared memory only reads it, but emulation of an operation overwrites it.
+    # Collectives through shared memory only read the tensor; emulating an operation overwrites it.
     is_read = type(plane) is HostCollectives and tensor.is_cpu
     if is_read and (op is None or reduces_natively(plane, tensor, op)):
         return plain(tensor).resolve_conj().resolve_neg().contiguous()
@@ -141,13 +143,13 @@ def overwrite(tensor: Tensor, values: Tensor) -> Tensor:
 def as_movable(plane: Plane, tensor: Tensor) -> tuple[Tensor, Restore]:
     """Return a tensor [*shape] in a dtype that the plane moves, and the inverse conversion."""
     if tensor.dtype in plane.dtypes:
-        return tensor, _same
+        return tensor, _unchanged
     dtype = tensor.dtype
-    # The last dimension holds the bytes of one element; the view shrinks it to size 1.
+    # The last dimension holds the bytes of one element; the view shrinks that one to size 1.
     return as_bytes_tensor(tensor), lambda rows: rows.contiguous().view(dtype).squeeze(-1)
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
@@ -159,12 +161,12 @@ def _emulate(tensor: Tensor, op: ReduceOp, size: int) -> tuple[Tensor, ReduceOp,
     if dtype.is_complex and op is ReduceOp.AVERAGE:
         parts, step, back = _emulate(torch.view_as_real(tensor), op, size)
         return parts, step, lambda total: torch.view_as_complex(back(total))
-    # With its highest bit flipped, uint64 has the order of int64.
+    # A uint64 whose highest bit is flipped has the order of int64.
     if dtype is torch.uint64 and op in (ReduceOp.MIN, ReduceOp.MAX):
         flipped = tensor.view(torch.int64) ^ _SIGN
         return flipped, op, lambda total: (total ^ _SIGN).view(torch.uint64)
-    if not dtype.is_floating_point and not dtype.is_complex:
-        return tensor.to(torch.int64), op, lambda total: total.to(dtype)  # of bool, too
+    if not dtype.is_floating_point and not dtype.is_complex:  # cast back, int64 wraps as `dtype`
+        return tensor.to(torch.int64), op, lambda total: total.to(dtype)  # bool, too
     if dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize:
         # MIN, MAX and AVERAGE need another conversion even in float32.
         wide, step, back = _emulate(tensor.to(torch.float32), op, size)
@@ -174,16 +176,16 @@ def _emulate(tensor: Tensor, op: ReduceOp, size: int) -> tuple[Tensor, ReduceOp,
     if is_order_of_floats(tensor, op):
         keys, restore = as_ordered_ints(tensor, op)
         return keys, op, restore
-    return tensor, op, _same
+    return tensor, op, _unchanged
 
 
 def _scaled(tensor: Tensor, size: int) -> tuple[Tensor, ReduceOp, Restore]:
     """Sum terms scaled by a power of two, so that no sum overflows unless the mean does."""
-    # Exact except for numbers near the smallest, which for float16 begin at 6e-5: `_emulate`
-    # computes it in float32.
+    # Scaling is exact except for numbers near the smallest of the dtype. In float16 these begin at
+    # 6e-5, so `_emulate` has converted narrow floats to float32.
     before, after = mean_factors(size)
     if size > 1:
-        tensor.mul_(before)  # our own copy
+        tensor.mul_(before)  # a private copy
     return tensor, ReduceOp.SUM, lambda total: total / after
 
 
@@ -191,12 +193,12 @@ def _emulate_if_needed(
     context: ContextState, plane: Reducer, tensor: Tensor, op: ReduceOp, group: Group | None
 ) -> tuple[Tensor, ReduceOp, Restore]:
     """Convert as `_emulate` does, unless `plane` reduces the tensor natively."""
-    # May overwrite `tensor`, which is then a private copy.
+    # A conversion may overwrite `tensor`, which is a private copy unless the plane reduces it.
     if reduces_natively(plane, tensor, op):
-        return tensor, op, _same
+        return tensor, op, _unchanged
     size, dtype = context.model.topology.size(group), tensor.dtype
     if op is ReduceOp.AVERAGE and dtype is torch.bfloat16 and dtype in plane.dtypes:
-        return _scaled(tensor, size)  # its range is float32's: it needs no wider dtype
+        return _scaled(tensor, size)  # it has the range of float32: no wider dtype is needed
     return _emulate(tensor, op, size)
 
 
@@ -213,10 +215,10 @@ def _gather_and_fold(plane: Plane, tensor: Tensor, op: ReduceOp, group: Group | 
 def all_reduce(
     context: ContextState, tensor: Tensor, op: ReduceOp, group: Group | None, device: torch.device
 ) -> Tensor:
-    """Reduce memory [*shape] that this may overwrite, and return the result on `device`."""
+    """Reduce a tensor [*shape], which this may overwrite, and return the result on `device`."""
     # Collective over `group`.
     plane = reducer_for(context, tensor, group)
-    # An exchange uses the model's dtypes: precision doesn't depend on the size of a tensor.
+    # An exchange uses the model's dtypes, too: precision doesn't depend on the size of a tensor.
     converted, step, restore = _emulate_if_needed(
         context, plane or context.model, tensor, op, group
     )
@@ -237,11 +239,11 @@ def all_reduce(
 def start_all_reduce(
     context: ContextState, tensor: Tensor, op: ReduceOp, group: Group | None
 ) -> Handle[Tensor]:
-    """Start `all_reduce` on memory that it may overwrite. Collective over `group`."""
-    # The first call of a group waits for the other ranks, too: the background thread can wait.
+    """Start `all_reduce` on a tensor that it may overwrite. Collective over `group`."""
+    # The first call of a group waits for the other ranks as well: the background thread can wait.
     is_connected = context.control.is_connected(group)
     if not is_connected or reducer_for(context, tensor, group) is not context.model:
-        with torch.inference_mode(False):  # the thread isn't in that mode
+        with torch.inference_mode(False):  # the background thread isn't in it
             tensor = tensor.clone() if tensor.is_inference() else tensor
         call = partial(all_reduce, context, tensor, op, group, tensor.device)
         return context.start(call, group)
@@ -255,7 +257,7 @@ def start_all_reduce(
         compare_calls(context, f"all_reduce {op.name}", tensor, group)
         return context.start_all_reduce(converted, step, group)
 
-    if converted.dtype not in context.model.dtypes:  # not a single operation
+    if converted.dtype not in context.model.dtypes:  # a gather and a fold, not one operation
         return context.start(compare_and_fold, group).then(restore)
     # Comparing calls waits for the other ranks; starting an operation must not.
     started = joined(context.start(begin, group)) if compares(context, group) else begin()
@@ -268,7 +270,7 @@ def reduce(
     """Reduce a user's tensor to global rank `dst`. Collective over `group`."""
     plane = plane_for(context, group)
     is_dst = context.model.topology.rank == dst
-    # On `dst` the tensor becomes the result.
+    # `dst` needs a copy, because the result overwrites its tensor.
     tensor = private_copy(context, value) if is_dst else view_or_copy(context, value, plane, op)
     compare_calls(context, f"reduce {op.name} to {dst}", tensor, group, plane)
     converted, step, restore = _emulate_if_needed(context, plane, tensor, op, group)

@@ -34,11 +34,12 @@ __tracebackhide__ = hides
 
 
 BLOCK = 1 << 16
-"""Numbers in one block: they fit into a core's cache, and a rank keeps the limbs of one block."""
+"""How many numbers a block has. They fit into a core's cache, and a rank keeps the limbs of one
+block at a time."""
 _COUNT = struct.Struct("<Q")
-_SPAN = struct.Struct("<Hh?")  # low, high, whether it is marked
+_SPAN = struct.Struct("<Hh?")  # low, high, is_marked
 _ROOM_BITS = 62
-"""Of the 63 bits of an int64 one is reserved for rounding."""
+"""Bits of an int64 for a limb and its carries; one more bit is kept free for rounding."""
 _DOUBLE_BITS = 960
 """Integers of at most this many bits stay far from a double's limits."""
 _MARK_BITS = 21  # an int64 holds three counts of ranks
@@ -60,12 +61,12 @@ class Format:
 
     @property
     def infinity(self) -> int:
-        """The bits of infinity; greater ones are NaN."""
+        """The bits of infinity; greater bits are those of NaN."""
         return int(torch.iinfo(self.bits).max) >> self.fraction << self.fraction
 
     @property
     def least(self) -> int:
-        """The least number is 2**-least."""
+        """The negative exponent of the least number, which is 2**-least."""
         width = self.bits.itemsize * 8
         return (1 << (width - self.fraction - 2)) + self.fraction - 2
 
@@ -108,18 +109,18 @@ def span(terms: Tensor) -> Span:
     form = FORMATS[terms.dtype]
     bits = terms.view(form.bits)
     size = bits & ~form.sign
-    # Zero becomes the greatest size, any other number its size less one.
+    # Subtracting 1 makes zero the greatest size, so that the minimum is that of the other numbers.
     nonzero = (size - 1).bitwise_and_(~form.sign)
     found = torch.stack([bits.amin().long(), size.amax().long(), nonzero.amin().long()])
     first, greatest, least = found.tolist()
     if greatest >= form.infinity:
         finite = terms.masked_fill(size >= form.infinity, 0.0)
         return span(finite)._replace(is_marked=True)
-    # -0, whose bits are the least int, needs the mark, too: only a sum of nothing else is -0.
+    # -0, whose bits are the least int, is marked, too: only a sum of nothing but -0 is -0.
     is_marked = first == form.sign
     if greatest == 0:
         return Span(_NO_LOW, -1, is_marked)
-    # Subnormals, of exponent 0, have the unit of exponent 1: both count as 0.
+    # Subnormals, whose exponent is 0, have the unit of exponent 1, so both exponents count as 0.
     low, high = (max((each >> form.fraction) - 1, 0) for each in (least + 1, greatest))
     return Span(low, high, is_marked)
 
@@ -135,7 +136,7 @@ class Layout:
 
     @property
     def rows(self) -> int:
-        """The count of int64 for each number."""
+        """How many int64 each number takes."""
         return self.limbs + self.is_marked
 
 
@@ -170,8 +171,8 @@ def _are_normal_in_double(plan: Layout, form: Format) -> bool:
 
 def _add_normal_term(limbs: Tensor, term: Tensor, form: Format, plan: Layout) -> None:
     """Add a term as `_add_term` does, in fewer steps."""
-    # Exact, as `_are_normal_in_double` holds and all factors are powers of two. `_marks` records
-    # the infinities and NaN.
+    # This is exact, because `_are_normal_in_double` holds and all factors are powers of two.
+    # `_marks` records the infinities and NaN.
     finite = term.nan_to_num(0.0, 0.0, 0.0) if plan.is_marked else term
     rest = finite.double() * 2.0 ** (form.least - plan.low)
     for place in range(plan.limbs - 1, 0, -1):
@@ -183,17 +184,17 @@ def _add_normal_term(limbs: Tensor, term: Tensor, form: Format, plan: Layout) ->
 
 
 def _add_term(limbs: Tensor, term: Tensor, form: Format, plan: Layout) -> None:
-    """Add one term, [n], to [limbs, n]."""
+    """Add one term [n] to the limbs [limbs, n]."""
     bits = term.view(form.bits)
     size = (bits & ~form.sign).long()
     exponent = size >> form.fraction
     value = size.bitwise_and_((1 << form.fraction) - 1)
-    # Adds the implicit first bit, which subnormals lack.
+    # Add the implicit first bit, which subnormals lack.
     value += (exponent != 0).long().bitwise_left_shift_(form.fraction)
     if plan.is_marked:
         value.masked_fill_(exponent == form.infinity >> form.fraction, 0)
     sign = (bits >> (form.bits.itemsize * 8 - 1)).long()  # 0 or -1
-    # Only a zero's exponent may be lower: it has no bits to shift.
+    # Only the exponent of a zero may be lower, and a zero has no bits to shift.
     shift = exponent.clamp_(min=plan.low + 1).sub_(plan.low + 1)
     if plan.limbs == 1:
         # Only infinities and NaN would be shifted further, and their value is 0 here.
@@ -212,7 +213,8 @@ def _add_term(limbs: Tensor, term: Tensor, form: Format, plan: Layout) -> None:
 
 def _marks(terms: Tensor, form: Format) -> Tensor:
     """Count, for each number, whether some term is +infinity, -infinity or anything but -0."""
-    # Three fields of one int64, so that a sum over ranks counts the ranks; NaN is both infinities.
+    # They are three fields of an int64, so that a sum over ranks counts the ranks in each field.
+    # NaN counts as both infinities.
     bits = terms.view(form.bits)
     size = bits & ~form.sign
     is_special, is_nan = size >= form.infinity, size > form.infinity
@@ -240,7 +242,7 @@ def rounded(rows: Tensor, plan: Layout, dtype: torch.dtype) -> Tensor:
 
 def _are_normal(plan: Layout, form: Format) -> bool:
     """Return whether every sum is zero or a normal number, and every power of two fits a double."""
-    # Never for float16 and bfloat16: torch rounds an integer to float32 first, so twice.
+    # False for float16 and bfloat16: torch would round an integer twice, first to float32.
     is_wide = form.fraction >= FORMATS[torch.float32].fraction
     is_inside = plan.low + (plan.limbs - 1) * plan.limb_bits < form.least + _DOUBLE_BITS
     return is_wide and form.fraction <= plan.low and is_inside
@@ -273,13 +275,13 @@ def _carry(limbs: Tensor, limb_bits: int) -> None:
 
 
 def _leading(limbs: Tensor, plan: Layout) -> tuple[Tensor, Tensor]:
-    """Return the first 62 bits, the last one set if more follow, and the exponent of that one."""
-    # For a negative sum in two's complement, too: an odd number stands for the interval around
-    # it.
+    """Return a sum's first 62 bits, the last one set if more bits follow, and its exponent."""
+    # A negative sum is in two's complement: there, too, an odd number stands for the interval
+    # around it. The exponent is that of the last bit.
     value = limbs[-1]
     exponent = torch.full_like(value, plan.low + (plan.limbs - 1) * plan.limb_bits)
     mask, rest = (1 << plan.limb_bits) - 1, None
-    # `value` takes as many first bits of each limb as it has room for, `rest` collects the others.
+    # `value` takes as many first bits of each limb as it has room for, `rest` the other bits.
     for limb in limbs[:-1].flip(0):
         # A negative number is as long as its complement.
         room = (_ROOM_BITS - _length(value ^ (value >> 63))).clamp_(0, plan.limb_bits)
@@ -292,8 +294,9 @@ def _leading(limbs: Tensor, plan: Layout) -> tuple[Tensor, Tensor]:
 
 
 def _length(value: Tensor) -> Tensor:
-    """Return the number of bits of [n] int64, none negative."""
-    # From a float's exponent, with no rounding up: only the first bit of 1s in a row stays.
+    """Return the number of bits of each int64 [n], none of which is negative."""
+    # A double's exponent shows it. Of 1s in a row only the first is kept, so that the conversion
+    # to a double never rounds up.
     first = (value & ~(value >> 1)).double().view(torch.int64)
     # The exponent field of a double is the number of bits plus 1022; that of zero is 0.
     return (first >> 52).sub_(1022).clamp_(min=0)
@@ -301,13 +304,14 @@ def _length(value: Tensor) -> Tensor:
 
 def _nearest(value: Tensor, exponent: Tensor, form: Format) -> Tensor:
     """Return the bits of the float that is nearest to value * 2**exponent."""
-    last = (_length(value) + exponent).sub_(form.fraction + 1).clamp_(min=0)  # bit of the result
+    # The exponent of the last bit that the result keeps.
+    last = (_length(value) + exponent).sub_(form.fraction + 1).clamp_(min=0)
     last.masked_fill_(value == 0, 0)
     shift = last - exponent
     drop = shift.clamp(min=0)
     half = (torch.ones_like(drop) << drop) >> 1
     odd = (value >> drop).bitwise_and_(1)
-    # Rounds ties to even: adds half less 1, and 1 more if the last bit that is kept is odd.
+    # To round ties to even, add half less 1, and 1 more if the last kept bit is set.
     kept = (half.sub_(1).add_(odd).clamp_(min=0).add_(value)) >> drop
     kept <<= shift.neg_().clamp_(0, 63)
     # A result too long for a significand carries into the exponent's bits, up to infinity.
@@ -318,6 +322,7 @@ def _nearest(value: Tensor, exponent: Tensor, form: Format) -> Tensor:
 
 
 def _apply_marks(bits: Tensor, marks: Tensor, form: Format) -> None:
+    """Overwrite sums that the marks show to be -0, infinite or NaN."""
     up = (marks & _MARK) > 0
     down = ((marks >> _MARK_BITS) & _MARK) > 0
     # NaN comes last, as it is marked as both infinities.
@@ -342,7 +347,7 @@ def sum_exactly(context: ContextState, call: str, terms: Tensor, group: Group | 
         return torch.view_as_complex(sum_exactly(context, call, parts, group).view(-1, 2))
     dtype = terms.dtype
     if dtype not in FORMATS:
-        # As in `all_reduce`: bools by OR, and integers wrap, which needs no more than 64 bits.
+        # As in `all_reduce`, bools are summed by OR and integers wrap, so 64 bits are enough.
         total = terms.any(0) if dtype is torch.bool else terms.to(torch.int64).sum(0).to(dtype)
         return emulation.all_reduce(context, total, ReduceOp.SUM, group, total.device)
     blocks = torch.split(terms, BLOCK, dim=1)

@@ -28,7 +28,7 @@ __tracebackhide__ = hides
 _PLAIN = (bool, int, float, complex)
 _BOOLS_OF_NUMPY = (("numpy", "bool"), ("numpy", "bool_"))  # until numpy 2: bool_
 _CPU = torch.device("cpu")
-_INTS = range(-(1 << 63), 1 << 63)  # as for a single int
+_INTS = range(-(1 << 63), 1 << 63)  # the limit for an int without a container, too
 TensorCheck = Callable[[Tensor, str], str]
 """Rejects a tensor at a path, or returns the properties that must be equal on all ranks."""
 
@@ -38,11 +38,11 @@ def _number(value: object) -> Number | None:
     if isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, numbers.Rational) or not isinstance(value, numbers.Complex):
-        # A Fraction isn't exact as a float; numpy's bool isn't one of `numbers`.
+        # A Fraction may not be exact as a float; numpy's bool isn't registered in `numbers`.
         kind = type(value)
         return bool(value) if (kind.__module__, kind.__name__) in _BOOLS_OF_NUMPY else None
     number = float(value) if isinstance(value, numbers.Real) else complex(value)
-    # A type wider than a double, such as np.longdouble, may lose digits. NaN is never equal.
+    # A type wider than a double, such as np.longdouble, may lose digits. NaN never equals itself.
     if number != value and value == value:
         raise PayloadError(
             f"a {type(value).__qualname__} of {value!r} doesn't fit into a "
@@ -60,17 +60,23 @@ def reduce_values(
         emulation.check_reducible(tensor, op)
         return f"{tensor.dtype}{list(tensor.shape)}"
 
+    columns, leaves, tensors = _exchange_numbers(context, call, value, check_tensor, group)
+    totals = _reduce_tensors(context, tensors, op, group) if tensors else []
+    return _rebuilt(value, leaves, [fold_numbers(op, column) for column in columns], totals)
+
+
+def _reduce_tensors(
+    context: ContextState, tensors: list[Tensor], op: ReduceOp, group: Group | None
+) -> list[Tensor]:
+    """Reduce tensors to new ones. Collective over `group`."""
+
     def as_row(tensor: Tensor) -> Tensor:
         return emulation.private_copy(context, tensor).reshape(-1)
 
     def reduce(row: Tensor) -> Tensor:
         return emulation.all_reduce(context, row, op, group, row.device)
 
-    columns, leaves, tensors = _exchange_numbers(context, call, value, check_tensor, group)
-    totals: list[Tensor] = []
-    if tensors:
-        totals = _reduce_joined(tensors, [tensor.shape for tensor in tensors], as_row, reduce)
-    return _rebuilt(value, leaves, [fold_numbers(op, column) for column in columns], totals)
+    return _reduce_joined(tensors, [tensor.shape for tensor in tensors], as_row, reduce)
 
 
 def sum_values(
@@ -88,8 +94,8 @@ def sum_values(
             raise PayloadError(f"the tensor{_at(path)} has no dim 0, which counts the terms")
         if counts - {tensor.shape[0]}:
             raise PayloadError(
-                f"the tensor{_at(path)} has {tensor.shape[0]} terms, others have {counts.pop()}: "
-                "dim 0 must be the same for all tensors of a rank"
+                f"the tensor{_at(path)} has {tensor.shape[0]} terms, other tensors have "
+                f"{counts.pop()}: dim 0 must be the same for all tensors of a rank"
             )
         counts.add(tensor.shape[0])
         return f"{tensor.dtype}{list(tensor.shape[1:])}"
@@ -108,7 +114,7 @@ def sum_values(
 
 
 def _at(path: str) -> str:
-    """Return words for a leaf's place in a container, none for a value without one."""
+    """Return the words " at PATH" for a leaf of a container; empty for any other value."""
     return f" at {path}" if path else ""
 
 
@@ -122,7 +128,7 @@ def _exchange_numbers(
     takes_numbers: bool = True,
 ) -> tuple[list[tuple[Number, ...]], list[Any], list[Tensor]]:
     """Return the numbers of all ranks, leaf by leaf, this rank's leaves, and its tensors."""
-    # Collective over `group`. A single number is sent as it is, all else with its structure.
+    # Collective over `group`. A single number is sent as it is, other values with their structure.
     leaves: list[Any] = []
     tensors: list[Tensor] = []
     # An int of more than 64 bits goes to `_describe`, which rejects it with a remedy.
@@ -141,12 +147,12 @@ def _exchange_numbers(
     return list(zip(*values, strict=True)), leaves, tensors
 
 
-def _rebuilt(value: Any, leaves: list[Any], numbers_: list[Any], totals: list[Tensor]) -> Any:
+def _rebuilt(value: Any, leaves: list[Any], scalars: list[Any], tensors: list[Tensor]) -> Any:
     """Return a container like `value` that holds the results."""
-    results = numbers_
-    if totals:
-        scalars, tensors = iter(numbers_), iter(totals)
-        results = [next(tensors) if isinstance(leaf, Tensor) else next(scalars) for leaf in leaves]
+    results = scalars
+    if tensors:  # in the order of the leaves
+        rest, totals = iter(scalars), iter(tensors)
+        results = [next(totals) if isinstance(leaf, Tensor) else next(rest) for leaf in leaves]
     return unflatten(value, results)
 
 
@@ -158,17 +164,17 @@ def _describe(
     tensors: list[Tensor],
 ) -> bytes:
     """Encode the structure of a value and its numbers, and list its leaves and tensors."""
-    # Filled in place, because `frame_or_reason` returns the frame alone.
+    # Both lists are filled in place, because `frame_or_reason` returns only the frame.
     leaves[:], paths, structure = survey(value)
     values: list[Number] = []
     for leaf, path in zip(leaves, paths, strict=True):
         number = leaf if type(leaf) in _PLAIN else _number(leaf)
         if number is not None and takes_numbers:
-            if isinstance(number, int) and number not in _INTS:
+            if type(number) is int and number not in _INTS:
                 bits = number.bit_length()
                 shown = number if bits < 200 else f"an int of {bits} bits"
                 raise PayloadError(f"{shown}{_at(path)} doesn't fit into 64 bits: reduce a float")
-            structure.append(path)  # no type: ranks may mix int and float
+            structure.append(path)  # without the type: ranks may mix int and float
             values.append(number)
         elif isinstance(leaf, Tensor):
             structure.append(f"{path} {check_tensor(leaf, path)}")
@@ -182,12 +188,13 @@ def _describe(
 
 
 def _check_alike(structures: Sequence[str], ranks: Callable[[], Sequence[int]], call: str) -> None:
+    """Raise on every rank if the structures of their values differ."""
     if structures.count(structures[0]) == len(structures):
         return
     listed = [structure.split("\n") for structure in structures]
     differences = []
     for rank, structure in zip(ranks(), listed, strict=True):
-        # Each rank is compared with the first; ranks equal to that one, with the last.
+        # Each rank is compared with the first one, or with the last one if it equals the first.
         other = listed[0] if structure != listed[0] else listed[-1]
         extra = [leaf for leaf in structure if leaf not in other] or structure
         differences.append(f"rank {rank} has {', '.join(extra[:3]) or 'a number'}")
@@ -203,7 +210,8 @@ def _reduce_joined(
     reduce: Callable[[Tensor], Tensor],
 ) -> list[Tensor]:
     """Reduce tensors in one operation for each dtype, to results of these shapes."""
-    # `as_row` flattens a tensor to [..., n], and `reduce` returns [n]. Collective as `reduce` is.
+    # `as_row` flattens a tensor to [..., n], and `reduce` returns [n]. This is as collective as
+    # `reduce` is.
     results: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         places = [i for i, tensor in enumerate(tensors) if tensor.dtype is dtype]
@@ -211,6 +219,7 @@ def _reduce_joined(
         total = reduce(rows[0] if len(rows) == 1 else torch.cat(rows, -1))
         parts = torch.split(total, [row.shape[-1] for row in rows])
         for i, part in zip(places, parts, strict=True):
-            # Copied, as one part would keep the memory of all alive.
-            results[i] = part.reshape(shapes[i]).to(tensors[i].device, copy=len(parts) > 1)
+            # Copied: a part would keep the memory of all parts alive, and autograd refuses to
+            # change an output of `split` in place.
+            results[i] = part.reshape(shapes[i]).to(tensors[i].device, copy=True)
     return [results[i] for i in range(len(tensors))]

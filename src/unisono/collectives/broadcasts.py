@@ -96,7 +96,7 @@ def broadcast(
 def _broadcast(context: ContextState, value: Any, src: int, group: Group | None) -> Any:
     """Exchange a value or its header, then broadcast the tensor. Collective over `group`."""
     is_src = context.model.topology.rank == src
-    # A tensor that the data plane will carry sends its header here, any other value all of itself.
+    # If the data plane will carry the tensor, only its header is sent here; else the whole value.
     frame = frame_or_reason(encode_or_header, context, value, group) if is_src else b""
     head = _received(context, "broadcast", src, frame, group)
     if not isinstance(head, TensorHeader):
@@ -157,7 +157,7 @@ def broadcast_(
     Raises:
         ArgumentError: `src` is not a rank of this job.
         GroupMembershipError: `src` isn't a member of the group (on every rank).
-        PayloadError: it isn't a dense tensor.
+        PayloadError: `tensor` isn't a dense tensor.
         CollectiveError: a peer failed or timed out.
 
     Example:
@@ -258,21 +258,22 @@ def _scatter(context: ContextState, values: Any, src: int, group: Group | None) 
         rows, _ = emulation.as_movable(plane, emulation.view_or_copy(context, stacked, plane))
     got = restore(plane.scatter(rows, into, src, group))
     value = got.to(device_for(context, head))
-    return head.finish(value if got is memory else value.clone())  # it may be a view
+    return head.finish(value if got is memory else value.clone())  # `got` may be a view
 
 
 def _scatter_frame(context: ContextState, values: Any, group: Group | None) -> bytes:
+    """Encode a value for each rank, or one header if the data plane carries them as rows."""
     size = context.model.topology.size(group)
     if isinstance(values, Tensor):
         emulation.check_dense(values, "scatter")
         if values.dim() == 0 or values.shape[0] != size:
             shape = list(values.shape)
-            raise PayloadError(f"a tensor of shape {shape} has no row for each of {size}")
+            raise PayloadError(f"a tensor of shape {shape} has no row for each of {size} ranks")
         values = list(plain(values))
     if not isinstance(values, (list, tuple)) or len(values) != size:
         count = len(values) if isinstance(values, (list, tuple)) else type(values).__name__
         raise PayloadError(f"scatter takes a list of {size} values, one for each rank, not {count}")
-    # Values get one common header if all are tensors of one kind, too large for the exchange.
+    # One header for all values if all are tensors of one kind and too large for the exchange.
     heads = {
         header(value) if is_exact(value) and not fits_exchange(context, value, group) else b""
         for value in values
@@ -307,12 +308,13 @@ def all_to_all(value: Any, group: GroupLike = None, *, async_op: bool = False) -
         async_op: whether to return a handle at once.
 
     Returns:
-        For a tensor [n*k, ...], whose i-th part is from the i-th member, same dtype and device;
-        for a list the values that each member sent to this rank. `value` itself if this rank
-        isn't a member.
+        For a tensor, a new one [n*k, ...] of the same dtype and device, whose i-th part is from the
+        i-th member; for a list, the values that the members sent to this rank, in rank order.
+        `value` itself if this rank isn't a member.
 
     Raises:
-        PayloadError: its length isn't a multiple of n; or a value can't be sent (on every rank).
+        PayloadError: dim 0 of a tensor isn't a multiple of n; or a list doesn't have n values, or
+            one of them can't be sent (on every rank).
         CollectiveMismatchError: another rank rejected its tensor, if calls are compared.
         CollectiveError: a peer failed or timed out.
 
@@ -357,13 +359,13 @@ def _exchange_values(context: ContextState, values: Any, group: Group | None) ->
         return encode([len(frame) for frame in frames])
 
     own_lengths = frame_or_reason(lengths)
-    # All frames are padded to the longest of any rank, whose length isn't known before.
+    # All frames are padded to the longest one of any rank, whose length this exchange shows.
     lengths_of_all = exchange_blobs(context, "all_to_all of values", own_lengths, group)
     raise_failures(lengths_of_all, lambda: ranks, "all_to_all")
     sizes = [decode(frame, context.model.device) for frame in lengths_of_all]
     width = context.control.bucket(max(max(row) for row in sizes))
-    mine = b"".join(frame.ljust(width, b"\0") for frame in frames)
-    rows = from_bytes(mine, torch.uint8, (size, width)).to(context.model.transport_device)
+    padded = b"".join(frame.ljust(width, b"\0") for frame in frames)
+    rows = from_bytes(padded, torch.uint8, (size, width)).to(context.model.transport_device)
     got = plane_for(context, group).all_to_all(rows, group).cpu().contiguous()
     place = context.model.topology.position(group)
     return [

@@ -46,7 +46,7 @@ def exchange_blobs(
 ) -> list[bytes]:
     """Return every rank's blob, if all ranks made the same call."""
     # Collective over `group`.
-    if context.must_introduce and group is None:  # introducing takes all ranks
+    if context.must_introduce and group is None:  # `introduce` needs all ranks
         introduce(context, call)
     head = call_head(call, site or find_site())
     blobs = context.model.exchange(head + blob, group)
@@ -59,7 +59,7 @@ def exchange_blobs(
 
 def introduce(context: ContextState, call: str) -> None:
     """Exchange the ranks' hosts in a context that was created outside unisono."""
-    # Collective over all ranks, once in a context; returns at once later, or if not needed.
+    # The first call in a context is collective over all ranks; later calls return at once.
     if context.must_introduce:
         head = call_head(call, find_site())
         blobs = context.model.exchange(head + host_of_this_process().encode(), None)
@@ -69,15 +69,15 @@ def introduce(context: ContextState, call: str) -> None:
 
 
 def signature(call: str, tensor: Tensor) -> str:
-    """Return a call's text with the dtype and shape that must agree."""
+    """Return a call's text with its tensor's dtype and shape, which the ranks compare."""
     return f"{purpose_or(call)} of {str(tensor.dtype)[6:]}{list(tensor.shape)}"
 
 
 def compares(context: ContextState, group: Group | None, *, sums: bool = False) -> bool:
     """Return whether ranks compare their calls before each operation of the data plane."""
     # Local, or collective at creation of the channel for comparison. Ranks that share memory for
-    # tensors always compare: mismatched calls would read memory of another call. Memory in two
-    # levels carries only `sums`.
+    # tensors always compare, because mismatched calls would read the memory of another call.
+    # Memory in two levels carries sums only, so it counts only with `sums`.
     control = context.control
     checks = control.checks(group)
     if checks is None:
@@ -92,21 +92,21 @@ def compare_calls(
     group: Group | None,
     plane: Reducer | None = None,
 ) -> None:
-    """Compare the ranks' next calls, where this is enabled."""
-    # Collective over `group` there, else local.
+    """Compare the ranks' next calls, if comparison is enabled or they share memory."""
+    # Collective over `group` if calls are compared, else local.
     is_shared = type(plane) is HostCollectives
     if is_shared or compares(context, group, sums=type(plane) is TwoLevels):
         site = find_site()
         exchange_blobs(context, signature(call, tensor), b"", group, site)
-        line.compared = site  # the operation's record needs it, too
+        line.compared = site  # the operation's record needs the line, too
 
 
 def refuse(
     context: ContextState, call: str, tensor: object, group: Group | None, error: Exception
 ) -> NoReturn:
-    """Raise an error of this rank's `tensor` alone, so that the others don't wait for it."""
-    # Collective over `group` where the ranks would have compared this call, else local.
-    # No rank is out of step: all end the pending calls first, and then this one.
+    """Raise an error in this rank's `tensor`, so that the other ranks don't wait for this one."""
+    # Collective over `group` if the ranks would have compared this call, else local.
+    # No rank gets out of step: all ranks end the pending calls first, and then this one.
     mark_in_step(error)
     context.settle(group)
     is_inline = False
@@ -134,9 +134,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def guarded(fn: F) -> F:
     """Decorate a caller of collectives: an interruption makes the context unusable."""
-    # Ctrl-C interrupts it, and any exception of an alarm's handler. The other ranks have called it,
-    # or will; this rank's next call would be matched with that. The errors of a collective itself
-    # leave all ranks in step, or are known to the model.
+    # Ctrl-C or an exception of a signal handler interrupts a call that the other ranks still make:
+    # it would be matched with this rank's next call. Errors of ours leave all ranks in step, or
+    # the model has recorded them.
 
     def call(*args: Any, **kwargs: Any) -> Any:
         dynamo = set_eval_frame(None)  # else dynamo compiles all that a call runs
@@ -156,14 +156,14 @@ def _record_failure(name: str, token: Token | None, error: BaseException) -> Non
     if token is not None:
         token.end(error)
     if isinstance(error, UnisonoError):
-        raised_here(error)  # Python 3.10 raises it with all frames again
+        raised_here(error)  # on Python 3.10, `raise` restores all frames
     elif not (_is_of_signature(error) or is_in_step(error)):  # neither interrupts a collective
         left_half_way(name, error)
 
 
 def _is_of_signature(error: BaseException) -> bool:
     """Return whether the error is Python's refusal of wrong arguments."""
-    trace = error.__traceback__  # begins in the wrapper; no frame follows if nothing was called
+    trace = error.__traceback__  # of the wrapper alone if it called nothing
     return isinstance(error, TypeError) and trace is not None and trace.tb_next is None
 
 
@@ -175,10 +175,11 @@ def collective(
     outside: Callable[[Any], Any] | None = None,
 ) -> Callable[[F], F]:
     """Decorate a collective of the facade with the common prologue."""
-    # It resolves the context and the group, checks whether root and this rank are members, and
-    # passes ``(context, group)`` as `group`. The function checks its arguments and returns the
-    # call to run, here or in the background, or the handle of a started one.
-    # If it raises, the other ranks are notified. As `guarded` otherwise.
+    # The prologue resolves the context and the group, checks whether root and this rank are
+    # members, and passes ``(context, group)`` as `group`. The function checks its arguments and
+    # returns the call to run, here or in the background, or the handle of a started one.
+    # Its errors of a class in `refuses` are raised by `refuse`, others as `guarded` does. `outside`
+    # computes the result of a rank that isn't a member from the first argument.
     return lambda fn: _with_prologue(fn, root, folds, refuses, outside)
 
 
@@ -189,7 +190,7 @@ def _with_prologue(
     refuses: tuple[type[UnisonoError], ...],
     outside: Callable[[Any], Any] | None,
 ) -> F:
-    first_name, at, root_at = _places(fn.__code__.co_varnames, root)
+    first_name, group_at, root_at = _places(fn.__code__.co_varnames, root)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         token, dynamo = None, set_eval_frame(None)  # else dynamo compiles all that a call runs
@@ -197,18 +198,18 @@ def _with_prologue(
             async_op = kwargs.get("async_op", False)
             if type(async_op) is not bool:
                 async_op = kwargs["async_op"] = check_flag("async_op", async_op)
-            group = args[at] if len(args) > at else kwargs.get("group")
+            group = args[group_at] if len(args) > group_at else kwargs.get("group")
             context = communicator(None, settles=not async_op and group is None)
             if group is not None:
                 group = resolve_and_settle(context, group, async_op=async_op)
             if root:
                 check_rank(context, group, _argument(args, kwargs, root_at, root), root)
-            first = (args[0] if args else kwargs.get(first_name)) if at else None
+            first = (args[0] if args else kwargs.get(first_name)) if group_at else None
             if group is not None and context.model.topology.rank not in group.ranks:
                 return _of_outsider(first if outside is None else outside(first), async_op)
             token = context.calls.begin(fn.__name__, group, first, async_op)
-            if len(args) > at:
-                args = (*args[:at], (context, group), *args[at + 1 :])
+            if len(args) > group_at:
+                args = (*args[:group_at], (context, group), *args[group_at + 1 :])
             else:
                 kwargs["group"] = context, group
             try:
@@ -231,8 +232,9 @@ def _with_prologue(
     return cast("F", functools.update_wrapper(call, fn))
 
 
-def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], at: int, name: str) -> Any:
-    return args[at] if len(args) > at else kwargs.get(name, 0)
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, name: str) -> Any:
+    """Return an argument by its position or name; 0, the default of a root, if it isn't given."""
+    return args[index] if len(args) > index else kwargs.get(name, 0)
 
 
 def _places(names: tuple[str, ...], root: str) -> tuple[str, int, int]:

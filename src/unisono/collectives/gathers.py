@@ -84,7 +84,7 @@ def all_gather(
             return parts
         if not uneven:
             return _joined(context, tensor, parts, members)
-        # Copied, as one row would keep the memory of all alive.
+        # Copied, as one row would keep the memory of all rows alive.
         return [part.clone() for part in parts] if isinstance(parts, Tensor) else parts
 
     return call
@@ -94,14 +94,14 @@ def _gather(
     context: ContextState, value: Any, group: Group | None, call: str
 ) -> list[Any] | Tensor:
     """Return every rank's value, from one exchange and one gather of the large tensors."""
-    # Large ones of one shape are returned as [n, *shape], which serves as a list.
+    # Large tensors of one shape are returned as [n, *shape], which serves as a list.
     frame = frame_or_reason(_frame, context, value, call, group)
     frames = exchange_blobs(context, call, frame, group)
     raise_failures(frames, partial(context.model.topology.members, group), call)
     device = context.model.device
     values = [decode(frame, device) for frame in frames]
     if TensorHeader not in map(type, values):
-        return values  # each was short enough to arrive whole
+        return values  # each value was short enough to arrive whole
     # From here on all ranks decide by the same headers: they raise together, or gather together.
     ranks = context.model.topology.members(group)
     if not all(isinstance(item, (TensorHeader, Tensor)) for item in values):
@@ -113,13 +113,13 @@ def _gather(
     if len(dtypes) > 1:
         raise CollectiveMismatchError(f"{call} of different dtypes: {_listed(heads, ranks)}")
     shapes = [head.shape for head in heads]
-    rows = _rows(context, value, shapes, group)
+    rows = _padded_rows(context, value, shapes, group)
     if len(set(shapes)) == 1:
         return rows.reshape(len(heads), *shapes[0])
-    return _cut(rows, shapes)
+    return _without_padding(rows, shapes)
 
 
-def _rows(
+def _padded_rows(
     context: ContextState, tensor: Tensor, shapes: Sequence[tuple[int, ...]], group: Group | None
 ) -> Tensor:
     """Gather the elements of all ranks' tensors, each row padded to the longest."""
@@ -131,20 +131,22 @@ def _rows(
     return emulation.all_gather(plane, row, group).to(tensor.device)
 
 
-def _cut(rows: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+def _without_padding(rows: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     """Return copies of the rows without their padding."""
     padded = zip(rows, shapes, strict=True)
     return [row[: math.prod(shape)].reshape(shape).clone() for row, shape in padded]
 
 
 def _frame(context: ContextState, value: Any, call: str, group: Group | None) -> bytes:
+    """Encode a value, or only its header if the data plane carries it."""
     if isinstance(value, Tensor):
         emulation.check_dense(value, call)
-        value = plain(value)  # tensors are joined to one, of any class
+        value = plain(value)  # tensors of any class are joined to a plain one
     return encode_or_header(context, value, group)
 
 
 def _kind(item: object) -> str:
+    """Return a value's type for messages, or a tensor's dtype and shape."""
     if isinstance(item, Tensor):
         item = head_of(item)
     return str(item) if isinstance(item, TensorHeader) else type(item).__qualname__
@@ -212,8 +214,9 @@ def all_gather_tensors_with_shapes(
         isn't a member.
 
     Raises:
-        ArgumentError: `shapes` doesn't have one shape for each member, or not this tensor's.
-        PayloadError: it isn't a dense tensor.
+        ArgumentError: `shapes` doesn't have one shape for each member, or this rank's shape in it
+            isn't that of `tensor`.
+        PayloadError: `tensor` isn't a dense tensor.
         CollectiveError: a peer failed or timed out.
 
     Example:
@@ -226,7 +229,7 @@ def all_gather_tensors_with_shapes(
     if not isinstance(tensor, Tensor):
         raise PayloadError(f"{name} takes a tensor, not a {type(tensor).__qualname__}")
     emulation.check_dense(tensor, name)
-    try:  # as Python's ints, whatever their type: ranks compare the text of their shapes
+    try:  # as ints of Python, whatever the type of the sizes: ranks compare them as text
         expected = [tuple(index(size) for size in shape) for shape in shapes]
     except TypeError as error:
         raise ArgumentError(f"{name}: `shapes` should be a list of shapes: {error}") from error
@@ -242,9 +245,9 @@ def all_gather_tensors_with_shapes(
         )
 
     def call() -> list[Tensor]:
-        # Compares the dtype; not the shape, which may differ: all shapes are in the text.
+        # An empty tensor for the dtype: this rank's shape may differ, and the text has all shapes.
         compare_calls(context, f"{name} {expected}", tensor.new_empty(0), members)
-        return _cut(_rows(context, tensor, expected, members), expected)
+        return _without_padding(_padded_rows(context, tensor, expected, members), expected)
 
     return call
 
@@ -295,7 +298,7 @@ def gather(value: Any, dst: int = 0, group: GroupLike = None, *, async_op: bool 
 
     def call() -> Any:
         parts = _gather(context, value, members, f"gather to {dst}")
-        # Every rank joins them, so that all raise if the shapes don't fit.
+        # Every rank joins the parts, so that all ranks raise if the shapes don't fit.
         whole = _joined(context, value, parts, members) if isinstance(value, Tensor) else parts
         return whole if context.model.topology.rank == dst else None
 

@@ -25,8 +25,8 @@ __tracebackhide__ = hides
 def new_group(ranks: Sequence[int], **options: Unpack[GroupOptions]) -> Group:
     """Create a group of ranks.
 
-    Collective at creation. Every rank of the context calls it, members and others, and creates
-    its groups in the same order.
+    Collective at creation. All ranks of the context call it, whether members of the group or not,
+    and all create their groups in the same order.
 
     Args:
         ranks: global ranks, in any order; the group is ordered by rank. An empty sequence, such as
@@ -42,8 +42,8 @@ def new_group(ranks: Sequence[int], **options: Unpack[GroupOptions]) -> Group:
         first use, and later uses get the same group.
 
     Raises:
-        ArgumentError: a duplicate rank, a rank that isn't in the job or isn't an int; a bad
-            timeout, or an option that the model doesn't take.
+        ArgumentError: a rank is listed twice, isn't in the job or isn't an int; or the timeout is
+            invalid, or the model doesn't have an option.
         UnsupportedOperation: the model has no groups.
 
     Example:

@@ -20,7 +20,7 @@ def make(context: ContextState, ranks: tuple[int, ...], **options: Any) -> Group
     """Create a group; an empty one needs no communicator. Collective at creation."""
     if not ranks:
         return Group((), context_id=context.context_id)
-    context.settle()  # creation is a collective of all ranks, in order with pending calls
+    context.settle()  # pending calls must end first: creation is collective over all ranks
     context.control.begin_group(ranks)
     context.forget_ended()
     group = context.model.new_group(ranks, **options).of_context(context.context_id)
@@ -34,7 +34,7 @@ def checked(context: ContextState, ranks: Sequence[int]) -> tuple[int, ...]:
     size = context.model.topology.world_size
     if not isinstance(ranks, (list, tuple, range)):
         raise ArgumentError(f"ranks should be a list of global ranks: {ranks!r}")
-    # Not with `isinstance`, for which True would be rank 1.
+    # `isinstance` would accept True as rank 1.
     wrong = [rank for rank in ranks if type(rank) is not int or not 0 <= rank < size]
     if wrong:
         raise ArgumentError(
@@ -61,9 +61,9 @@ def resolve(context: ContextState, group: GroupLike) -> Group | None:
         return group
     if isinstance(group, (list, tuple, range)):
         ranks = tuple(group)
-        if any(type(rank) is not int for rank in ranks):  # True and 1.0 are equal to 1 as keys
+        if any(type(rank) is not int for rank in ranks):  # as keys, True and 1.0 equal 1
             checked(context, ranks)
-        # Without ranks, a new group: the key () holds the local group.
+        # Every empty list makes a new group, because the key () holds the local group.
         made = context.groups.get(ranks) if ranks else make(context, ())
         if made is None:
             ordered = checked(context, ranks)
@@ -101,7 +101,7 @@ def context_and_group(group: GroupLike) -> tuple[ContextState, Group | None, boo
 
 
 def check_rank(context: ContextState, group: Group | None, rank: int, role: str) -> None:
-    """Raise on every rank if a root isn't a member."""
+    """Raise on every rank if a root isn't a rank of the job, or not a member of the group."""
     size = context.model.topology.world_size
     if type(rank) is not int or not 0 <= rank < size:
         raise ArgumentError(f"{role}={rank!r} should be a global rank from 0 to {size - 1}")

@@ -32,26 +32,26 @@ def agreed(
     misses: int = 0,
 ) -> list[Any]:
     """Return every rank's fact; raise on every rank if one has an error."""
-    # Collective over `group`. With a `refusal`, the prefix of its text, a PayloadError of one rank
-    # is a PayloadError on every rank.
+    # Collective over `group`. If `refusal` is given, a PayloadError of one rank is raised on every
+    # rank as a PayloadError whose text begins with `refusal`.
     report: tuple[str, str] | None = None  # the exception as a line, and its traceback
     if refusal is not None and isinstance(error, PayloadError):
         report = (f"{refusal}{error}", "")
     elif error is not None:
         report = (summary(error), fold(error, error.__traceback__))
     is_consequence = isinstance(error, CollectiveMismatchError)
-    # Mostly no rank has an error or a fact: None is encoded without a pickle.
+    # Mostly no rank has an error or a fact, and None is encoded without pickling.
     mine = None if report is None and fact is None else (report, is_consequence, fact)
     with context.calls.begin(name, group):
         try:
             replies = exchange(context, call or name, mine, group, misses)
         except CollectiveMismatchError as mismatch:
             raise mismatch from error
-    # The other ranks know of a Ctrl-C or an exit now, which this rank raises unchanged.
+    # This rank raises a Ctrl-C or an exit unchanged; the other ranks have received its report.
     if error is not None and not isinstance(error, Exception):
         raise error
-    # A failed rank leaves others in collectives, which then fail as a consequence: `min` reports
-    # the failed one, whose mark is False.
+    # A rank that fails may leave others in collectives, which then fail as a consequence. `min`
+    # selects the rank that failed by itself, as its `is_consequence` is False.
     ranks = context.model.topology.members(group)
     failed = [
         (reply[1], rank, reply[0])
@@ -65,7 +65,7 @@ def agreed(
 
 
 def _failure(rank: int, name: str, line: str, trace: str) -> PeerFailedError:
-    """Create the error that every rank raises, all of them in step."""
+    """Create the error that every rank raises, which leaves all ranks in step."""
     failed = PeerFailedError(
         f"rank {rank} raised {line} in {name}\n\n{trace}", rank=rank, traceback=trace
     )
@@ -104,7 +104,7 @@ def exchange(
     context.settle(group)
     frame = encode(value)
     while True:
-        # The mismatch is raised on those ranks, too, which then call this.
+        # A mismatch with an earlier call is raised on its ranks, too, which then make this call.
         missed = (CollectiveMismatchError,) if misses > 0 else ()
         misses -= 1
         with suppress(*missed):

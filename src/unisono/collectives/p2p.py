@@ -50,10 +50,10 @@ def send(value: Any, dst: int, group: GroupLike = None) -> None:
     context, members = _pair(group, dst, "dst")
     with context.calls.begin("send", pair(context.model.topology.rank, dst), value):
         frame = frame_or_reason(encode_or_header, context, value, members)
-        # The head has a fixed size, as the peer doesn't know the length of the frame.
+        # The peer doesn't know the length of the frame, so a head of fixed size precedes it.
         head = as_frame(frame)
         context.model.send(_as_row(context, head), dst, members)
-        if inline_part(head) is None:
+        if inline_part(head) is None:  # the frame is too long for the head
             context.model.send(_as_row(context, frame), dst, members)
         # Raise only after sending: the peer waits for the frame, then raises the same error.
         raise_failures([frame], lambda: [context.model.topology.rank], "send")
@@ -96,7 +96,7 @@ def recv(src: int, group: GroupLike = None) -> Any:
         row = _as_row(context, bytes(FRAME_BYTES))
         head = to_bytes(context.model.recv(row, src, members).cpu())
         frame = inline_part(head)
-        if frame is None:
+        if frame is None:  # it follows the head, which has only its length
             row = _as_row(context, bytes(length_of(head)))
             frame = to_bytes(context.model.recv(row, src, members).cpu())
         raise_failures([frame], lambda: [src], "recv")
@@ -109,6 +109,7 @@ def recv(src: int, group: GroupLike = None) -> Any:
 
 
 def _pair(group: GroupLike, peer: int, role: str) -> tuple[ContextState, Group | None]:
+    """Return the context and the group of a message; raise if this rank can't have the peer."""
     context, members, is_member = context_and_group(group)
     check_rank(context, members, peer, role)
     if not is_member:

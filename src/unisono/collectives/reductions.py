@@ -139,14 +139,15 @@ def all_reduce(
         return partial(reduce_values, context, call, tensor, operation, members)
     emulation.check_reducible(tensor, operation)
     if async_op:
-        mine = emulation.private_copy(context, tensor)
+        copy = emulation.private_copy(context, tensor)
         context.settle(members)  # queued calls must finish before the library starts this one
-        started = emulation.start_all_reduce(context, mine, operation, members)
+        started = emulation.start_all_reduce(context, copy, operation, members)
         return started.then(lambda total: total.to(tensor.device))
     return partial(_all_reduce, context, tensor, operation, members)
 
 
 def _check_sum(op: ReduceOp) -> None:
+    """Raise if `exact` is set for another operation than SUM."""
     if op is ReduceOp.SUM:
         return
     if op is ReduceOp.AVERAGE:
@@ -248,7 +249,7 @@ def all_reduce_(
 
     Raises:
         ArgumentError: unknown operation.
-        PayloadError: it isn't a dense tensor, or the operation isn't defined on its dtype.
+        PayloadError: `tensor` isn't a dense tensor, or the operation isn't defined on its dtype.
         CollectiveError: a peer failed or timed out.
 
     Example:
@@ -276,7 +277,7 @@ def all_reduce_(
         and (tensor.numel() > 1 or tensor.stride()[-1:] in ((), (1,)))
         and not (tensor.is_neg() or tensor.is_conj())
     )
-    if not is_direct:  # else it is contiguous
+    if not is_direct:  # else it is contiguous, so it can be overwritten
         emulation.check_writable(tensor, "all_reduce_")
     if async_op:
         # Other planes run in the background, on a copy.
@@ -406,7 +407,7 @@ def reduce_scatter(
 
     Raises:
         ArgumentError: unknown operation.
-        PayloadError: it isn't a dense tensor, or its dim 0 isn't a multiple of n.
+        PayloadError: `tensor` isn't a dense tensor, or its dim 0 isn't a multiple of n.
         CollectiveMismatchError: another rank rejected its tensor, if calls are compared.
         CollectiveError: a peer failed or timed out.
 
@@ -428,6 +429,7 @@ def reduce_scatter(
 
 
 def _kind(value: object) -> str:
+    """Return a value's type for messages, or a tensor's shape."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
     return f"a {type(value).__qualname__}"

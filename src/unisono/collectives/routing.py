@@ -1,6 +1,6 @@
 """Choice of the plane that carries a tensor; no other module decides it.
 
-The planes: the control plane, memory that ranks of one host share, or the model's own library.
+It is the control plane, memory that ranks of one host share, or the model's own library.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def fits_exchange(
 
 def plane_for(context: ContextState, group: Group | None) -> Plane:
     """Return the plane that carries tensors too large for an exchange."""
-    # Local, or collective at creation of the memory that ranks of one host share. There is none if
-    # the transport device is an accelerator.
+    # Local, or collective at creation of the memory that ranks of one host share. They share none
+    # if the transport device is an accelerator, so the choice doesn't depend on the tensor.
     memory = context.control.memory(group)
     if type(memory) is HostCollectives:  # memory in two levels only reduces
         plane_is("memory")
@@ -56,7 +56,7 @@ def reducer_for(context: ContextState, tensor: Tensor, group: Group | None) -> R
     if type(memory) is HostCollectives:
         plane_is("memory")
         return memory
-    # As `fits_exchange`, without its call.
+    # The test of `fits_exchange`, inline to save the call.
     if tensor.numel() * tensor.itemsize <= context.control.inline_bytes(group, True):
         return None
     plane_is("data")
@@ -69,4 +69,4 @@ def reduces_natively(plane: Reducer, tensor: Tensor, op: ReduceOp) -> bool:
         return False
     if isinstance(plane, MemoryCollectives):
         return folds(tensor.dtype, op)
-    return op is not ReduceOp.AVERAGE  # by the contract, models never get it
+    return op is not ReduceOp.AVERAGE  # by the contract, models never get AVERAGE

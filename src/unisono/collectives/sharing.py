@@ -28,8 +28,8 @@ from unisono.tracebacks import hides
 
 __tracebackhide__ = hides
 
-_HAS = b"+"
-_MOST = 1 << 47  # bytes that one process can address
+_IS_MAPPED = b"+"  # a rank's vote
+_MOST_BYTES = 1 << 47  # the address space of one process
 
 
 @guarded
@@ -40,28 +40,28 @@ def shared_empty(
 
     Collective over `group`. Each rank has its own tensor, as usual, whose values are undefined at
     first. But `all_reduce_`, `broadcast_`, `all_gather` and `reduce_scatter` copy nothing if all
-    ranks of `group` pass the same part of it, contiguous and of at least 256 KiB: each rank reduces
-    its slice from the tensors of all, and writes it to all. Results are those of any other tensor.
-    Outside of such a call no other rank touches it; after a failed call its values are undefined,
-    and other ranks may still write to it.
+    ranks of `group` pass the same part of their tensors, contiguous and of at least 256 KiB: each
+    rank reduces one slice of all ranks' tensors, and writes the result to all of them. The results
+    are the same as for other tensors. Outside of such a call no rank touches another rank's tensor;
+    after a failed call the values are undefined, and other ranks may still write to them.
 
     If the ranks share no memory (one rank, threads, MPI, XLA, several hosts, a processor other
     than x86, ``UNISONO_SHARED_BYTES=0``) it is an ordinary tensor.
 
     Args:
         size: as for ``torch.empty``: ints, or one sequence of them; the same on every rank.
-        dtype: likewise; None for torch's default.
+        dtype: the same on every rank; None for torch's default.
         group: a Group, a list of ranks, or None for all ranks.
 
     Returns:
         [*size], `dtype`, contiguous, on the CPU. Its memory, shared by all ranks, is freed with the
-        last tensor in the last process; a fork of a process shares the tensor too. It can't be
-        resized. Sent to another process as an object it is copied.
+        last tensor in the last process; a fork of a process shares the tensor too. The tensor can't
+        be resized. If it is sent to another process as an object, it is copied.
 
     Raises:
         ArgumentError: `size` or `dtype` isn't valid.
-        CollectiveMismatchError: size or dtype differ between ranks (on every rank), or another
-            rank's isn't valid.
+        CollectiveMismatchError: size or dtype differ between ranks (on every rank), or aren't valid
+            on another rank.
         CollectiveError: a peer failed or timed out.
 
     Example:
@@ -87,7 +87,7 @@ def shared_empty(
 def _shared_empty(
     context: ContextState, shape: torch.Size, kind: torch.dtype, members: Group | None
 ) -> Tensor:
-    """Create a tensor, in shared memory where possible. Collective over `members`."""
+    """Create a tensor, in shared memory if possible. Collective over `members`."""
     host = context.control.host(members)
     size_bytes = shape.numel() * kind.itemsize
     call = f"shared_empty of {str(kind)[6:]}{list(shape)}"
@@ -105,8 +105,8 @@ def _shape_of(size: tuple[Any, ...]) -> torch.Size:
         shape = torch.Size(size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size)
     except TypeError as error:
         raise ArgumentError(f"shared_empty: size should be ints: {size!r}") from error
-    if any(not 0 <= number <= _MOST for number in shape) or math.prod(shape) > _MOST:
-        raise ArgumentError(f"shared_empty: size should be from 0 to {_MOST}: {list(shape)}")
+    if any(not 0 <= number <= _MOST_BYTES for number in shape) or math.prod(shape) > _MOST_BYTES:
+        raise ArgumentError(f"shared_empty: size should be from 0 to {_MOST_BYTES}: {list(shape)}")
     return shape
 
 
@@ -135,7 +135,7 @@ def _map_together(
                 stack.callback(os.close, fd)
                 mapped = mmap.mmap(fd, size_bytes)
         # Position 0 keeps its descriptor open until every rank has opened the memory, or failed.
-        votes = exchange_blobs(context, call, b"" if mapped is None else _HAS, group)
+        votes = exchange_blobs(context, call, b"" if mapped is None else _IS_MAPPED, group)
     return mapped if all(votes) else None
 
 
@@ -144,19 +144,20 @@ def shared(build: Callable[[], T]) -> T:
 
     Collective over all ranks. One rank of each host calls `build`; the others wait, for at most the
     collective timeout: `timeout=` of ``initialize`` or ``spawn`` must allow for it. The result is
-    written to memory as ``torch.save`` does, and dropped; meanwhile the host has it twice. Then all
-    ranks of the host load it from there: tensors and numpy arrays stay in that memory, all else is
-    an unpickled copy. The memory is freed with the last of them in the last process.
+    written to shared memory in the format of ``torch.save``, and then dropped; until then the host
+    has it twice. All ranks of the host load it from there: tensors and numpy arrays stay in that
+    memory, everything else is an unpickled copy. The memory is freed with the last of these tensors
+    and arrays in the last process.
 
     Numpy arrays are read-only. Torch has no read-only tensors: a rank's writes to one are private
     to it, and only the pages that it writes to become its own memory.
 
-    A rank that can't open the memory of the building rank (in another container, on other systems
-    than Linux, where ``memfd_create`` is forbidden) calls `build` itself.
+    A rank that can't open the memory of the building rank calls `build` itself, for example in
+    another container, on another system than Linux, or if ``memfd_create`` is forbidden.
 
     Args:
         build: called without arguments; returns any tree of tensors, arrays and objects that can be
-        pickled: a data set, a ``state_dict``, a module. Tensors on accelerators arrive on each
+            pickled: a data set, a ``state_dict``, a module. Tensors on accelerators arrive on each
             rank's own device.
 
     Returns:
@@ -164,7 +165,7 @@ def shared(build: Callable[[], T]) -> T:
 
     Raises:
         PeerFailedError: `build` raised, its result can't be pickled, or some rank lacks the memory
-            for it (on every rank; the original is the cause there).
+            for it (on every rank; on the failed rank the original error is its cause).
         CollectiveError: a peer failed or timed out.
 
     Example:
@@ -183,7 +184,7 @@ def shared(build: Callable[[], T]) -> T:
             refuse_pickle("the result of shared()")
             if rank == builder:
                 result, address = _built(context, build, stack)
-        except BaseException as raised:  # of any kind: the others must not wait forever
+        except BaseException as raised:  # any kind, as the other ranks must not wait forever
             error = raised
         address = agreed(context, name, error, address)[builder]
         try:
@@ -191,7 +192,7 @@ def shared(build: Callable[[], T]) -> T:
                 result = _opened(context, build, address)
         except BaseException as raised:
             error = raised
-        # Until all ranks have met here, the builder must keep its memory open.
+        # The builder must keep its memory open until all ranks are here.
         agreed(context, name, error)
     return cast("T", result)
 
@@ -200,7 +201,7 @@ def _built(context: ContextState, build: Callable[[], Any], stack: ExitStack) ->
     """Build a tree in memory that other ranks of this host can map while the stack is open."""
     try:
         fd = os.memfd_create("unisono")
-    except (AttributeError, OSError):  # another system, forbidden, or no descriptor left
+    except (AttributeError, OSError):  # not on Linux, forbidden, or no descriptor is left
         return build(), b""
     stack.callback(os.close, fd)
     save_file(build(), memory.path_of(fd))

@@ -1,7 +1,7 @@
 """Support for ignite's metrics and handlers on every model: ``ignite_metrics.install()``.
 
-They use ``ignite.distributed``, which supports torch.distributed, Horovod and XLA. This adds a
-computation model to it that calls the facade. Imports pytorch-ignite.
+Ignite's metrics use ``ignite.distributed``, which supports torch.distributed, Horovod and XLA. This
+module adds a computation model to it that calls the facade. It imports pytorch-ignite.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ("install",)
 
 
 def install() -> None:
-    """Register the facade's context in ``ignite.distributed``, for when ignite finds none itself.
+    """Register the facade in ``ignite.distributed``, which uses it if it finds no context itself.
 
-    Idempotent. From then on ignite's metrics are computed over all replicas
-    of threads, MPI and plug-in models too, in this process and its threads.
+    Idempotent. From then on ignite's metrics in this process are computed over all replicas of
+    threads, MPI and plug-in models, too.
 
     Example:
         >>> from unisono.compat import ignite_metrics  # doctest: +SKIP

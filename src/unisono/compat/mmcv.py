@@ -42,6 +42,7 @@ def get_dist_info() -> tuple[int, int]:
 
 
 def _detected(launcher: str) -> RankInfo | None:
+    """Return this rank according to a launcher's variables, None if they aren't set."""
     found = (find_environment(name).detect(os.environ) for name in _LAUNCHERS[launcher])
     return next((info for info in found if info is not None), None)
 
@@ -59,7 +60,7 @@ def infer_launcher() -> str:
         'none'
     """
     for launcher in _LAUNCHERS:
-        with suppress(EnvironmentDetectionError):  # its variables are incomplete
+        with suppress(EnvironmentDetectionError):  # incomplete variables count as none
             if _detected(launcher) is not None:
                 return launcher
     return "none"

@@ -1,7 +1,7 @@
 """The names and the semantics of ``mmengine.dist``: ``import unisono.compat.mmengine as dist``.
 
-In place where mmengine is, lists where it returns lists; on every model, on any device. The docs
-list the differences: where mmengine rounds, drops or mixes up values, this doesn't.
+Functions work in place and return lists as mmengine's do, but on every model and device. The docs
+list the differences: mmengine rounds, drops or mixes up some values, and this module doesn't.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def cast_data_device(data: Any, device: torch.device, out: Any = None) -> Any:
         return moved
     items = _items(data)
     if out is not None and len(out) != len(items):
-        raise ArgumentError(f"out has {len(out)} items, the data {len(items)}")
+        raise ArgumentError(f"out has {len(out)} items, but data has {len(items)}")
     if isinstance(data, Mapping):
         targets = dict.fromkeys(data) if out is None else out
         return {key: cast_data_device(item, device, targets[key]) for key, item in data.items()}
@@ -97,7 +97,7 @@ def cast_data_device(data: Any, device: torch.device, out: Any = None) -> Any:
 
 
 def _items(data: Any) -> list[Any]:
-    """Return the items of a container, of a mapping its values."""
+    """Return the items of a container, or the values of a mapping."""
     if isinstance(data, str) or not isinstance(data, Iterable):
         raise ArgumentError(f"a tensor, or a list or dict of tensors is needed: {data!r}")
     return list(data.values() if isinstance(data, Mapping) else data)
@@ -116,12 +116,13 @@ def all_reduce(data: Tensor, op: str = "sum", group: Group = None) -> None:
     Args:
         data: as in ``all_reduce_`` of the facade.
         op: ``sum mean product min max band bor bxor``. A mean of ints is cut to an int, towards 0.
-        group: of ranks; None for all.
+        group: a group of ranks; None for all ranks.
     """
-    if parse_op(op) is ReduceOp.AVERAGE and _is_int(data):
-        averaging.reduce_params([data], True, -1, op, group, cuts_means=True)
+    operation = parse_op(op)
+    if operation is ReduceOp.AVERAGE and _is_int(data):
+        averaging.reduce_params([data], True, -1, operation, group, cuts_means=True)
     else:
-        reductions.all_reduce_(data, parse_op(op), group)
+        reductions.all_reduce_(data, operation, group)
 
 
 def _is_int(data: object) -> bool:
@@ -165,31 +166,32 @@ def all_reduce_dict(data: dict[str, Tensor], op: str = "sum", group: Group = Non
     Args:
         data: tensors by name; each keeps its dtype, except ints mixed with floats under a mean.
         op: as in `all_reduce`. A mean of ints mixed with floats is a float, of only ints an int.
-        group: of ranks; None for all.
+        group: a group of ranks; None for all ranks.
     """
     if not isinstance(data, dict):
         raise _RefusedError(f"a dict is needed, not a {type(data).__qualname__}")
+    operation = parse_op(op)
     if get_world_size(group) == 1 or get_rank(group) < 0:
         return
-    is_mean = parse_op(op) is ReduceOp.AVERAGE
+    is_mean = operation is ReduceOp.AVERAGE
     # Sorted, as the ranks may have the keys in different orders.
     values = {key: data[key] for key in sorted(data)}
     tensors = [value for value in values.values() if isinstance(value, Tensor)]
     ints = {key: value for key, value in values.items() if is_mean and _is_int(value)}
     floats = {value.dtype for value in tensors if value.is_floating_point()}
     if ints and floats:
-        # In the type of the floats large ints would be rounded before the sum.
+        # In the dtype of the floats, large ints would be rounded before the sum.
         widest = functools.reduce(torch.promote_types, floats)
         values |= {key: value.to(torch.float64) for key, value in ints.items()}
     else:
         values = {key: value for key, value in values.items() if key not in ints}
-    data.update(reductions.all_reduce(values, parse_op(op), group) if values else {})
+    data.update(reductions.all_reduce(values, operation, group) if values else {})
     if ints and floats:
         data.update({key: data[key].to(widest) for key in ints})
     elif ints:
         # Clones, because `reduce_params` overwrites its tensors, which the caller may still use.
         means = {key: value.clone() for key, value in ints.items()}
-        averaging.reduce_params(means, True, -1, op, group, cuts_means=True)
+        averaging.reduce_params(means, True, -1, operation, group, cuts_means=True)
         data.update(means)
 
 
@@ -205,7 +207,7 @@ def gather_object(data: Any, dst: int = 0, group: Group = None) -> list[Any] | N
 
     Collective over `group`.
     """
-    # In lists, of which a rank outside the group gets its own.
+    # In lists, because tensors would be joined. A rank outside the group gets its own list back.
     rows = gathers.gather([data], dst, group)
     return [row[0] for row in rows] if rows and get_rank() == dst else None
 
@@ -218,9 +220,9 @@ def collect_results(
     Collective over all ranks.
 
     Args:
-        results: this rank's, in the order of a sampler that deals samples out in turn; None entries
-            are kept.
-        size: maximum number of results; those beyond it, of repeated samples, are dropped.
+        results: this rank's results, in the order of a sampler that deals samples out in turn; None
+            entries are kept.
+        size: maximum number of results; further ones, which are of repeated samples, are dropped.
         device: ``"cpu"``, ``"gpu"`` or ``"npu"``; without effect.
         tmpdir: without effect: no file is written.
     """
@@ -255,8 +257,8 @@ def all_reduce_params(
     op: str = "sum",
     group: Group = None,
 ) -> None:
-    """Reduce parameters in place: the facade's, with a sum by default. Collective over `group`."""
-    # In mmengine every number up to 0 means the default.
+    """Reduce parameters in place, as the facade does, but to a sum by default."""
+    # Collective over `group`. In mmengine every number up to 0 means the default.
     limit = bucket_size_mb if bucket_size_mb > 0 else -1
     averaging.reduce_params(params, coalesce, limit, op, group, cuts_means=True)
 
@@ -283,8 +285,8 @@ def init_local_group(node_rank: int, num_gpus_per_node: int) -> None:
     Collective at creation, over all ranks.
 
     Args:
-        node_rank: this node's.
-        num_gpus_per_node: number of ranks on it.
+        node_rank: the rank of this node.
+        num_gpus_per_node: the number of ranks on this node.
     """
     context = current()
     nodes = gathers.all_gather([int(node_rank), int(num_gpus_per_node)])
@@ -296,7 +298,7 @@ def init_local_group(node_rank: int, num_gpus_per_node: int) -> None:
                 f"init_local_group: node {node} has ranks {ranks}, but num_gpus_per_node is "
                 f"{sorted(counts)} there: pass the number of its ranks"
             )
-        # Each group is created by all ranks, as that is collective over them.
+        # All ranks create the groups of all nodes, because creation is collective over all ranks.
         made = membership.resolve(context, ranks)
         if node == node_rank and made is not None:
             context.groups[()] = made  # the key of the local group
@@ -325,6 +327,7 @@ def get_default_group() -> Group:
 
 
 def _members(group: Group) -> tuple[int, ...] | range:
+    """Return the global ranks of a group."""
     context = current()
     return context.model.topology.members(membership.resolve(context, group))
 
@@ -350,13 +353,13 @@ def get_rank(group: Group = None) -> int:
 
 
 def get_local_size() -> int:
-    """Return the number of ranks on this node; `init_local_group` is only needed if unknown."""
+    """Return the number of ranks on this node, also without a call of `init_local_group`."""
     local = current().groups.get(())
     return facts.get_nproc_per_node() if local is None else local.size
 
 
 def get_local_rank() -> int:
-    """Return the rank within this node; `init_local_group` is only needed if unknown."""
+    """Return the rank within this node, also without a call of `init_local_group`."""
     local = current().groups.get(())
     return facts.get_local_rank() if local is None else local.position(facts.get_rank())
 

@@ -21,7 +21,7 @@ def gather_all_tensors(result: Tensor, group: Any = None) -> list[Tensor]:
 
     Args:
         result: [*shape], whose sizes may differ between ranks.
-        group: of ranks; None for all.
+        group: a group of ranks; None for all ranks.
 
     Returns:
         One tensor for each rank, in rank order, in its own shape. This rank's entry is `result`
@@ -50,4 +50,4 @@ OPTIONS: Mapping[str, Callable[..., Any]] = {
     "dist_sync_fn": gather_all_tensors,
     "distributed_available_fn": facts.is_distributed,
 }
-"""Keyword arguments of every ``torchmetrics.Metric``, by which it is computed over all ranks."""
+"""Keyword arguments for any ``torchmetrics.Metric``, which is then computed over all ranks."""

@@ -39,18 +39,20 @@ def all_reduce_params(
 
     Args:
         params: a module (its parameters), a tensor, a dict or an iterable of dense tensors; the
-            same shapes and dtypes in the same order on every rank; autograd doesn't see the change.
+            same shapes and dtypes in the same order on every rank; changed without autograd.
         coalesce: whether small tensors are reduced together, in a flat buffer for each dtype and
             device, which the context keeps.
-        bucket_size_mb: size of that buffer in MiB; -1 for the fastest, at most 16.
-        op: as in `all_reduce`. A mean of integers must be whole, as that of equal ones is.
+        bucket_size_mb: size of that buffer in MiB; -1 for the fastest size, which is at most 16.
+        op: as in `all_reduce`. A mean of integers must be whole, as it is if all ranks have the
+            same.
         group: a Group, a list of ranks, or None for all ranks.
 
     Raises:
         ArgumentError: an unknown operation, or something that isn't a tensor.
-        CollectiveMismatchError: the lists differ between ranks; names where (on every rank).
-        PayloadError: a tensor is sparse, or integers have no whole mean, or it is a mean of uint64
-            (on every rank).
+        CollectiveMismatchError: the lists differ between ranks; the error names the first
+            difference (on every rank).
+        PayloadError: a tensor is sparse, a mean of integers isn't whole, or the mean of a uint64
+            tensor is asked for (on every rank).
         CollectiveError: a peer failed or timed out.
 
     Example:
@@ -70,7 +72,7 @@ def reduce_params(
     of_grads: bool = False,
     cuts_means: bool = False,
 ) -> None:
-    """Reduce tensors or their gradients; means of integers are cut towards 0 if `cuts_means`."""
+    """Reduce tensors or their gradients; cut means of integers towards 0 if `cuts_means`."""
     # Collective over `group`.
     limit_bytes = _bucket_bytes(coalesce, bucket_size_mb)
     operation = parse_op(op)
@@ -84,7 +86,7 @@ def reduce_params(
         works = agree(context, call, params, group, of_grads=of_grads)
         with torch.no_grad():
             if operation is ReduceOp.AVERAGE:
-                # Integers are averaged apart, as buckets are scaled by a fraction before the sum.
+                # Integers are averaged separately: buckets are scaled by a fraction before the sum.
                 integers = [tensor for tensor, _ in works if _is_integer(tensor)]
                 if integers:
                     _average_integers(context, integers, group, cuts_means)
@@ -106,8 +108,8 @@ def all_reduce_grads(
     Args:
         params: a module (its parameters), a dict or an iterable of parameters; the same on every
             rank. Those that are frozen or have a gradient on no rank are skipped on all ranks
-            alike; one that has a gradient on some ranks counts as zero on the others, and gets one
-            there.
+            alike. If only some ranks have a gradient, it counts as zero on the other ranks, which
+            get one as well.
         coalesce: as in `all_reduce_params`.
         bucket_size_mb: as in `all_reduce_params`.
         op: as in `all_reduce`.
@@ -115,7 +117,8 @@ def all_reduce_grads(
 
     Raises:
         ArgumentError: an unknown operation, or something that isn't a tensor.
-        CollectiveMismatchError: the lists differ between ranks; names where (on every rank).
+        CollectiveMismatchError: the lists differ between ranks; the error names the first
+            difference (on every rank).
         PayloadError: a gradient is sparse on some rank (on every rank).
         CollectiveError: a peer failed or timed out.
 
@@ -153,7 +156,7 @@ def _average_integers(
     size = context.model.topology.size(group)
     if any(tensor.dtype is torch.uint64 for tensor in tensors):
         raise PayloadError("there is no mean of uint64: convert it to int64, or to a float")
-    # Quotients and remainders are summed apart, as the full sum may not fit into 64 bits.
+    # Quotients and remainders are summed separately, as the full sum may not fit into 64 bits.
     wide = [tensor.to(torch.int64) for tensor in tensors]
     quotients = [torch.div(item, size, rounding_mode="floor") for item in wide]
     remainders = [item - part * size for item, part in zip(wide, quotients, strict=True)]
@@ -169,7 +172,7 @@ def _average_integers(
             )
         # The mean was rounded down; cutting towards 0 rounds a negative mean up.
         means.append(mean + ((mean < 0) & ~is_whole))
-    # Not before, so that the error above leaves all tensors unchanged.
+    # Written only now, so that the error above leaves all tensors unchanged.
     for tensor, mean in zip(tensors, means, strict=True):
         tensor.detach().copy_(mean)
 
@@ -188,7 +191,8 @@ def broadcast_params(params: Params, src: int = 0, group: GroupLike = None) -> N
 
     Raises:
         ArgumentError: `src` isn't a rank of the group, or a value isn't a tensor.
-        CollectiveMismatchError: the lists differ between ranks; names where (on every rank).
+        CollectiveMismatchError: the lists differ between ranks; the error names the first
+            difference (on every rank).
         PayloadError: a tensor is sparse (on every rank).
         CollectiveError: a peer failed or timed out.
 
@@ -207,13 +211,13 @@ def broadcast_params(params: Params, src: int = 0, group: GroupLike = None) -> N
     elif isinstance(params, MutableMapping):
         tensors = [item for item in params.values() if isinstance(item, Tensor)]
         others = {key: item for key, item in params.items() if not isinstance(item, Tensor)}
-    # Ranks compare whether there are others, as these are sent in a second collective.
+    # Ranks compare whether there are other values, which a second collective sends.
     call = f"broadcast_params from {src}{' with values besides tensors' if others else ''}"
     works = agree(context, call, tensors, group)
     with torch.no_grad():
         buckets.broadcast_all(context, works, src, group)
     if isinstance(params, MutableMapping) and others:
-        # Last, as a value that can't be decoded raises on the receiving ranks only.
+        # This comes last: a value that can't be decoded raises on the receiving ranks only.
         params.update(broadcast(others, src, group))
 
 
@@ -251,7 +255,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0, group: GroupLi
         if sizes != expected:
             raise CollectiveMismatchError(
                 f"broadcast_optimizer_state: rank {other} has groups of {sizes} parameters, but "
-                f"rank {src} of {expected}: make the same optimizer on every rank"
+                f"rank {src} has groups of {expected}: make the same optimizer on every rank"
             )
     if rank != src:
         state = _blank_state(context, plain, heads)
@@ -260,17 +264,18 @@ def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0, group: GroupLi
     works = [(tensor.contiguous(), True) for tensor in tensors]
     with torch.no_grad():
         buckets.broadcast_all(context, works, src, group)
-    if rank != src:  # last, as a class of the user may refuse the state on this rank alone
+    if rank != src:  # last, as the user's optimizer may refuse the state on this rank alone
         optimizer.load_state_dict(state)
         _keep_dtypes(optimizer, state)
 
 
 def _keep_dtypes(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Restore values that ``load_state_dict`` cast to a parameter's dtype, as float32 momentum."""
+    """Restore values that ``load_state_dict`` has cast to a parameter's dtype, such as momentum."""
     parameters = [each for entry in optimizer.param_groups for each in entry["params"]]
     keys = [key for entry in state["param_groups"] for key in entry["params"]]
     parameter_of = dict(zip(keys, parameters, strict=True))
-    for key, values in state["state"].items():  # indexing would create a state for the others
+    # Not for all parameters, because indexing with one that has no state would create a state.
+    for key, values in state["state"].items():
         loaded = optimizer.state[parameter_of[key]]
         for name, value in values.items():
             if isinstance(value, Tensor) and value.dtype != loaded[name].dtype:
@@ -279,7 +284,7 @@ def _keep_dtypes(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 def _described(state: dict[str, Any], is_src: bool) -> tuple[None, Any]:
     """Return an optimizer's group sizes, and on `src` its plain state and tensor headers."""
-    # With the None that `together` takes as a value of this rank alone.
+    # The first item, None, is what `together` returns to this rank alone.
     leaves, _ = flatten(state)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if any(map(is_sharded, tensors)):

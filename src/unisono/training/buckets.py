@@ -18,24 +18,25 @@ from unisono.model.reduction import ReduceOp, mean_factors
 from unisono.topology import Group
 
 MEGABYTE = 2**20
-# Measured on gloo with the tensors of a ResNet-50: above the first, copying costs more than
-# another collective; more in flight than the second gain nothing.
+# Measured on gloo with the tensors of a ResNet-50: copying larger tensors into a bucket costs more
+# than a collective for each, and more operations in flight gain nothing.
 _LARGE_BYTES = MEGABYTE
 _IN_FLIGHT = 8
 BUCKET_BYTES = 16 * MEGABYTE
 
 Work = tuple[Tensor, bool]
-"""A tensor, and whether all ranks have its elements in one order without gaps, to be sent as is."""
+"""A tensor, and whether its elements have one order and no gaps in the memory of all ranks, which
+can then be sent as it is."""
 
 
 def _in_memory_order(work: Work) -> Tensor | None:
-    """Return a view [numel] of a tensor, or None if the ranks have it in different orders."""
+    """Return a view [numel] of a tensor, or None if the ranks' memory orders differ."""
     tensor, is_ordered_alike = work
     return tensor.detach().as_strided((tensor.numel(),), (1,)) if is_ordered_alike else None
 
 
 def buckets(tensors: Sequence[Tensor], limit_bytes: int) -> Iterator[list[Tensor]]:
-    """Split tensors into runs of one dtype and device, of at most `limit_bytes` or one tensor."""
+    """Split tensors into runs of one dtype and device, each up to `limit_bytes` or one tensor."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -102,7 +103,7 @@ def _reduce_on_host(
 ) -> list[Work]:
     """Reduce tensors that shared memory supports, without a copy; return the others."""
     # Collective over `group`.
-    if context.model.device.type != "cpu":  # else ranks may differ in devices
+    if context.model.device.type != "cpu":  # a tensor may be on different devices by rank
         return list(works)
     large: list[Tensor] = []
     small: list[Tensor] = []
@@ -110,12 +111,12 @@ def _reduce_on_host(
     host = None
     for work in works:
         tensor, memory = work[0], _in_memory_order(work)
-        carrier = context.control.memory(group) if tensor.is_cpu else None
-        is_taken = carrier is not None and tensor.numel() and reduces_natively(carrier, tensor, op)
-        if carrier is None or memory is None or not is_taken:
+        plane = context.control.memory(group) if tensor.is_cpu else None
+        is_native = plane is not None and tensor.numel() and reduces_natively(plane, tensor, op)
+        if plane is None or memory is None or not is_native:
             others.append(work)
             continue
-        host = carrier
+        host = plane
         is_large = memory.nbytes >= min(host.large_bytes, bucket_bytes)
         (large if is_large else small).append(memory)
     if host is not None:
@@ -151,8 +152,8 @@ def reduce_all(
             memory.mul_(before)
         under_way.append(all_reduce_(memory, step, group, async_op=True))
 
-    def finish(left: int) -> None:
-        while len(under_way) > left:
+    def finish(remaining: int) -> None:
+        while len(under_way) > remaining:
             total = under_way.pop(0).wait()
             if after != 1:
                 total.div_(after)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
+import unisono as idist
 from unisono.collectives import _exact_sums
 from unisono.collectives._exact_sums import FORMATS, Layout, Span, add, layout, rounded, span
 from unisono.testing.cases._law import same
@@ -169,3 +170,12 @@ def test_zeros_take_no_limbs_unless_one_is_negative(dtype: torch.dtype) -> None:
     assert limbs_of([zeros[:, :0]])[1] is None
     same(total([-zeros]), -zeros[0])
     same(total([-zeros[:1], zeros[1:]]), zeros[0])
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+def test_autograd_may_change_a_result_in_place(count: int, exact: bool) -> None:
+    totals = idist.all_reduce([torch.ones(2, 2) for _ in range(count)], exact=exact)
+    weight = torch.ones(2, 2, requires_grad=True)
+    totals[0] += weight  # refused for an output of torch.split
+    assert totals[0].grad_fn is not None

@@ -33,13 +33,13 @@ CONTRACT = members(contract.__file__, "ComputationModel")
 
 
 def called_on_models() -> set[str]:
-    """List what the facade's collectives call on a model, or on what carries tensors like one."""
+    """List the methods that the facade's collectives call on a model, or on a plane like one."""
     called = set()
     for path in (*(ROOT / "collectives").glob("*.py"), ROOT / "context.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 owner = ast.unparse(node.func.value)
-                if owner == "plane" or owner.endswith(".model") or owner.startswith("plane_for("):
+                if owner == "plane" or owner.startswith("plane_for(") or owner.endswith(".model"):
                     called.add(node.func.attr)
     return called
 
