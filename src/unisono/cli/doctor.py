@@ -42,7 +42,7 @@ def doctor(
 ) -> int:
     """Report the environment, backends, launchers, devices, network and versions here.
 
-    Nothing is sent and no backend library is imported, except for a backend or launcher named.
+    Sends nothing, and imports no backend library but that of a backend or launcher named.
 
     Returns:
         The exit code: 0, or 1 if the backend or launcher named, or any job here, can't work.
@@ -68,6 +68,7 @@ def doctor(
 
 
 def _sections(report: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
+    """Return the title and the lines of each section."""
     host, devices, use = report["host"], report["devices"], report["recommended"]
     backend, count = use["backend"], use["nproc_per_node"]
     accelerators = "no accelerator"
@@ -137,7 +138,7 @@ def _findings(
 
 
 def _table(table: Mapping[str, str | None]) -> list[str]:
-    """List the usable ones in one line, then the optional others by what they need."""
+    """List the usable names in one line, then the others by the reason why they aren't."""
     usable = [name for name, why in table.items() if why is None]
     lines = [f"usable: {', '.join(usable)}"]
     if len(usable) < len(table):
