@@ -148,8 +148,7 @@ def _culprit(culprit: Mapping[str, Any], cwd: str, host: str) -> str:
 
 
 def columns_and_rows(job: Mapping[str, Any]) -> tuple[list[Column], list[list[Text]]]:
-    """Return the columns, and a row for each rank; the host is a column only if they differ."""
-    # The culprits are first.
+    """Return columns and a row for each rank, culprits first; hosts only if there are several."""
     culprits = {each["rank"]: each for each in job["culprits"]}
     order = sorted(job["ranks"], key=lambda each: (each["rank"] not in culprits, each["rank"]))
     rows = [_row(each, culprits.get(each["rank"])) for each in order]

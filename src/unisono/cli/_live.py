@@ -25,7 +25,7 @@ from unisono.observe.verdict import Rank
 
 _KEYS = "s stacks of a rank   a stacks of all   n next job   k end the job   q quit"
 _BACK = "arrows scroll   any other key goes back"
-_ANSWER_S = 1.0  # that a rank has to write its stacks
+_ANSWER_S = 1.0  # for a rank to write its stacks
 _GRACE_S = 5.0  # from SIGTERM to SIGKILL
 _KEY_BYTES = 16  # a key such as an arrow is a sequence of several bytes
 _ESCAPE = "\x1b"

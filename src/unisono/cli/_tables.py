@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 _NARROWEST = 20  # columns for text, even on a narrower terminal
-_INDENT = 2  # of a wrapped line's further lines
+_INDENT = 2  # of all lines of a wrapped text but the first
 _UNLIMITED = 1 << 16
 
 
@@ -74,6 +74,6 @@ def show(title: str, columns: Sequence[Column], rows: Sequence[Sequence[str | Te
         if fits or columns[next_out].drop_order == 0:
             break
         kept.remove(next_out)
-    with console.capture() as captured:  # to remove the spaces with which rich fills lines
+    with console.capture() as captured:  # rich fills lines with spaces, which are removed
         console.print(Text(title, "italic"), table, sep="\n")
     typer.echo("\n".join(map(str.rstrip, captured.get().splitlines())))

@@ -127,7 +127,7 @@ class _Subject(NamedTuple):
 
 
 def _subject(backend: str | None, launcher: str | None, environment: str | None) -> _Subject:
-    """Return the subject that the arguments name; raise unless it is exactly one, and known."""
+    """Return the subject that the arguments name; raise unless they name one that exists."""
     # With --launcher, the backend isn't the subject: the launcher's ranks use it.
     subjects = (launcher, environment, None if launcher else backend)
     if sum(each is not None for each in subjects) != 1:

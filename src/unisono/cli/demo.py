@@ -94,7 +94,7 @@ def _spiral(generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def _model(generator: torch.Generator) -> nn.Module:
-    """Build the net with our generator, because replicas that are threads share torch's."""
+    """Build the net with its own generator, because threads as replicas share torch's."""
     model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh())
     model.append(nn.Linear(32, _ARMS)).to(_DTYPE)
     for parameter in model.parameters():

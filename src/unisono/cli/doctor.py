@@ -115,7 +115,7 @@ def _node(node: Mapping[str, Any]) -> list[str]:
     lines = lines or ["none: no platform's variables are set, so there is no other node"]
     for each in node["findings"]:
         if each["verdict"] == "won" and each["facts"]["hosts"]:
-            where = f"{each['source']} starts a script on the first of its hosts alone, so they"
+            where = f"{each['source']} starts a script on the first of its hosts alone, so others"
             lines.append(f'{where} count only with --nnodes auto, or nnodes="auto" to Parallel')
     return lines if node["meaning"] is None else [*lines, node["meaning"]]
 

@@ -233,7 +233,7 @@ def _program(script: str, args: list[str], module: bool, no_python: bool) -> tup
 def _node(
     launcher: str | None, backend: str | None, nproc_per_node: str | None, *, is_asked: bool
 ) -> NodeInfo | None:
-    """Return this node as the platform reports it; print one of several."""
+    """Return this node as the platform reports it; print it if there are several."""
     from unisono.environments.nodes import ambiguity
     from unisono.node import find_node, refuse_rank
 
@@ -264,7 +264,7 @@ def _node(
 def _nodes(text: str) -> tuple[int, int]:
     """Return the least and the largest number of nodes."""
     match = _NODES.fullmatch(text)
-    if text == "auto":  # `run` asks the platform only without the options below
+    if text == "auto":  # `run` handles it unless one of these options is given
         raise ArgumentError(
             "--nnodes auto takes neither --node-rank nor --hosts: it finds both out"
         )

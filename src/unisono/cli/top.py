@@ -65,7 +65,7 @@ def top(
 
 
 def _measured() -> Meter:
-    """Return a meter that has looked once: it measures the CPU use from there to the next look."""
+    """Return a meter after its first look; the next look measures the CPU use since then."""
     meter = Meter()
     if read(meter):
         time.sleep(_SAMPLE_S)

@@ -99,9 +99,9 @@ class Magics:
             line: what follows ``%ranks``.
         """
         if line.strip() not in ("", "stop"):
-            raise ArgumentError(f"%ranks {line}: it is %ranks, %ranks stop, or %%ranks for a cell")
+            raise ArgumentError(f"%ranks {line}: use %ranks, %ranks stop, or %%ranks for a cell")
         if not self._sets:
-            print("no ranks: a cell that begins with %%ranks 4 makes four")
+            print("no ranks: a cell that begins with %%ranks 4 starts four")
         if not line.strip():
             for each in self._sets.values():
                 print(each.describe())

@@ -42,7 +42,7 @@ _CONDITIONS = {
 
 @dataclass(frozen=True, slots=True)
 class ObservedJob:
-    """A job as read from its status pages, from `at_ns` on."""
+    """A job as its status pages show it; the first page was read at `at_ns`."""
 
     name: str
     ranks: tuple[Rank, ...]
@@ -85,13 +85,13 @@ def look(meter: Meter, remote_jobs: Iterable[ObservedJob] = ()) -> list[Observed
     jobs = []
     for parts in found:
         ranks = [rank for part in parts for rank in part.ranks]
-        # Hosts are read one after another: a late rank must have been late at the first time.
+        # Hosts are read at different times: a rank is late only if it was so at the first time.
         jobs.append(job_of(parts[0].name, ranks, min(part.at_ns for part in parts)))
     return [job for job in jobs if any(rank.is_alive for rank in job.ranks)]
 
 
 def _is_part(part: ObservedJob, others: Sequence[ObservedJob]) -> bool:
-    """Return whether a part has the name of others, and no rank that is alive on two hosts."""
+    """Return whether a part is of others' job: the same name, and no rank alive on two hosts."""
     living = {
         (rank.rank, rank.facts["pids"])  # `pids` identifies the host or container
         for job in (part, *others)
@@ -118,7 +118,7 @@ def job_of(name: str, found: Collection[Rank], at_ns: int) -> ObservedJob:
 
 
 def _preference(rank: Rank) -> tuple[bool, bool, int]:
-    """Return a key by which a rank's live, this host's and newer processes are larger."""
+    """Return a sort key: a rank's live, this host's and newer processes are larger."""
     # A command of --via may lead back to this host; the times that it returns are less exact.
     return rank.is_alive, rank.is_alive and rank.stacks is None, rank.made_ns
 
@@ -155,7 +155,7 @@ def _rank(readers: Sequence[PageReader], meter: Meter, *, is_alone: bool) -> Ran
 
 
 def _with_process_state(rank: Rank, meter: Meter, *, is_alone: bool) -> Rank:
-    """Add the kernel's facts on a rank's process; the rank stays dead if it has just ended."""
+    """Return a rank with the kernel's facts on its process; without them it stays dead."""
     thread_id = _thread_of(rank)
     try:
         thread = _stat(f"/proc/{rank.pid}/task/{thread_id}/stat")
@@ -207,7 +207,7 @@ def _calls(page: PageReader) -> Iterable[ObservedCall]:
             begin_ns=each.begin_ns,
             end_ns=each.end_ns,
             size_bytes=each.size_bytes,
-            lane=each.thread_id,  # all pages of a process have the same numbers of lanes
+            lane=each.thread_id,  # other pages of the process use the lane's number, too
             is_blocking=each.state != IN_FLIGHT,
         )
 

@@ -27,7 +27,7 @@ from unisono.observe.stacks import Frame, Stack
 from unisono.observe.verdict import ObservedCall, Rank
 from unisono.recording.status_page import decode_ranks, encode_ranks
 
-_LIMIT_S = 30.0  # for a command: srun waits for a step, kubectl for a login
+_LIMIT_S = 30.0  # srun may wait for a step, kubectl for a login, Python for a file server
 _END_S = 2.0  # for a command to end after each signal
 _ANSWER_S = 1.0  # for a rank to write its stack
 _WIDTH = 700  # of a line: srun passes on 1,024 bytes at a time, so longer lines would mix
@@ -143,7 +143,7 @@ def _end(command: psutil.Process) -> None:
 
 def _bodies(text: str) -> tuple[list[str], bool]:
     """Join the lines of each host; return also whether no line is missing."""
-    # A launcher may write a prefix before each line, such as the number of a task.
+    # A launcher may put a prefix before each line, such as the number of a task.
     found: dict[str, dict[int, str]] = {}
     counts: dict[str, int] = {}
     for each in filter(None, map(_LINE.search, text.splitlines())):

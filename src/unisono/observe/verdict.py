@@ -14,7 +14,7 @@ from unisono.topology import named
 
 _S = 1e9
 _PATIENCE_S = 0.5  # a rank counts as late only if others have waited longer for it
-_IDLE_PERCENT = 20.0  # of a core, some of which checks for deaths and deadlines take
+_IDLE_PERCENT = 20.0  # of a core; checks for deaths and deadlines take less
 _KEY = tuple[str, str]
 K = TypeVar("K")
 
@@ -38,7 +38,7 @@ class ObservedCall:
 
     @property
     def key(self) -> _KEY:
-        """The numbering that the call belongs to."""
+        """The context and group in which the call is numbered."""
         return self.context, self.group
 
 
@@ -59,12 +59,12 @@ class Rank:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its process runs or is stopped."""
+        """Whether the process runs or is stopped."""
         return self.condition != "dead"
 
     @property
     def is_idle(self) -> bool:
-        """Whether its own thread hardly runs, as far as that is known."""
+        """Whether the rank's own thread hardly runs; False if that isn't known."""
         percent = self.thread_percent
         return self.condition == "sleeping" and percent is not None and percent < _IDLE_PERCENT
 
@@ -244,7 +244,7 @@ class _JobFacts:
 
 
 def innermost(calls: Sequence[ObservedCall]) -> list[ObservedCall]:
-    """List the calls that a rank is in now: for each thread the one that began last."""
+    """List the blocking calls that a rank is in: for each thread the one that began last."""
     found: dict[int, ObservedCall] = {}
     for call in sorted(calls, key=lambda each: each.begin_ns):
         if not call.end_ns and call.is_blocking:
@@ -301,7 +301,7 @@ def _odd_ones(ranks_of: Mapping[K, list[int]]) -> list[tuple[K, int]]:
 
 
 def _names(job: _JobFacts, call: ObservedCall) -> dict[str, list[int]]:
-    """Group ranks by the name that they gave a call; a page without room lacks the name."""
+    """Group ranks by the name of their call; a page without room for the name doesn't count."""
     found: dict[str, list[int]] = {}
     for rank in sorted(job.ranks):
         for each in job.ranks[rank].calls:
@@ -313,7 +313,7 @@ def _names(job: _JobFacts, call: ObservedCall) -> dict[str, list[int]]:
 
 
 def _extra(job: _JobFacts) -> _Found:
-    """Find a rank alone in a call that the others, idle outside calls, never made on that line."""
+    """Find a rank alone in a call that is new to the others, which are idle outside of calls."""
     waiting = [rank for rank, wait in job.waits.items() if wait.ranks]
     # In a job of two ranks, either may be wrong.
     if len(waiting) != 1 or len(job.ranks) < 3 or not job.have_waited(waiting):
@@ -327,7 +327,7 @@ def _extra(job: _JobFacts) -> _Found:
         return None
     text = (
         f"rank {alone} is alone in {call.name}, and the others are idle outside of calls: "
-        "one call too many there, or one too few of theirs"
+        "it made one call too many, or the others made one too few"
     )
     return "extra call", text, [Culprit(alone, f"is alone in {call.name}", (alone,))]
 
@@ -383,7 +383,7 @@ def _deadlock(job: _JobFacts) -> _Found:
 
 
 def _reached(start: int, after: Callable[[set[int]], set[int]]) -> set[int]:
-    """Return the ranks that `after`, applied again and again, leads to from `start`."""
+    """Return the ranks that repeated use of `after` reaches from `start`."""
     found: set[int] = set()
     new = {start}
     while new:
@@ -408,7 +408,7 @@ def _unseen(job: _JobFacts) -> _Found:
 def _costs(
     ranks: Iterable[Rank],
 ) -> tuple[defaultdict[int, float], defaultdict[int, list[float]], int]:
-    """Return by rank the seconds that others lost and its delays when last; count the calls."""
+    """Return the seconds lost to each rank, its delays when it came last, and the call count."""
     arrivals: dict[tuple[_KEY, int], dict[int, ObservedCall]] = defaultdict(dict)
     for rank in ranks:
         for call in _without_inner(rank.calls):
@@ -434,7 +434,7 @@ def _costs(
 
 
 def _without_inner(calls: Sequence[ObservedCall]) -> Iterator[ObservedCall]:
-    """Iterate over the calls without calls inside, given and returned in order of their starts."""
+    """Iterate over the calls that contain no other; `calls` are in the order of their starts."""
     for at, call in enumerate(calls):
         following = next((each for each in calls[at + 1 :] if each.lane == call.lane), None)
         if following is None or following.begin_ns >= (call.end_ns or math.inf):

@@ -100,7 +100,7 @@ def _is_counted(record: CollectiveRecord) -> bool:
 
 
 class _Contexts:
-    """The contexts of one rank's group, of which each counts its calls from 1."""
+    """The contexts of a group on one rank; each context counts its calls from 1."""
 
     # If two threads begin calls at almost the same time, the higher number may have the earlier
     # arrival. So a number below the last one is a new context's only if the current context has
@@ -238,7 +238,7 @@ class _Timeline:
         self._total_ns = [0] * size
 
     def add(self, rank: int, begin_ns: int, end_ns: int) -> int:
-        """Add what is new in an interval; return that time. Intervals come in order of starts."""
+        """Add an interval, and return how much of it is new; intervals come in order of starts."""
         new = int(max(end_ns - max(begin_ns, self._until[rank]), 0))
         self._until[rank] = max(self._until[rank], end_ns)
         self._total_ns[rank] += new
@@ -352,7 +352,7 @@ def draw(what: str, found: Mapping[str, Waits], path: str | os.PathLike[str]) ->
         axes.set_title(f"{name}: {each.headline}" if name else each.headline)
     try:
         figure.savefig(path)
-    except (OSError, ValueError) as error:  # such as a suffix that it doesn't know
+    except (OSError, ValueError) as error:  # such as an unknown suffix
         raise ArgumentError(f"{what}: {os.fspath(path)} can't be written: {error}") from error
 
 
