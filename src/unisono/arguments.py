@@ -16,7 +16,7 @@ _HOST = re.compile(r"([\w.-]+)(?::([1-9][0-9]{0,5}))?")
 
 
 def check_variables() -> None:
-    """Raise if a number in one of our variables is bad, before replicas start."""
+    """Raise if a number in one of our variables is bad; called before replicas start."""
     for variable in ("UNISONO_WARN_AFTER_S", "UNISONO_SHARED_BYTES"):
         number_in(variable, 0.0)  # called only for its error
 
@@ -53,7 +53,7 @@ def check_port(name: str, value: Any) -> int:
 
 
 def ranks_by_host(name: str, text: str) -> dict[str, int]:
-    """Return the number of ranks of each host, 1 where none is given."""
+    """Parse NAME:RANKS,NAME:RANKS into the ranks of each host; a name alone has 1 rank."""
     matches = [_HOST.fullmatch(item.strip()) for item in text.split(",")]
     found = {match[1]: int(match[2] or 1) for match in matches if match}
     if len(found) != len(matches):  # an item is malformed, or a name occurs twice
@@ -89,7 +89,7 @@ def suggestion(name: Any, known: Iterable[str]) -> str:
 
 
 def seconds(name: str, value: Any, *, may_be_zero: bool = False) -> timedelta:
-    """Return a timedelta from seconds or a timedelta: positive, or zero where that is allowed."""
+    """Return seconds or a timedelta as a timedelta; raise unless it is over 0, or an allowed 0."""
     if isinstance(value, timedelta):
         given = value
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -106,7 +106,7 @@ def seconds(name: str, value: Any, *, may_be_zero: bool = False) -> timedelta:
 
 
 def number_in(variable: str, default: float, least: float = 0.0) -> float:
-    """Read a number from one of our variables, `default` if it isn't set."""
+    """Read a number from one of our variables; return `default` if it isn't set."""
     text = os.environ.get(variable, "").strip()
     if not text:
         return default

@@ -246,7 +246,7 @@ def test_launch_refuses_what_cannot_be_pickled() -> None:
         (LaunchPlan(1, init_method="env://"), {}),
         (LaunchPlan(1, start_method="fork"), {}),
         (LaunchPlan(1), {"hosts": ""}),
-        (LaunchPlan(1), {"hosts": "localhost"}),
+        (LaunchPlan(2), {"hosts": "localhost"}),  # 1 rank there, and not 2
         (LaunchPlan(1), {"hosts": "localhost:0"}),
         (LaunchPlan(1), {"hosts": "localhost:1,localhost:1"}),
         (LaunchPlan(1), {"hosts": "localhost:2"}),

@@ -1,4 +1,4 @@
-"""The command line: a command is one module here and one line in `COMMANDS`."""
+"""The command line; each command is one module here and one line in `COMMANDS`."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ COMMANDS: dict[str, str] = {
 }
 _HELP = {"help_option_names": ["-h", "--help"]}
 _SETTINGS: dict[str, dict[str, Any]] = {
-    # Arguments after the script's name are the script's.
+    # Arguments after the script's name belong to the script.
     "run": {
         "allow_interspersed_args": False,
-        # torchrun spells its options both ways
+        # torchrun accepts both spellings of its options
         "token_normalize_func": lambda token: token.replace("_", "-"),
     }
 }
-# Variables in which shells pass the words typed so far, for completion.
+# Variables in which shells pass the words typed so far, to complete them.
 _TYPED = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")
 _WRONG_USE = 2
 _INTERRUPTED = 130
@@ -55,6 +55,7 @@ def _unisono(
         ),
     ] = False,
 ) -> None:  # fmt: skip
+    # Called before every command, and alone if none is given.
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         raise typer.Exit(_WRONG_USE)
@@ -81,7 +82,7 @@ def _command_line(name: str) -> Any:
     group = typer.main.get_command(app)
     # --version also works after a command's name.
     version = copy.copy(next(option for option in group.params if option.name == "version"))
-    version.expose_value = False  # the commands' functions needn't take it
+    version.expose_value = False  # so the commands' functions need no parameter for it
     for command in group.commands.values():  # type: ignore[attr-defined]
         command.params.append(version)
     return group
@@ -106,7 +107,7 @@ def _named_in(args: Sequence[str]) -> str:
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the command that the arguments name, and exit with its code."""
     # Wrong use and an unusable backend print one line on stderr, with exit code 2; a
-    # worker's failure prints the worker's traceback, with exit code 1; Ctrl-C is exit code 130.
+    # worker's failure prints the worker's traceback, with exit code 1; Ctrl-C gives exit code 130.
     sys.exit(_exit_code(sys.argv[1:] if args is None else args))
 
 
@@ -124,7 +125,8 @@ def _exit_code(args: Sequence[str]) -> int:
     except (typer.Abort, KeyboardInterrupt):
         return _complain("interrupted", _INTERRUPTED)
     except Exception as error:
-        # Exceptions of click, or of the copy of click in newer typer: they share no public base.
+        # Either click's errors or, in newer versions of typer, those of its copy of click: the two
+        # have no public base class in common.
         if not (hasattr(error, "format_message") and hasattr(error, "exit_code")):
             raise
         return _complain(f"{error.format_message()} (see --help)", error.exit_code)

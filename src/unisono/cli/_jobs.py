@@ -32,12 +32,12 @@ NO_JOB = "no job of this user was found"
 _COLUMNS = (
     Column("rank", is_number=True),
     Column("host"),
-    Column("pid", is_number=True, expendable=2),
-    Column("cpu", is_number=True, expendable=3),
-    Column("memory", is_number=True, expendable=4),
+    Column("pid", is_number=True, drop_order=2),
+    Column("cpu", is_number=True, drop_order=3),
+    Column("memory", is_number=True, drop_order=4),
     Column("state"),
     Column("since", is_number=True),
-    Column("in", expendable=1),
+    Column("in", drop_order=1),
     Column("at"),
 )
 _STYLES = {
@@ -52,13 +52,13 @@ _SOURCES = {
     "call": "where it made that call",
     "last call": "where it made its last call",
 }
-_NOW_S = 2.0  # a younger stack counts as that of now
+_NOW_S = 2.0  # a stack younger than this counts as the current one
 _MIB = 1 << 20
 
 
 def chosen(jobs: Sequence[ObservedJob], wanted: str | None) -> ObservedJob:
-    """Return the job with a given name, rank's pid, program, or start of its name."""
-    # The first way that leads to any job decides; it must lead to one alone.
+    """Return the job that `wanted` names: by name, a rank's pid, program, or start of the name."""
+    # The first way of naming that matches any job decides; it must match only one.
     ways: Sequence[Callable[[ObservedJob], bool]] = (
         lambda job: wanted in (None, job.name),
         lambda job: wanted in {str(rank.pid) for rank in job.ranks},
@@ -80,7 +80,7 @@ def chosen(jobs: Sequence[ObservedJob], wanted: str | None) -> ObservedJob:
 
 
 def _programs(job: ObservedJob) -> set[str]:
-    """Return the names of a job's program: its file's name or path, its command line."""
+    """Return the ways to name a job's program: its command line, its file's path or name."""
     program = str(job.facts.get("program", ""))
     file = program.partition(" ")[0]
     # An empty name would match every job without a program.
@@ -96,7 +96,7 @@ def headline(job: Mapping[str, Any]) -> str:
 
 
 def verdict_lines(job: Mapping[str, Any]) -> list[str]:
-    """Return lines on the culprits, their positions and costs."""
+    """Return the verdict as lines, with the culprits' positions and costs."""
     lines = [job["verdict"]["text"]]
     hosts = {each["rank"]: f"on {each['host']} " for each in job["ranks"] if _has_hosts(job)}
     lines += [_culprit(each, job["cwd"], hosts.get(each["rank"], "")) for each in job["culprits"]]
@@ -124,6 +124,7 @@ def _has_hosts(job: Mapping[str, Any]) -> bool:
 
 
 def _culprit(culprit: Mapping[str, Any], cwd: str, host: str) -> str:
+    """Return a line about one culprit, with paths relative to the job's folder."""
     line = f"culprit: rank {culprit['rank']} {host}{culprit['why']}"
     if culprit["file"]:
         inside = f" in {culprit['function']}" if culprit["function"] else ""
@@ -147,7 +148,7 @@ def _culprit(culprit: Mapping[str, Any], cwd: str, host: str) -> str:
 
 
 def columns_and_rows(job: Mapping[str, Any]) -> tuple[list[Column], list[list[Text]]]:
-    """Return a row for each rank, the culprits first; with its host, if there are several."""
+    """Return columns and a row for each rank, culprits first; hosts only if there are several."""
     culprits = {each["rank"]: each for each in job["culprits"]}
     order = sorted(job["ranks"], key=lambda each: (each["rank"] not in culprits, each["rank"]))
     rows = [_row(each, culprits.get(each["rank"])) for each in order]
@@ -157,6 +158,7 @@ def columns_and_rows(job: Mapping[str, Any]) -> tuple[list[Column], list[list[Te
 
 
 def _row(rank: Mapping[str, Any], culprit: Mapping[str, Any] | None) -> list[Text]:
+    """Return the cells of one rank's row."""
     state, call = rank["state"], rank["call"]
     words = f"waits for {named(rank['waits_for'])}" if rank["waits_for"] else state
     if state == "computes" and rank["is_idle"]:
@@ -165,11 +167,11 @@ def _row(rank: Mapping[str, Any], culprit: Mapping[str, Any] | None) -> list[Tex
     if call is not None:
         name = call["name"] + (f" {_size(call['size_bytes'])}" if call["size_bytes"] else "")
         name = name if rank["is_in_call"] else f"last: {name}"
-    at = f"{os.path.basename(call['file'])}:{call['line']}" if call and call["file"] else "-"
+    line = f"{os.path.basename(call['file'])}:{call['line']}" if call and call["file"] else "-"
     if culprit is not None and culprit["file"]:
         inside = f" {culprit['function']}" if culprit["function"] else ""
-        # A culprit's stack is more exact than its last call.
-        at = f"{os.path.basename(culprit['file'])}:{culprit['line']}{inside}"
+        # The line of a culprit's stack, if there is one, is more exact than that of its call.
+        line = f"{os.path.basename(culprit['file'])}:{culprit['line']}{inside}"
     percent, memory = rank["cpu_percent"], rank["memory_bytes"]
     style = _STYLES.get(state, "") if culprit is None else "bold red"
     return [
@@ -181,7 +183,7 @@ def _row(rank: Mapping[str, Any], culprit: Mapping[str, Any] | None) -> list[Tex
         Text(words, style),
         Text(_duration(rank["since_s"])),
         Text(name),
-        Text(at, style if culprit is not None else ""),
+        Text(line, style if culprit is not None else ""),
     ]
 
 
@@ -206,20 +208,20 @@ def _duration(seconds: float) -> str:
 def grouped(
     found: Mapping[int, list[Stack] | str], calls: Mapping[int, str], *, all_threads: bool
 ) -> list[str]:
-    """Return the stacks of ranks as lines, equal ones once, the innermost call last."""
-    own: dict[int, tuple[Frame, ...]] = {}
-    silent: dict[int, str] = {}
-    others: list[str] = []
+    """Return the stacks of ranks as lines: equal stacks once, the innermost call last."""
+    stacks: dict[int, tuple[Frame, ...]] = {}  # of the ranks' own threads
+    reasons: dict[int, str] = {}  # of ranks without a stack
+    others: list[str] = []  # lines of the other threads
     for rank, each in sorted(found.items()):
         if isinstance(each, str):
-            silent[rank] = each
-        else:  # a call's name stands for its inner frames, which differ among its ranks
+            reasons[rank] = each
+        else:  # a call's name replaces the frames within it, which differ from rank to rank
             call = [Frame("", 0, calls[rank])] if rank in calls else []
-            own[rank] = (*call, *folded(each[0].frames))
+            stacks[rank] = (*call, *folded(each[0].frames))
             for stack in each[1:] if all_threads else ():
                 others += _lines(f"rank {rank}, thread {stack.thread_id}", stack.frames)
-    lines = [line for frames, ranks in equal(own) for line in _lines(named(ranks), frames)]
-    lines += [f"{named(ranks)}: {why}" for why, ranks in ranks_by_value(silent).items()]
+    lines = [line for frames, ranks in equal(stacks) for line in _lines(named(ranks), frames)]
+    lines += [f"{named(ranks)}: {why}" for why, ranks in ranks_by_value(reasons).items()]
     return lines + others
 
 

@@ -25,12 +25,12 @@ from unisono.observe.verdict import Rank
 
 _KEYS = "s stacks of a rank   a stacks of all   n next job   k end the job   q quit"
 _BACK = "arrows scroll   any other key goes back"
-_ANSWER_S = 1.0  # for a rank's stacks
+_ANSWER_S = 1.0  # for a rank to write its stacks
 _GRACE_S = 5.0  # from SIGTERM to SIGKILL
-_KEY_BYTES = 16  # a key may be a sequence of several
+_KEY_BYTES = 16  # a key such as an arrow is a sequence of several bytes
 _ESCAPE = "\x1b"
 _SCROLLS = {"\x1b[A": -1, "\x1b[B": 1, "\x1b[5~": -10, "\x1b[6~": 10}
-_LINES_AROUND = 2  # the title and the keys
+_LINES_AROUND = 2  # of the screen, used for the title and the keys
 
 
 class LiveView:
@@ -38,13 +38,13 @@ class LiveView:
 
     def __init__(self, wanted: str | None, every_s: float) -> None:
         self.wanted, self.every_s = wanted, every_s
-        self.name: str | None = None  # of the wanted job, once it has been seen: it may end
+        self.name: str | None = None  # of the wanted job, kept in case the job ends
         self.console = Console()
         self.meter = Meter()
         self.stacks = StackCache()
         self.jobs: list[ObservedJob] = []
         self.report: Mapping[str, Any] | None = None
-        self.at = 0  # index of the job that is shown
+        self.index = 0  # of the job that is shown
         self.prompt = ""  # the question at the bottom, followed by the text typed
         self.typed = ""
         self.answer: Callable[[str], None] | None = None
@@ -63,29 +63,30 @@ class LiveView:
                 self.look()
                 # A key redraws the screen at once, without another look at the jobs.
                 until = time.monotonic() + self.every_s
-                while not self.is_over and (left_s := self._due(until) - time.monotonic()) > 0:
+                while not self.is_over and (left_s := self._look_at(until) - time.monotonic()) > 0:
                     live.update(self.screen(), refresh=True)
                     for key in _pressed(fd, left_s):
                         self.press(key)
         return 0
 
-    def _due(self, until: float) -> float:
-        """Return when to look again: by then, or when a job is to be killed."""
+    def _look_at(self, until: float) -> float:
+        """Return the time of the next look: `until`, or earlier if a job must be killed."""
         return min([until, *(kills_at for _, kills_at in self.ending)])
 
     def look(self) -> None:
-        """Update the jobs."""
-        name = self.jobs[self.at].name if self.jobs else None
+        """Update the jobs and the report; kill jobs that had enough time to end."""
+        name = self.jobs[self.index].name if self.jobs else None
         self.jobs = look(self.meter)
         if self.wanted is not None:
-            # Chosen once, so that no other job is shown after this one has ended.
+            # The job is chosen only once, so that no other one is shown after it has ended.
             if self.name is None and self.jobs:
                 self.name = chosen(self.jobs, self.wanted).name
             self.jobs = [job for job in self.jobs if job.name == self.name]
         names = [job.name for job in self.jobs]
         # Other jobs may begin or end, so this job's position may change.
-        self.at = names.index(name) if name in names else min(self.at, max(len(names) - 1, 0))
-        self.report = report_of(self.jobs[self.at], self.stacks) if self.jobs else None
+        last = max(len(names) - 1, 0)
+        self.index = names.index(name) if name in names else min(self.index, last)
+        self.report = report_of(self.jobs[self.index], self.stacks) if self.jobs else None
         now = time.monotonic()
         for job in [job for job, kills_at in self.ending if kills_at <= now]:
             send(job, signal.SIGKILL)
@@ -100,8 +101,8 @@ class LiveView:
         elif key == "q":
             self.is_over = True
         elif key == "n" and self.jobs:
-            self.at = (self.at + 1) % len(self.jobs)
-            self.report = report_of(self.jobs[self.at], self.stacks)
+            self.index = (self.index + 1) % len(self.jobs)
+            self.report = report_of(self.jobs[self.index], self.stacks)
         elif self.report is not None:
             keys = {"s": self._ask_rank, "a": self._show_all, "k": self._ask_end}
             keys.get(key, lambda: None)()
@@ -126,20 +127,23 @@ class LiveView:
             self.page = None
 
     def _ask(self, prompt: str, answer: Callable[[str], None]) -> None:
+        """Open a question; `answer` gets the text typed."""
         self.prompt, self.typed, self.answer = prompt, "", answer
 
     def _ask_rank(self) -> None:
         """Ask for a rank, and show its stacks."""
-        name, report = self.jobs[self.at].name, self.report or {}
-        suspect = int([*report["culprits"], *report["ranks"]][0]["rank"])  # or the first rank
+        name, report = self.jobs[self.index].name, self.report or {}
+        # The first culprit, or without one the first rank.
+        suspect = int([*report["culprits"], *report["ranks"]][0]["rank"])
 
         def answer(typed: str) -> None:
-            job = self.jobs[self.at] if self.jobs else None
+            job = self.jobs[self.index] if self.jobs else None
             # The jobs are updated while the user types, so this one may have ended.
             if job is None or job.name != name:
                 self._show([f"job {name} has ended"])
                 return
-            self.stacks = StackCache()  # a user who wants stacks accepts interrupted waits
+            # Later reports ask all ranks again: a user who wants stacks accepts interrupted waits.
+            self.stacks = StackCache()
             rank = int(typed) if typed.isdecimal() else suspect
             wanted = [each for each in job.ranks if each.rank == rank]
             lines = _stack_lines(job, wanted, all_threads=True)
@@ -148,7 +152,7 @@ class LiveView:
         self._ask(f"stacks of which rank? [{suspect}] ", answer)
 
     def _show_all(self) -> None:
-        job = self.jobs[self.at]
+        job = self.jobs[self.index]
         self._show(_stack_lines(job, job.ranks, all_threads=False))
 
     def _show(self, lines: Sequence[str]) -> None:
@@ -156,10 +160,10 @@ class LiveView:
 
     def _ask_end(self) -> None:
         """Ask whether to end the job, and send it SIGTERM; `look` sends SIGKILL later."""
-        job = self.jobs[self.at]
+        job = self.jobs[self.index]
 
         def answer(typed: str) -> None:
-            # The job in the question, even if another one is shown by now.
+            # This is the job of the question, even if another one is shown by now.
             if typed.strip().lower() in ("y", "yes"):
                 send(job, signal.SIGTERM)
                 self.ending.append((job, time.monotonic() + _GRACE_S))
@@ -181,7 +185,7 @@ class LiveView:
 
     def _job(self, report: Mapping[str, Any]) -> Iterator[RenderableType]:
         """Yield the parts of the screen about the job that is shown."""
-        count = f"  ({self.at + 1} of {len(self.jobs)} jobs)" if len(self.jobs) > 1 else ""
+        count = f"  ({self.index + 1} of {len(self.jobs)} jobs)" if len(self.jobs) > 1 else ""
         yield Text(headline(report) + count, "bold")
         style = "bold red" if report["culprits"] else "green"
         for line in verdict_lines(report):
@@ -199,7 +203,7 @@ def _stack_lines(job: ObservedJob, ranks: Sequence[Rank], *, all_threads: bool) 
 
 @contextmanager
 def _keys(fd: int) -> Iterator[int]:
-    """Set keys to arrive at once, without echo."""
+    """Set the terminal to deliver each key at once, without echo."""
     before = termios.tcgetattr(fd)
     try:
         tty.setcbreak(fd)
@@ -209,11 +213,11 @@ def _keys(fd: int) -> Iterator[int]:
 
 
 def _pressed(fd: int, timeout_s: float) -> list[str]:
-    """Wait for keys and return them, an arrow or other sequence of characters as one."""
+    """Wait for keys and return them; an escape sequence, such as an arrow's, is one key."""
     ready, _, _ = select.select([fd], [], [], max(timeout_s, 0.0))
     if not ready:
         return []
     text = os.read(fd, _KEY_BYTES).decode("utf-8", "replace")
-    if not text:  # the terminal has gone
+    if not text:  # the terminal is gone
         return ["q"]
     return [text] if text.startswith(_ESCAPE) else list(text)

@@ -1,4 +1,4 @@
-"""Tables that fit the terminal, and are plain text elsewhere."""
+"""Tables that fit the terminal; without a terminal they are plain text."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-_NARROWEST = 20
-_INDENT = 2
+_NARROWEST = 20  # columns for text, even on a narrower terminal
+_INDENT = 2  # of all lines of a wrapped text but the first
 _UNLIMITED = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column; on a narrow terminal, the most expendable ones are dropped first, 0 never."""
+    """A column of a table, perhaps dropped on a narrow terminal."""
+
+    # Columns with the highest `drop_order` are dropped first; 0 is never dropped.
 
     title: str
     is_number: bool = False
-    expendable: int = 0
+    drop_order: int = 0
 
 
 def wrapped(line: str, indent: int = 0) -> str:
-    """Return a line indented, and on a terminal wrapped between words."""
+    """Return a line indented and, on a terminal, wrapped between words."""
     indent += len(line) - len(line.lstrip())
     if not Console().is_terminal:
         return " " * indent + line.lstrip()
@@ -55,21 +57,23 @@ def table_of(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]]) ->
 
 
 def show(title: str, columns: Sequence[Column], rows: Sequence[Sequence[str | Text]]) -> None:
-    """Print a table as wide as the terminal; elsewhere one plain line for each row."""
+    """Print a table that fits the terminal; without one, print a plain line for each row."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_UNLIMITED)
-    # Measured without the terminal's limit, to which rich would shrink the columns.
+    # Measure at unlimited width: at the terminal's width rich would shrink the columns, and every
+    # table would seem to fit.
     unlimited = console.options.update(max_width=_UNLIMITED)
     kept = list(range(len(columns)))
     while True:
-        table = table_of([columns[at] for at in kept], [[row[at] for at in kept] for row in rows])
+        kept_cells = [[row[index] for index in kept] for row in rows]
+        table = table_of([columns[index] for index in kept], kept_cells)
         table.box = SIMPLE_HEAD if console.is_terminal else None
-        next_out = max(kept, key=lambda at: columns[at].expendable)
+        next_out = max(kept, key=lambda index: columns[index].drop_order)
         fits = console.measure(table, options=unlimited).maximum <= console.width
-        if fits or columns[next_out].expendable == 0:
+        if fits or columns[next_out].drop_order == 0:
             break
         kept.remove(next_out)
-    with console.capture() as captured:
+    with console.capture() as captured:  # rich fills lines with spaces, which are removed
         console.print(Text(title, "italic"), table, sep="\n")
     typer.echo("\n".join(map(str.rstrip, captured.get().splitlines())))

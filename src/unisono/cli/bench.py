@@ -24,15 +24,15 @@ from unisono.topology import usable_cores
 _UNITS = {"K": 10, "M": 20, "G": 30}
 _COLUMNS = (
     Column("operation"),
-    Column("payload", expendable=1),
+    Column("payload", drop_order=1),
     Column("bytes", is_number=True),
     Column("median us", is_number=True),
-    Column("quartiles us", is_number=True, expendable=2),
-    Column("algorithm GB/s", is_number=True, expendable=4),
-    Column("bus GB/s", is_number=True, expendable=3),
+    Column("quartiles us", is_number=True, drop_order=2),
+    Column("algorithm GB/s", is_number=True, drop_order=4),
+    Column("bus GB/s", is_number=True, drop_order=3),
 )
-# Share of a payload's bytes that crosses the bus for each rank: github.com/NVIDIA/nccl-tests,
-# doc/PERFORMANCE.md. A size is that of the whole result.
+# The share of a payload's bytes that crosses the bus for each rank, from doc/PERFORMANCE.md of
+# github.com/NVIDIA/nccl-tests, which counts the bytes of the whole result.
 _BUS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
@@ -43,7 +43,7 @@ _BUS: dict[str, Callable[[int], float]] = {
 
 
 def bench(
-    backend: Annotated[str | None, typer.Option(help="As in spawn; the best one here.")] = None,
+    backend: Annotated[str | None, typer.Option(help="As for spawn. Default: the best.")] = None,
     *,
     nproc_per_node: Annotated[
         int, typer.Option("-n", "--nproc-per-node", min=1, metavar="N", help="Replicas.")
@@ -56,9 +56,9 @@ def bench(
 ) -> int:
     """Measure every collective on tensors of several sizes, and values of the control plane.
 
-    It starts replicas. Times are the median and the quartiles of the slowest rank.
-    Algorithm bandwidth is the payload over the median; bus bandwidth is the traffic over the
-    slowest link for it, as nccl-tests defines it.
+    Starts replicas. Times are the median and the quartiles of the slowest rank.
+    Algorithm bandwidth is the payload divided by the median; bus bandwidth is the traffic of the
+    slowest link divided by the median, as nccl-tests defines it.
 
     Returns:
         The exit code, 0.
@@ -98,7 +98,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 def _measure(
     _local_rank: int, sizes: list[int], rounds: int, shows_progress: bool
 ) -> list[dict[str, Any]]:
-    """Measure everything; return rows as ``--json`` prints them."""
+    """Measure all calls; return the rows that ``--json`` prints."""
     n, rows = idist.get_world_size(), []
     works = track(
         [*_calls_with_values(), *_calls_with_tensors(sizes)],
@@ -109,7 +109,7 @@ def _measure(
     )
     for operation, payload, size, call in works:
         low, seconds, high = _quartiles_s(call, rounds)
-        # For values, `size` counts their contents, and not the bytes that are sent.
+        # The size of a value is that of its contents, not of the bytes sent, so it has no speed.
         speed = size / seconds / 1e9 if payload == "tensor" else None
         rows.append(
             {
@@ -127,14 +127,14 @@ def _measure(
 
 
 def _quartiles_s(call: Callable[[], object], rounds: int) -> list[float]:
-    """Return the quartiles of a call's times, of the rank whose median is the largest."""
-    call()  # not measured, as it may set up connections
+    """Time a call; return the quartiles of the rank whose median is the largest."""
+    call()  # not measured, because the first call may set up connections
     samples = []
     for _ in range(rounds):
         idist.barrier()
         begin = time.perf_counter()
         call()
-        # Operations on these devices are asynchronous.
+        # A call on these devices returns before it is done.
         if idist.device().type in ("cuda", "xpu"):
             torch.accelerator.synchronize()
         samples.append(time.perf_counter() - begin)

@@ -28,10 +28,10 @@ _COLOURS: dict[Status, str] = {
 }
 _STATUS_WIDTH = max(map(len, _COLOURS))
 _MEANS = {
-    "derived": "it holds; the model leaves members to the contract, which derives them from its "
-    "all_gather: right, and slower than an override",
+    "derived": "the law holds; the model lacks some members, so the contract derives them from "
+    "its all_gather: right, but slower than an override",
     "unsupported": "the model does not declare a capability that the law needs, and raises an "
-    "error that names it; or it cannot be checked here",
+    "error that names it; or the law cannot be checked here",
 }
 
 
@@ -77,10 +77,10 @@ def check(
 ) -> int:
     """Check every law of the contract on one backend, launcher or environment.
 
-    It starts replicas (1, 2 and 3, as the kit for pytest does, or as many as each -n says)
-    and reports whether each law passed, passed by members that the contract derives from others,
-    isn't supported (declared), or failed, and how. A law that hangs has failed, and the stacks of
-    all replicas are shown.
+    Starts replicas (1, 2 and 3 by default, else as many as each -n says), and reports of each law
+    whether it passed, passed by members that the contract derives from others, isn't supported
+    because the model lacks a capability, or failed, and how. A law that hangs has failed; the
+    stacks of all replicas are shown.
 
     Returns:
         The exit code: 0 if no law failed, 1 if one did.
@@ -120,15 +120,15 @@ class _Subject(NamedTuple):
     """A backend, a launcher or an environment that is checked."""
 
     name: str
-    facts: Mapping[str, Any]  # in the JSON
+    facts: Mapping[str, Any]  # about it, for the JSON
     groups: Mapping[str, str]  # the group of each law
-    sizes: Sequence[int]  # numbers of replicas, where none is given
+    sizes: Sequence[int]  # default numbers of replicas
     check: Callable[..., list[Outcome]]
 
 
 def _subject(backend: str | None, launcher: str | None, environment: str | None) -> _Subject:
-    """Return what the arguments name; raise unless it is one thing that exists."""
-    # With --launcher, the backend isn't the subject, but what the launcher's ranks use.
+    """Return the subject that the arguments name; raise unless they name one that exists."""
+    # With --launcher, the backend isn't the subject: the launcher's ranks use it.
     subjects = (launcher, environment, None if launcher else backend)
     if sum(each is not None for each in subjects) != 1:
         raise typer.BadParameter("name one thing: a backend, --launcher NAME or --environment NAME")
@@ -174,7 +174,7 @@ def _facts(subject: _Subject, outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def _show(name: str, size: int, outcomes: Sequence[Outcome]) -> None:
-    """Print a line for each law, with its name never cut or wrapped, so that it can be copied."""
+    """Print a line for each law, whose name is never cut or wrapped, so that it can be copied."""
     title = name
     if size > 0:  # an environment has no replicas
         title += f", {size} replica{'s' * (size > 1)}"

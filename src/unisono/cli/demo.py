@@ -15,8 +15,8 @@ import unisono as idist
 _ARMS, _POINTS = 3, 600
 _EPOCHS, _BATCH_SIZE = 20, 60  # the batch of all workers together
 _GOAL = 0.95
-# The number of workers decides the order in which gradients are added, and so their rounding. In
-# float32 the steps amplify it until parameters differ by 1e-3.
+# The number of workers decides in which order gradients are added, and so how they are rounded. In
+# float32, the training steps amplify these differences until parameters differ by 1e-3.
 _DTYPE, _TOLERANCE = torch.float64, 1e-9
 
 
@@ -35,7 +35,7 @@ def demo(
     batch.
 
     Returns:
-        The exit code: 0 if both have learnt the same, and well; 1 if not.
+        The exit code: 0 if both have the same parameters and classify well; 1 if not.
     """
     runs = idist.spawn(backend, _train, (True,), nproc_per_node=nproc_per_node)
     (alone,) = idist.spawn("serial", _train, (False,))
@@ -66,7 +66,7 @@ def _train(local_rank: int, is_shown: bool) -> dict[str, Any]:
         for batch in torch.split(order, _BATCH_SIZE):
             mine = batch.tensor_split(idist.get_world_size())[idist.get_rank()].to(device)
             loss = nn.functional.cross_entropy(model(points[mine]), labels[mine], reduction="sum")
-            # By the whole batch's size: right for parts of any size.
+            # Divided by the size of the whole batch, gradients add up even if parts differ in size.
             gradients = torch.autograd.grad(loss / len(batch), parameters)
             for parameter, gradient in zip(parameters, idist.all_reduce(gradients), strict=True):
                 parameter.grad = gradient
@@ -94,7 +94,7 @@ def _spiral(generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def _model(generator: torch.Generator) -> nn.Module:
-    """Build the net with its own generator: replicas that are threads share torch's."""
+    """Build the net with its own generator, because threads as replicas share torch's."""
     model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh())
     model.append(nn.Linear(32, _ARMS)).to(_DTYPE)
     for parameter in model.parameters():

@@ -42,7 +42,7 @@ def doctor(
 ) -> int:
     """Report the environment, backends, launchers, devices, network and versions here.
 
-    Nothing is sent and no backend library is imported, except for a backend or launcher named.
+    Sends nothing, and imports no backend library but that of a backend or launcher named.
 
     Returns:
         The exit code: 0, or 1 if the backend or launcher named, or any job here, can't work.
@@ -68,6 +68,7 @@ def doctor(
 
 
 def _sections(report: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
+    """Return the title and the lines of each section."""
     host, devices, use = report["host"], report["devices"], report["recommended"]
     backend, count = use["backend"], use["nproc_per_node"]
     accelerators = "no accelerator"
@@ -114,7 +115,7 @@ def _node(node: Mapping[str, Any]) -> list[str]:
     lines = lines or ["none: no platform's variables are set, so there is no other node"]
     for each in node["findings"]:
         if each["verdict"] == "won" and each["facts"]["hosts"]:
-            where = f"{each['source']} starts a script on the first of its hosts alone, so they"
+            where = f"{each['source']} starts a script on the first of its hosts alone, so others"
             lines.append(f'{where} count only with --nnodes auto, or nnodes="auto" to Parallel')
     return lines if node["meaning"] is None else [*lines, node["meaning"]]
 
@@ -137,7 +138,7 @@ def _findings(
 
 
 def _table(table: Mapping[str, str | None]) -> list[str]:
-    """List the usable ones in one line, then the optional others by what they need."""
+    """List the usable names in one line, then the others by the reason why they aren't."""
     usable = [name for name, why in table.items() if why is None]
     lines = [f"usable: {', '.join(usable)}"]
     if len(usable) < len(table):

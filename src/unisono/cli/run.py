@@ -29,7 +29,7 @@ def run(
     *,
     backend: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="What initialize() and Parallel() take by default."),
+        typer.Option(metavar="NAME", help="Default of initialize() and Parallel() in the script."),
     ] = None,
     launcher: Annotated[
         str | None,
@@ -101,7 +101,7 @@ def run(
         bool, typer.Option("--module", "-m", help="Run it as python -m does.")
     ] = False,
     no_python: Annotated[
-        bool, typer.Option("--no-python", help="It is a program, and not Python's.")
+        bool, typer.Option("--no-python", help="It is a program, not a Python script.")
     ] = False,
     stdin: Annotated[
         int | None,
@@ -141,7 +141,7 @@ def run(
         if max_nnodes > 1:
             node_rank, master_port = node.node_rank, master_port or node.master_port
     name = launcher or ("torchrun" if max_nnodes > 1 else _default_launcher(backend))
-    registry.find_launcher(name)  # an unknown one is reported before all else
+    registry.find_launcher(name)  # reports an unknown name before any other error
     _export(backend, trace)
     job = Script(
         _program(script, args or [], module, no_python),
@@ -175,7 +175,7 @@ def _check(job: Script, launcher: str) -> None:
         )
     if job.stdin_rank is not None and job.stdin_rank >= job.world_size:
         raise ArgumentError(f"--stdin {job.stdin_rank} should be a rank below {job.world_size}")
-    # With --hosts, each host has its own number of ranks.
+    # With --hosts, each host has its own number of ranks, and `nproc_per_node` is no limit.
     shown = max(job.local_ranks, default=0)
     if shown >= job.nproc_per_node and not job.hosts:
         raise ArgumentError(f"--local-ranks-filter {shown} should be below {job.nproc_per_node}")
@@ -194,18 +194,19 @@ def _default_launcher(backend: str | None) -> str:
 
 
 def _export(backend: str | None, trace: Path | None) -> None:
-    """Set the variables of all ranks in this process."""
+    """Set the variables that all ranks inherit from this process."""
     from unisono import registry
 
     if backend is not None and registry.find_model(backend).replicas_are_threads:
         raise ArgumentError(
-            f"--backend {backend}: its replicas are threads, which no launcher of processes makes: "
+            f"--backend {backend}: its replicas are threads, which no launcher starts: "
             f"use Parallel({backend!r}, nproc_per_node=N) in the script, and python to start it"
         )
     if backend:
         os.environ["UNISONO_BACKEND"] = backend
     if trace:
-        os.environ["UNISONO_TRACE"] = str(trace.absolute())  # ranks may change their folder
+        # Absolute, because ranks may change their working directory.
+        os.environ["UNISONO_TRACE"] = str(trace.absolute())
 
 
 def _program(script: str, args: list[str], module: bool, no_python: bool) -> tuple[str, ...]:
@@ -232,12 +233,12 @@ def _program(script: str, args: list[str], module: bool, no_python: bool) -> tup
 def _node(
     launcher: str | None, backend: str | None, nproc_per_node: str | None, *, is_asked: bool
 ) -> NodeInfo | None:
-    """Return the node that the platform reports; print it."""
+    """Return this node as the platform reports it; print it if there are several."""
     from unisono.environments.nodes import ambiguity
     from unisono.node import find_node, refuse_rank
 
     name = launcher or _default_launcher(backend)
-    # Only torchrun joins nodes: it replaces the default, "processes", if there are several.
+    # Only torchrun joins several nodes. It then replaces the default launcher, "processes".
     is_for_nodes = name == "torchrun" or (not launcher and name == "processes")
     if not is_for_nodes:
         if is_asked:
@@ -263,7 +264,7 @@ def _node(
 def _nodes(text: str) -> tuple[int, int]:
     """Return the least and the largest number of nodes."""
     match = _NODES.fullmatch(text)
-    if text == "auto":  # without these options, the platform is asked
+    if text == "auto":  # `run` handles it unless one of these options is given
         raise ArgumentError(
             "--nnodes auto takes neither --node-rank nor --hosts: it finds both out"
         )
@@ -290,7 +291,8 @@ def _options(texts: Sequence[str], launcher: str) -> tuple[tuple[str, str], ...]
 
 def _print_command(name: str, job: Script, script: str) -> int:
     """Print the command or batch script of a launcher; return the exit code."""
-    row = next((row for row in LAUNCHERS if name in row.names), None)  # none for a plug-in's
+    # None for the launcher of a plug-in.
+    row = next((row for row in LAUNCHERS if name in row.names), None)
     module: Any = None if row is None else load(row.module)
     if name == "slurm":
         text = module.batch_script(job, Path(script).name.removesuffix(".py"))

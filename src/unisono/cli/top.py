@@ -35,25 +35,26 @@ def top(
         str | None,
         typer.Option(
             metavar="JOB",
-            help="Show this one alone: its program, its name or how that begins, or a rank's pid.",
+            help="Show only this job: its program, its name or the start of its name, or a rank's "
+            "pid.",
         ),
     ] = None,
     every: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.1, help="Look again after so long.")
+        float, typer.Option(metavar="SECONDS", min=0.1, help="Time between two looks.")
     ] = 1.0,
     via: Via = None,
     is_packed: Annotated[bool, typer.Option("--packed", hidden=True)] = False,
 ) -> int:
     """Show this user's jobs: the state of each rank, and the ranks that make others wait.
 
-    It shows the ranks that run on this host, and on the hosts of --via. With --via, and without a
-    terminal, it prints once.
+    Shows the ranks that run on this host, and on the hosts of --via. With --via, and without a
+    terminal, prints once.
 
     Returns:
         The exit code: 1 if a command of --via has failed.
     """
     if is_packed:
-        # Includes ranks that have ended, as the caller merges these with its own.
+        # Ranks that have ended are included, because the caller merges the jobs with its own.
         typer.echo("\n".join(packed(read(_measured()), __version__)))
         return 0
     if once or as_json or via or not (sys.stdin.isatty() and sys.stdout.isatty()):
@@ -64,7 +65,7 @@ def top(
 
 
 def _measured() -> Meter:
-    """Start measuring the CPU use of processes, which takes two looks."""
+    """Return a meter after its first look; the next look measures the CPU use since then."""
     meter = Meter()
     if read(meter):
         time.sleep(_SAMPLE_S)

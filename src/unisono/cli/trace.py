@@ -22,23 +22,23 @@ _RANKS = (
     Column("arrived last", is_number=True),
     Column("it waited", is_number=True),
     Column("moving", is_number=True),
-    Column("in calls", is_number=True, expendable=1),
+    Column("in calls", is_number=True, drop_order=1),
 )
 _LINES = (
     Column("call"),
     Column("line"),
     Column("calls", is_number=True),
-    Column("MB", is_number=True, expendable=2),
+    Column("MB", is_number=True, drop_order=2),
     Column("seconds", is_number=True),
     Column("waiting", is_number=True),
-    Column("moving", is_number=True, expendable=1),
+    Column("moving", is_number=True, drop_order=1),
     Column("for rank", is_number=True),
 )
 _MOST_LINES = 20
 
 
 def trace(
-    folder: Annotated[Path, typer.Argument(help="What UNISONO_TRACE named.")],
+    folder: Annotated[Path, typer.Argument(help="As in UNISONO_TRACE or --trace.")],
     *,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write one file for Perfetto or Chrome.")
@@ -75,8 +75,8 @@ def trace(
     if picture is not None:
         _draw(found, waits, picture)
     if is_shown:
-        for job, of_job in zip(found, waits, strict=True):
-            _show(job, of_job)
+        for job, job_waits in zip(found, waits, strict=True):
+            _show(job, job_waits)
     return 0
 
 
@@ -97,8 +97,8 @@ def _draw(found: Sequence[JobTrace], waits: Sequence[Waits], picture: Path) -> N
     from unisono.observe.waits import draw
 
     named = {
-        f"job {job.name} of {_count(job.world_size)}": of_job
-        for job, of_job in zip(found, waits, strict=True)
+        f"job {job.name} of {_count(job.world_size)}": job_waits
+        for job, job_waits in zip(found, waits, strict=True)
     }
     draw("--picture", named if len(named) > 1 else {"": waits[0]}, picture)
     typer.echo(f"{picture}: waiting times by rank")
@@ -111,7 +111,7 @@ def _count(ranks: int) -> str:
 def _show(job: JobTrace, waits: Waits) -> None:
     rows = []
     for rank, in_calls_s in enumerate(waits.in_calls_s):
-        moving_s = in_calls_s - waits.waited_s[rank]  # ranks wait only in calls
+        moving_s = in_calls_s - waits.waited_s[rank]  # not negative: ranks wait only in calls
         seconds = (waits.waited_s[rank], moving_s, in_calls_s)
         first = [str(rank), f"{waits.lost_s[rank]:.3f} s", str(waits.last[rank])]
         rows.append(first + [f"{each:.3f} s" for each in seconds])

@@ -15,8 +15,8 @@ def where(
     job: Annotated[
         str | None,
         typer.Argument(
-            help="The job: its program, its name or how that begins, or the pid of a rank; "
-            "needless if there is one job alone."
+            help="The job: its program, its name or the start of its name, or the pid of a rank; "
+            "not needed if there is only one job."
         ),
     ] = None,
     *,
@@ -30,14 +30,14 @@ def where(
 ) -> int:
     """Print the stacks of all ranks of a job on this host, and equal stacks only once.
 
-    Ranks needn't be prepared or responsive: they may be in a lock, in C or in a busy loop.
-    For ranks on the hosts of --via, only the stacks of their own threads are printed.
+    Ranks needn't be prepared or responsive: they may wait for a lock, or be in C or a busy loop.
+    For a rank on the hosts of --via, only the stack of its own thread is printed.
 
     Returns:
         The exit code: 1 if a command of --via has failed.
 
     Raises:
-        ArgumentError: there isn't such a job, or there are several.
+        ArgumentError: there is no such job, or more than one.
     """
     jobs, code = look_everywhere(Meter(), via)
     if job is None and not jobs:  # with a name, `chosen` raises

@@ -1,4 +1,4 @@
-"""A cell in one rank: it runs in the rank's own namespace, and its output goes to a file."""
+"""A cell in one rank, which runs in the rank's own namespace and prints to a file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from unisono.tracebacks import hides
 __tracebackhide__ = hides
 
 _READY = ("idist", "rank", "size")
-# By set of ranks and rank, in a rank's own process; those of threads are in the notebook's.
+# Namespaces of cells by set of ranks and rank, in the process that runs the rank: for ranks that
+# are threads, that is the notebook's.
 _names: dict[tuple[str, int], dict[str, Any]] = {}
 
 
@@ -41,9 +42,9 @@ class Cell:
     source: str
     filename: str
     ranks: tuple[int, ...]
-    ranks_key: str  # of the set of ranks
+    ranks_key: str  # identifies the set of ranks
     folder: str
-    owner: int  # process of the notebook
+    owner: int  # pid of the notebook
 
     def output(self, rank: int) -> Path:
         """Return the file of a rank's output."""
@@ -65,7 +66,7 @@ class CellOutcome:
 
 
 def run_cell(_local_rank: int, cell: Cell) -> CellOutcome | None:
-    """Run a cell in this rank; None if it is for other ranks alone."""
+    """Run a cell in this rank, and return its outcome; None if it is only for other ranks."""
     model = context.current_model()
     rank = model.topology.rank
     if rank not in cell.ranks:
@@ -77,10 +78,10 @@ def run_cell(_local_rank: int, cell: Cell) -> CellOutcome | None:
         try:
             with _interruptible(is_process):
                 value = _execute(cell, names)
-        except BaseException as raised:  # SystemExit too: the rank stays
+        except BaseException as raised:  # also SystemExit, which doesn't end the rank
             error = raised
-    is_lost = context.current().interrupted is not None or leaves_out_of_step(error)
-    return CellOutcome(value, None if error is None else describe(error), is_lost)
+    is_out_of_step = context.current().interrupted is not None or leaves_out_of_step(error)
+    return CellOutcome(value, None if error is None else describe(error), is_out_of_step)
 
 
 def _namespace(key: tuple[str, int], model: ComputationModel, is_process: bool) -> dict[str, Any]:
@@ -98,11 +99,11 @@ def _namespace(key: tuple[str, int], model: ComputationModel, is_process: bool) 
 
 
 def _execute(cell: Cell, names: dict[str, Any]) -> str | None:
-    """Run the statements; return the text of a last expression's value."""
+    """Run the statements; return the text of the value if the last one is an expression."""
     cell.cache_lines()
     tree = ast.parse(cell.source, cell.filename)
     last = tree.body[-1] if tree.body else None
-    # As in IPython, ";" hides the value and "_" keeps the last one.
+    # As in IPython, a final ";" hides the value, and the name "_" keeps it.
     if isinstance(last, ast.Expr) and not cell.source.rstrip().endswith(";"):
         tree.body.pop()
     else:
@@ -120,8 +121,8 @@ def _execute(cell: Cell, names: dict[str, Any]) -> str | None:
 @contextmanager
 def _interruptible(is_process: bool) -> Iterator[None]:
     """Raise KeyboardInterrupt in the block on SIGINT."""
-    # Outside of it, a process ignores SIGINT: Ctrl-C reaches the notebook's whole process group.
-    # Threads share the notebook's own handler, which runs in its main thread.
+    # Outside of the block a rank's process ignores SIGINT, because Ctrl-C signals the notebook's
+    # whole process group. Ranks that are threads share the notebook's handler, in its main thread.
     if not is_process:
         yield
         return
@@ -134,7 +135,7 @@ def _interruptible(is_process: bool) -> Iterator[None]:
 
 @contextmanager
 def by_thread() -> Iterator[None]:
-    """Capture the output of ranks that are threads of this process, each by itself."""
+    """Capture the output of each rank that is a thread of this process separately."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = ByThread(before[0]), ByThread(before[1])
     try:
@@ -145,7 +146,7 @@ def by_thread() -> Iterator[None]:
 
 @contextmanager
 def _captured(path: Path, is_process: bool) -> Iterator[None]:
-    """Append this rank's output to a file; of a process also that of C code and children."""
+    """Append this rank's output to a file; in a process, also that of C code and children."""
     with (
         path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace") as file,
         _descriptors(file.fileno()) if is_process else _streams(file),

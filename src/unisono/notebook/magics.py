@@ -22,7 +22,7 @@ __tracebackhide__ = hides
 
 _NAME = "ranks"
 _MISSING = re.compile(r"NameError: name '(\w+)' is not defined")
-_RENDER = "_render_traceback_"  # IPython asks an exception for it
+_RENDER = "_render_traceback_"  # IPython calls it to show an exception
 
 
 def load_ipython_extension(shell: Any) -> None:
@@ -42,7 +42,7 @@ def unload_ipython_extension(shell: Any) -> None:
 
 @contextmanager
 def _briefly() -> Iterator[None]:
-    """Show our errors in a notebook by their texts alone, except those with a rendering."""
+    """Make a notebook show our errors as their texts alone, unless they have a rendering."""
     try:
         yield
     except UnisonoError as error:
@@ -65,19 +65,19 @@ class Magics:
     def cell(self, line: str, cell: str) -> None:
         """Run a cell in warm ranks: %%ranks [N] [--on BACKEND] [--timeout S] [--rank R[,R]].
 
-        N and BACKEND are those of the cell before where they are left out. What all ranks
-        print is shown once, and so is the value of the last expression. Each rank keeps its names
-        from cell to cell; `idist`, `rank` and `size` are there. --timeout takes seconds, --rank
-        the ranks that run the cell.
+        N and BACKEND default to those of the last cell. Lines that all ranks print are shown
+        once, and so is the value of the last expression if it is equal. Each rank keeps its names
+        from cell to cell; `idist`, `rank` and `size` are predefined. --timeout is in seconds;
+        --rank names the ranks that run the cell.
 
         Args:
             line: what follows ``%%ranks``.
             cell: the lines below.
         """
         options = _parser().parse_args(shlex.split(line))
-        source = f"# %%{_NAME} {line}\n{cell}"  # so that lines have the numbers that one sees
+        source = f"# %%{_NAME} {line}\n{cell}"  # with the line numbers that the notebook shows
         filename = f"In[{self._count()}]"
-        compile(source, filename, "exec")  # a SyntaxError is this process's own
+        compile(source, filename, "exec")  # raises a SyntaxError here, and not in every rank
         rank_set = self._choose(options.size, options.on)
         ranks = range(rank_set.size) if options.rank is None else options.rank
         if not {*ranks} <= {*range(rank_set.size)}:
@@ -99,9 +99,9 @@ class Magics:
             line: what follows ``%ranks``.
         """
         if line.strip() not in ("", "stop"):
-            raise ArgumentError(f"%ranks {line}: it is %ranks, %ranks stop, or %%ranks for a cell")
+            raise ArgumentError(f"%ranks {line}: use %ranks, %ranks stop, or %%ranks for a cell")
         if not self._sets:
-            print("no ranks: a cell that begins with %%ranks 4 makes four")
+            print("no ranks: a cell that begins with %%ranks 4 starts four")
         if not line.strip():
             for each in self._sets.values():
                 print(each.describe())
@@ -111,7 +111,7 @@ class Magics:
             print(f"{each}: {each.close()}")
 
     def _choose(self, size: int | None, backend: str | None) -> RankSet:
-        """Return the set that a cell's options name, else the last cell's; create a new one."""
+        """Return the set that a cell's options name, else the last cell's; create a missing one."""
         if size is None:
             matching = [key for key in self._sets if backend in (None, key[0])]
             if not matching:
@@ -119,16 +119,16 @@ class Magics:
             key = self._last if self._last in matching else matching[-1]
             assert key is not None
         elif backend is None and self._last is not None and self._last[1] == size:
-            key = self._last  # whichever backend is the best by now
+            key = self._last  # even if another backend is the best one by now
         else:
             key = (backend or best_backend(), size)
         self._last = key
         if key not in self._sets:
-            made = RankSet(*key)
+            new = RankSet(*key)
             if self._sets:
                 older = ", ".join(map(str, self._sets.values()))
-                print(f"another set: {made}; it stays beside {older}. %ranks stop ends all")
-            self._sets[key] = made
+                print(f"another set: {new}; it stays beside {older}. %ranks stop ends all")
+            self._sets[key] = new
         return self._sets[key]
 
 
@@ -147,6 +147,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _ranks(text: str) -> list[int]:
+    """Parse the value of ``--rank``."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() for word in words):
         raise argparse.ArgumentTypeError(f"{text!r} should be ranks, such as 0 or 0,1")
@@ -155,11 +156,12 @@ def _ranks(text: str) -> list[int]:
 
 def _raise_failure(run: CellRun, names: Container[str]) -> None:
     """Raise the error of a cell that failed or was ended early."""
-    # A notebook shows the ranks' tracebacks in place of this process's.
+    # A notebook shows the ranks' tracebacks in place of this process's. Ranks in `run.stacks` only
+    # failed because this process interrupted them.
     failures = {
         rank: each.failure
         for rank, each in run.outcomes.items()
-        if each.failure is not None and rank not in run.stacks  # these failed by our interrupt
+        if each.failure is not None and rank not in run.stacks
     }
     if run.cut_by == INTERRUPT:
         text = f"the cell was interrupted\n\n{_tracebacks(run, failures)}"
@@ -170,7 +172,7 @@ def _raise_failure(run: CellRun, names: Container[str]) -> None:
         error = CollectiveTimeoutError(text)
         _raise(error, f"{text}\n\n{_tracebacks(run, failures)}", run.remains)
     first = min(failures, key=lambda rank: failures[rank].doubt, default=None)
-    # A rank that only reports another one's failure isn't the cause where a rank has died.
+    # If a rank has died, a rank that only reports another one's failure isn't the cause.
     if run.error is not None and (first is None or failures[first].doubt):
         _raise(run.error, str(run.error), run.remains)
     if first is not None:
@@ -188,12 +190,12 @@ def _raise_failure(run: CellRun, names: Container[str]) -> None:
             name = missing[1]
             text += f"\nthe notebook has {name}, its ranks don't: define it in a cell of %%ranks"
         substitute = failure.error(first, run.size)
-        raised = substitute.__cause__  # by the rank; None if its class doesn't exist here
+        raised = substitute.__cause__  # the rank's exception; None if its class doesn't exist here
         _raise(substitute if raised is None else raised, text, run.remains)
 
 
 def _tracebacks(run: CellRun, failures: Mapping[int, Failure]) -> str:
-    """Return the text of each rank's failure or stack, equal ones once."""
+    """Return the text of each rank's failure or stack, equal texts once."""
     texts = {rank: failure.traceback for rank, failure in failures.items()}
     texts |= {rank: stack or "it doesn't answer\n" for rank, stack in run.stacks.items()}
     return "\n".join(

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from unisono.topology import named, ranks_by_value
 
-_HOLD_S = 0.3  # for the same line of the other ranks
-_LOOK_AHEAD = 200  # lines
+_HOLD_S = 0.3  # that a line waits for the same line of the other ranks
+_LOOK_AHEAD = 200  # lines of each rank that are compared
 _CONTROL = re.compile(r"(\n|\r|\x1b\[A|\x1b\[K)")
 
 
 class _RankOutput:
-    """The output of one rank, as a terminal shows its lines: bars overwrite themselves."""
+    """The output of one rank in lines, as on a terminal, where bars overwrite their own line."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w+b")
@@ -25,10 +25,11 @@ class _RankOutput:
         self._rows = [""]
         self._row = 0
         self._is_at_start = self._goes_up = False
-        self.lines: list[str] = []  # that can't change any more, until they are shown
+        self.lines: list[str] = []  # final ones that haven't been shown yet
 
     @property
     def unfinished(self) -> str:
+        """The row that is being written."""
         return self._rows[self._row]
 
     def read(self, is_over: bool) -> None:
@@ -44,14 +45,14 @@ class _RankOutput:
             elif token == "\x1b[A":
                 self._row = max(0, self._row - 1)
                 self._goes_up = True
-            elif token and token != "\x1b[K":  # no erasing: a row is rewritten as a whole
+            elif token and token != "\x1b[K":  # nothing is erased: a row is rewritten as a whole
                 kept = "" if self._is_at_start else self._rows[self._row]
                 self._rows[self._row] = kept + token
                 self._is_at_start = False
         if is_over:
             self.lines += self._rows[: len(self._rows) if self._rows[-1].strip() else -1]
             self._rows, self._row = [""], 0
-        elif not self._goes_up:  # else any row may be written again, as of nested bars
+        elif not self._goes_up:  # else any row may change, as with nested bars
             self.lines += self._rows[:-1]
             self._rows, self._row = self._rows[-1:], 0
 
@@ -65,7 +66,7 @@ class Transcript:
     def __init__(self, paths: Mapping[int, Path], size: int) -> None:
         self._outputs = {rank: _RankOutput(path) for rank, path in paths.items()}
         self._is_marked = size > 1
-        self._is_whole = len(paths) == size
+        self._has_all_ranks = len(paths) == size
         self._held_since: float | None = None
         self._bar = ""
 
@@ -74,7 +75,7 @@ class Transcript:
         for output in self._outputs.values():
             output.read(is_over)
         lines = list(self._lines(is_over))
-        # The last line has room for the bar of one rank.
+        # The bar of one rank is shown, because there is only one last line.
         bar = "" if is_over else next(iter(self._outputs.values())).unfinished
         if not lines and bar == self._bar:
             return
@@ -89,9 +90,9 @@ class Transcript:
             output.close()
 
     def _lines(self, is_over: bool) -> Iterator[str]:
-        """Yield the lines that can be shown, those of all ranks once."""
+        """Yield the lines that can be shown now; a line that all ranks have printed comes once."""
         pending = {rank: output.lines for rank, output in self._outputs.items()}
-        if self._is_whole and len(pending) > 1:
+        if self._has_all_ranks and len(pending) > 1:
             yield from self._shared(pending)
         if not any(pending.values()):
             self._held_since = None
@@ -106,7 +107,7 @@ class Transcript:
             self._held_since = None
 
     def _shared(self, pending: Mapping[int, list[str]]) -> Iterator[str]:
-        """Yield lines of all ranks once, each after the earlier lines of its ranks."""
+        """Yield each line that all ranks have printed once, after the lines that precede it."""
         first, *others = pending.values()
         while all(pending.values()):
             ahead = [set(lines[:_LOOK_AHEAD]) for lines in others]
@@ -121,11 +122,11 @@ class Transcript:
 
     def _marked(self, rank: int, line: str) -> str:
         mark = f"[rank {rank}] " if self._is_marked else ""
-        return line if line.startswith(mark) else mark + line  # `idist.print` marks its own
+        return line if line.startswith(mark) else mark + line  # `idist.print` has marked its lines
 
 
 def shown_once(values: Mapping[int, str], size: int) -> str:
-    """Write a text of each rank, equal ones once, without a mark if all ranks have it."""
+    """Join the texts of ranks: equal ones once, and without a mark if all ranks have it."""
     parts = []
     for value, ranks in ranks_by_value(values).items():
         if len(ranks) == size:

@@ -1,4 +1,4 @@
-"""A set of warm ranks that run cells: a pool, the namespaces of its cells, and one cell's run."""
+"""A set of warm ranks that run cells, and the run of one cell."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from unisono.tracebacks import fold_text, is_ours
 
 INTERRUPT, TIMEOUT, FAILURE = "interrupt", "timeout", "failure"
 _TICK_S = 0.05  # between two looks at the output and the limits
-_ALONE_S = 1.0  # for the others, once a rank has failed, and after an interrupt
-_LEAVE_S = 3.0  # after an interrupt by a timeout or a failure, until ranks are ended
-_END_S = 10.0  # for ranks that have been killed
+_ALONE_S = 1.0  # for late ranks after another one's failure, and after an interrupt
+_LEAVE_S = 3.0  # from an interrupt by a timeout or a failure to the end of late ranks
+_END_S = 10.0  # for killed ranks to end
 _SETTLE_S = 20.0  # for ranks to create their context again
 _WENT_ON = "it was done in spite of the interrupt\n"
 _LOST = "their names are lost. The next cell makes fresh ranks"
@@ -98,7 +98,7 @@ class RankSet:
         if not self._pool.pids:
             if self._has_names:
                 print("The ranks had ended since the last cell: these are fresh, without names")
-            self._pool.map(abs, range(self.size))  # starts them before the cell's time counts
+            self._pool.map(abs, range(self.size))  # starts the ranks before the cell's time counts
         are_threads = {*self._pool.pids} == {os.getpid()}
         for old in os.scandir(self._folder):
             os.unlink(old)
@@ -121,7 +121,7 @@ class RankSet:
         if are_threads:  # their names are in this process, so that new threads have them, too
             if not (late or is_lost or run.error):
                 return _STAY
-            if not late:  # else the call, which goes on in that thread, holds the pool's lock
+            if not late:  # else a late thread continues the call, which holds the pool's lock
                 end_replicas(self._pool)
             self._pool = self._new_pool()
             return f"{late} can't be interrupted there: left to itself. {_STAY}" if late else again
@@ -139,7 +139,7 @@ class RankSet:
 
 
 class CellRun:
-    """One cell in ranks: Ctrl-C interrupts them, a second one gives up those that are late."""
+    """One run of a cell: Ctrl-C interrupts its ranks, a second Ctrl-C gives up late ones."""
 
     def __init__(self, cell: Cell, size: int, timeout_s: float | None) -> None:
         self.size: int = size
@@ -147,13 +147,13 @@ class CellRun:
         self.outcomes: dict[int, CellOutcome] = {}
         self.error: BaseException | None = None  # of the ranks as a whole, if one died
         self.cut_by: str = ""  # `INTERRUPT`, `TIMEOUT` or `FAILURE`, if one of them ended the cell
-        self.stacks: dict[int, str] = {}  # of interrupted ranks; empty without an answer
+        self.stacks: dict[int, str] = {}  # of interrupted ranks; "" without an answer
         self.is_aborted: bool = False  # whether the contexts of ranks that are threads were ended
         self.given_up: list[int] = []
-        self.remains = ""  # of the ranks, if the cell failed or was ended early
+        self.remains = ""  # what is left of the ranks, if the cell failed or was ended early
         self._cell = cell
-        self._call: PoolCall | None = None  # from its start to its end
-        # Not a join: Python 3.11 marks a thread as ended if its join is interrupted.
+        self._call: PoolCall | None = None  # while the cell runs
+        # An event, because Python 3.11 marks a thread as ended if its join is interrupted.
         self._is_over = threading.Event()
         self._transcript = Transcript({rank: cell.output(rank) for rank in cell.ranks}, size)
         self._timeout_at = None if timeout_s is None else time.monotonic() + timeout_s
@@ -167,11 +167,11 @@ class CellRun:
         try:
             while not self._is_over.is_set() and not self.given_up:
                 self._tick(pool)
-        finally:  # also after an interrupt of the handling of another one
+        finally:  # also if a second Ctrl-C interrupts the handling of the first one
             if not self._is_over.is_set() and not self.given_up:
                 self._give_up()
             self._take_outcomes()
-            # An error's traceback keeps this object, and so would keep threads that were given up.
+            # An error's traceback refers to this object, and so would keep threads given up.
             self._call = None
             self._transcript.show(is_over=True)
             self._transcript.close()
@@ -182,8 +182,8 @@ class CellRun:
         self.outcomes = dict(sorted(self.outcomes.items()))
 
     def _work(self, pool: WorkerPool) -> None:
-        """Run the cell until all ranks are done; in a thread of its own."""
-        if not self._turn.acquire(blocking=False):  # after a Ctrl-C, another thread was started
+        """Run the cell until all ranks are done; the body of its thread."""
+        if not self._turn.acquire(blocking=False):  # a Ctrl-C made `_tick` start two threads
             return
         try:
             self.error = outcome(pool, run_cell, (self._cell,), on_start=self._keep_call).error
@@ -199,7 +199,7 @@ class CellRun:
         """Wait briefly for the cell, show output, and check the limits or Ctrl-C."""
         try:
             if not self._is_started:
-                # Not in this thread, which receives Ctrl-C.
+                # The call runs in another thread, because this one receives Ctrl-C.
                 threading.Thread(target=self._work, args=(pool,), daemon=True).start()
                 self._is_started = True
             self._is_over.wait(_TICK_S)
@@ -214,7 +214,7 @@ class CellRun:
                 self._cut(INTERRUPT)
 
     def _take_outcomes(self) -> None:
-        # A copy: the call's thread may add to it.
+        # The list is a copy, because the call's thread may add answers.
         for rank, bodies in list(self._call.answers.items() if self._call else ()):
             if rank in self._cell.ranks and rank not in self.outcomes:
                 self.outcomes[rank] = pickle.loads(bodies[0])
@@ -231,7 +231,7 @@ class CellRun:
             if now >= self._cut_at + _ALONE_S and not self._is_repeated:
                 self._is_repeated = True
                 if self._call is not None:
-                    # The first one is lost on a rank that hadn't begun the cell.
+                    # A rank that hadn't begun the cell has ignored the first signal.
                     self._call.replicas.signal(self._late, signal.SIGINT)
                 print(f"{named(self._late)} can't stop yet: interrupt again to end what is left")
         elif self.cut_by:
@@ -249,29 +249,30 @@ class CellRun:
         if self._call is None:
             return
         replicas, late = self._call.replicas, self._late
-        if replicas.are_processes:  # their tracebacks show where they were
+        if replicas.are_processes:  # `wait` fills in their tracebacks, which show where they were
             self.stacks = dict.fromkeys(late, "")
             replicas.signal(late, signal.SIGINT)
             return
         computing = self._keep_stacks(late)
         for rank in computing:
             thread_id = ctypes.c_ulong(replicas.thread_of(rank))
-            kind = ctypes.py_object(KeyboardInterrupt)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, kind)
-        if len(computing) < len(late):  # the others wait in a collective, and raise there
+            error = ctypes.py_object(KeyboardInterrupt)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, error)
+        if len(computing) < len(late):  # the rest wait in a collective, and raise there
             self.is_aborted = True
             replicas.abort()
 
     def _keep_stacks(self, ranks: list[int]) -> list[int]:
-        """Record the stacks of ranks, and return those outside our calls."""
+        """Record the stacks of ranks; return the ranks that are in no call of unisono."""
         assert self._call is not None
         computing = []
         for rank, frames in self._call.replicas.stacks(ranks).items():
             names = [frame.filename for frame in frames]
-            own = frames[names.index(self._cell.filename) if self._cell.filename in names else 0 :]
-            text = fold_text("".join(StackSummary.from_list(own).format()))
+            begin = names.index(self._cell.filename) if self._cell.filename in names else 0
+            of_cell = frames[begin:]
+            text = fold_text("".join(StackSummary.from_list(of_cell).format()))
             self.stacks[rank] = text and f"Traceback (most recent call last):\n{text}"
-            if not any(is_ours(frame.filename) for frame in own):
+            if not any(is_ours(frame.filename) for frame in of_cell):
                 computing.append(rank)
         return computing
 

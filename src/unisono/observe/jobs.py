@@ -28,7 +28,7 @@ from unisono.topology import EVERYBODY, members_of_pair
 _S = 1e9
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_N_AT_ONCE = 16  # ranks that are asked for their stacks
+_N_AT_ONCE = 16  # ranks that are asked for their stacks at the same time
 STOPPED = "is stopped by a signal, so its stack cannot be read"
 _CONDITIONS = {
     b"R": "running",
@@ -42,7 +42,7 @@ _CONDITIONS = {
 
 @dataclass(frozen=True, slots=True)
 class ObservedJob:
-    """A job, from the pages read of it, the first ones at `at_ns`."""
+    """A job as its status pages show it; the first page was read at `at_ns`."""
 
     name: str
     ranks: tuple[Rank, ...]
@@ -69,13 +69,13 @@ class Meter:
         self._before[pid, thread_id] = (now_ns, used_s)
         if now_ns == before_ns:
             return None
-        # Less than before if a new process has the pid.
+        # A new process with the pid of an ended one may have used less time.
         return 100.0 * max(used_s - before_s, 0.0) / (now_ns - before_ns) * _S
 
 
 def look(meter: Meter, remote_jobs: Iterable[ObservedJob] = ()) -> list[ObservedJob]:
     """Return the running jobs of this user here, joined with those of other hosts."""
-    found: list[list[ObservedJob]] = []  # by job, its parts on each host
+    found: list[list[ObservedJob]] = []  # for each job its parts, one for each host
     for part in sorted((*read(meter), *remote_jobs), key=lambda part: part.name):
         parts = next((parts for parts in found if _is_part(part, parts)), None)
         if parts is None:
@@ -85,13 +85,13 @@ def look(meter: Meter, remote_jobs: Iterable[ObservedJob] = ()) -> list[Observed
     jobs = []
     for parts in found:
         ranks = [rank for part in parts for rank in part.ranks]
-        # Their looks weren't at one moment: a rank is late only if it was at the first of them.
+        # Hosts are read at different times: a rank is late only if it was so at the first time.
         jobs.append(job_of(parts[0].name, ranks, min(part.at_ns for part in parts)))
     return [job for job in jobs if any(rank.is_alive for rank in job.ranks)]
 
 
 def _is_part(part: ObservedJob, others: Sequence[ObservedJob]) -> bool:
-    """Return whether parts are of one job: the same name, and no rank alive on two hosts."""
+    """Return whether a part is of others' job: the same name, and no rank alive on two hosts."""
     living = {
         (rank.rank, rank.facts["pids"])  # `pids` identifies the host or container
         for job in (part, *others)
@@ -103,8 +103,8 @@ def _is_part(part: ObservedJob, others: Sequence[ObservedJob]) -> bool:
 
 
 def job_of(name: str, found: Collection[Rank], at_ns: int) -> ObservedJob:
-    """Build a job from what was read of its ranks, perhaps of several processes or hosts each."""
-    # A job restarted with fewer ranks has left pages of dead ranks that it no longer has.
+    """Build a job from its ranks, each of which may have been read from several processes."""
+    # A job that was started again with fewer ranks has left pages of ranks that it no longer has.
     newest = max(found, key=lambda rank: (rank.is_alive, rank.made_ns))
     world_size = int(newest.facts["world_size"])
     known: dict[int, Rank] = {}
@@ -118,13 +118,13 @@ def job_of(name: str, found: Collection[Rank], at_ns: int) -> ObservedJob:
 
 
 def _preference(rank: Rank) -> tuple[bool, bool, int]:
-    """Return the sort key of a rank's processes: live ones, this host's, newer ones are larger."""
-    # A command of --via may lead back to this host, and its clock be a little off.
+    """Return a sort key: a rank's live, this host's and newer processes are larger."""
+    # A command of --via may lead back to this host; the times that it returns are less exact.
     return rank.is_alive, rank.is_alive and rank.stacks is None, rank.made_ns
 
 
 def read(meter: Meter) -> list[ObservedJob]:
-    """Return the jobs of all pages of this user, ended ones too."""
+    """Return the jobs of all pages of this user, including those that have ended."""
     at_ns = time.monotonic_ns()
     found: dict[tuple[str, int, tuple[int, int]], list[PageReader]] = {}
     for page in pages():
@@ -136,14 +136,14 @@ def read(meter: Meter) -> list[ObservedJob]:
     jobs: dict[str, list[Rank]] = {}
     for (job, _, process), readers in found.items():
         rank = _rank(readers, meter, is_alone=n_ranks[job, process] == 1)
-        # A rank that exits normally removes its page first: one without a page isn't dead.
+        # A rank that exits normally first removes its page, so one without a page isn't dead.
         if rank.is_alive or any(page.path.exists() for page in readers):
             jobs.setdefault(job, []).append(rank)
     return [job_of(name, ranks, at_ns) for name, ranks in jobs.items()]
 
 
 def _rank(readers: Sequence[PageReader], meter: Meter, *, is_alone: bool) -> Rank:
-    """Return a rank from the pages of its process, of which each context has one."""
+    """Return a rank from the pages of its process, one for each context."""
     readers = sorted(readers, key=lambda page: int(page.facts.get("made_ns", 0)))
     newest = readers[-1]
     facts = newest.facts
@@ -155,13 +155,13 @@ def _rank(readers: Sequence[PageReader], meter: Meter, *, is_alone: bool) -> Ran
 
 
 def _with_process_state(rank: Rank, meter: Meter, *, is_alone: bool) -> Rank:
-    """Fill in what the kernel reports on a rank's process; without it, the rank stays dead."""
+    """Return a rank with the kernel's facts on its process; without them it stays dead."""
     thread_id = _thread_of(rank)
     try:
         thread = _stat(f"/proc/{rank.pid}/task/{thread_id}/stat")
         process = _stat(f"/proc/{rank.pid}/stat")
         n_pages = int(Path(f"/proc/{rank.pid}/statm").read_bytes().split()[1])
-    except (OSError, IndexError, ValueError):  # it has just ended
+    except (OSError, IndexError, ValueError):  # there is no such process any more
         return rank
     thread_percent = meter.percent(rank.pid, thread_id, _used_s(thread))
     # Ranks that share a process count the time of their own threads alone.
@@ -182,7 +182,7 @@ def _thread_of(rank: Rank) -> int:
 
 
 def _stat(path: str) -> list[bytes]:
-    """Read the fields after the name, which may contain anything: the state first."""
+    """Read the fields from the state on; the name before them may contain any character."""
     return Path(path).read_bytes().rpartition(b")")[2].split()
 
 
@@ -200,14 +200,14 @@ def _calls(page: PageReader) -> Iterable[ObservedCall]:
             name=each.name,
             context=context,
             group=each.group,
-            ranks=groups.get(each.group) or members_of_pair(each.group),  # send and recv
+            ranks=groups.get(each.group) or members_of_pair(each.group),  # of send or recv
             number=each.number,
             file=each.file,
             line=each.line,
             begin_ns=each.begin_ns,
             end_ns=each.end_ns,
             size_bytes=each.size_bytes,
-            lane=each.thread_id,  # pages of one process number their lanes alike
+            lane=each.thread_id,  # other pages of the process use the lane's number, too
             is_blocking=each.state != IN_FLIGHT,
         )
 
@@ -215,17 +215,17 @@ def _calls(page: PageReader) -> Iterable[ObservedCall]:
 def send(job: ObservedJob, number: int) -> None:
     """Send a signal to all processes of a job on this host, and continue stopped ones."""
     processes = [(rank.facts["pid"], rank.facts["start_ticks"]) for rank in job.ranks]
-    for pid, ticks in dict.fromkeys(processes):  # once, where it has several ranks
+    for pid, ticks in dict.fromkeys(processes):  # once, even if it has several ranks
         if is_running(pid, ticks):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-                os.kill(pid, signal.SIGCONT)  # else a stopped process would not handle it
+                os.kill(pid, signal.SIGCONT)  # else a stopped process would not handle the signal
 
 
 def stacks_of(
     ranks: Sequence[Rank], timeout_s: float, *, all_threads: bool = False
 ) -> dict[int, list[Stack] | str]:
-    """Return the stacks of ranks, own threads' first, or why there are none."""
+    """Return each rank's stacks, that of its own thread first, or why there are none."""
 
     def stacks(rank: Rank) -> list[Stack] | str:
         if not rank.is_alive:
@@ -236,8 +236,8 @@ def stacks_of(
             return STOPPED
         if "signal" not in rank.facts:
             return "can't be asked for its stack: that takes Python 3.11 or later, and Linux"
-        own = _thread_of(rank)
-        texts = stack_signal.texts(rank.pid, rank.facts, own, timeout_s, all_threads)
+        thread_id = _thread_of(rank)
+        texts = stack_signal.texts(rank.pid, rank.facts, thread_id, timeout_s, all_threads)
         if texts is None:
             return f"doesn't answer within {timeout_s:g} s"
         return [Stack(thread, parse(text)) for thread, text in texts.items()]

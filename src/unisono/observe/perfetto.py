@@ -11,7 +11,7 @@ from unisono.observe.waits import Clock, Meeting, Waits, common_clock, meetings,
 from unisono.recording.records import CollectiveRecord
 from unisono.recording.trace_file import Event, RankTrace, args_of
 
-_FIRST_THREAD = 1_000_000  # of a merged file: no process has such a number
+_FIRST_THREAD = 1_000_000  # thread id in a merged file, above those of its processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ def jobs(traces: Iterable[RankTrace]) -> list[JobTrace]:
     ranks = [{each.rank for each in part} for part in named.values()]
     # Parts of the same size in which no rank occurs twice are one job.
     if len({size for size, _ in named}) == 1 and sum(map(len, ranks)) == len(set().union(*ranks)):
-        # Ranks that could not know their job's name have one of their host.
+        # Ranks that couldn't learn the name of their job use one that their host gives it.
         named = {next(iter(named)): list(chain(*named.values()))}
     found = sorted(named.items(), key=lambda item: min(each.wall_ns for each in item[1]))
     return [_job(name, size, part) for (size, name), part in found]
@@ -48,20 +48,21 @@ def _job(name: str, size: int, traces: Iterable[RankTrace]) -> JobTrace:
         to_wall_ns = each.wall_ns - each.monotonic_ns
         clock = job.clocks.setdefault(each.rank, Clock(each.boot, to_wall_ns))
         records = job.records.setdefault(each.rank, [])
-        # A rank that has moved to another host stays on its first clock, by the time of day.
-        more_ns = 0 if each.boot == clock.boot else to_wall_ns - clock.to_wall_ns
-        records += [one._replace(arrival_ns=one.arrival_ns + more_ns) for one in each.records]
+        # Records of a rank that has moved to another host are converted to its first clock, by the
+        # hosts' time of day.
+        shift_ns = 0 if each.boot == clock.boot else to_wall_ns - clock.to_wall_ns
+        records += [one._replace(arrival_ns=one.arrival_ns + shift_ns) for one in each.records]
     return job
 
 
 def chrome_trace(found: Sequence[JobTrace]) -> dict[str, Any]:
     """Build the JSON of all ranks: a process for each, a slice for each call, arrows for waits."""
-    # The slice within a call's lasts until the last rank arrived; an arrow leads from it to that
-    # rank's call. Viewers sort by time, but need each slice after those that it is in.
+    # A waiting slice in a call's slice lasts until the last rank arrived; an arrow leads from there
+    # to that rank's call. Viewers sort by time, but need a slice to follow the ones around it.
     offsets = [common_clock(job.records, job.clocks)[0] for job in found]
     begins = [
-        record.arrival_ns + of_job[rank]
-        for job, of_job in zip(found, offsets, strict=True)
+        record.arrival_ns + job_offsets[rank]
+        for job, job_offsets in zip(found, offsets, strict=True)
         for rank, records in job.records.items()
         for record in records
     ]
@@ -69,25 +70,25 @@ def chrome_trace(found: Sequence[JobTrace]) -> dict[str, Any]:
     pids, tids = count(1), count(_FIRST_THREAD)
     events: list[Event] = []
     arrows: list[Event] = []
-    for job, of_job in zip(found, offsets, strict=True):
-        more = f" of {job.world_size}, job {job.name}" if len(found) > 1 else ""
-        shifts = {rank: offset - zero_ns for rank, offset in of_job.items()}
+    for job, job_offsets in zip(found, offsets, strict=True):
+        suffix = f" of {job.world_size}, job {job.name}" if len(found) > 1 else ""
+        shifts = {rank: offset - zero_ns for rank, offset in job_offsets.items()}
         met = {
             id(record): each
             for each in meetings(job.records, shifts)
             for record in each.records.values()
         }
         ranks = {
-            rank: _RankEvents(next(pids), f"rank {rank}{more}", tids)
+            rank: _RankEvents(next(pids), f"rank {rank}{suffix}", tids)
             for rank in sorted(job.records)
         }
-        for rank, of_rank in ranks.items():
+        for rank, rank_events in ranks.items():
             in_order = sorted(
                 job.records[rank], key=lambda each: (each.arrival_ns, -each.duration_ns)
             )
             for record in in_order:
-                of_rank.add(record, record.arrival_ns + shifts[rank], met.get(id(record)))
-            events += of_rank.events
+                rank_events.add(record, record.arrival_ns + shifts[rank], met.get(id(record)))
+            events += rank_events.events
         arrows += _arrows(ranks)
     for number, each in enumerate(arrows):
         each["id"] = number // 2  # an arrow is two events: its start and end
@@ -96,21 +97,21 @@ def chrome_trace(found: Sequence[JobTrace]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Track:
-    """Slices in one line of the view, nested or one after another: viewers accept nothing else."""
+    """One line of slices that are nested or follow each other: viewers accept no other overlap."""
 
     tid: int
     open: list[tuple[int, Event | None]] = field(default_factory=list)
-    """The end of each slice, and its waiting."""
+    """The end of each unfinished slice, and the waiting slice in it."""
 
     def has_room(self, begin_ns: int, end_ns: int) -> bool:
-        """Close the slices that have ended; return whether one that begins now fits the others."""
+        """Close the slices that have ended; return whether a new one fits into those left."""
         while self.open and self.open[-1][0] <= begin_ns:
             self.open.pop()
         return not self.open or end_ns <= self.open[-1][0]
 
 
 class _RankEvents:
-    """The events of one rank: of each of its threads as many tracks as calls overlap."""
+    """The events of one rank; a thread whose calls overlap has several tracks."""
 
     def __init__(self, pid: int, name: str, tids: Iterator[int]) -> None:
         self.events: list[Event] = [
@@ -123,21 +124,21 @@ class _RankEvents:
         self._tracks: dict[int, list[_Track]] = {}
 
     def add(self, record: CollectiveRecord, begin_ns: int, meeting: Meeting | None) -> None:
-        """Add a call; they are added in the order of their starts."""
+        """Add a call; calls must be added in the order of their starts."""
         end_ns = begin_ns + max(record.duration_ns, 0)
         track = self._track(record.thread_id, begin_ns, end_ns)
         args = {**args_of(record), "number": record.number}
         call = self._slice(track, record.name, "call", begin_ns, end_ns - begin_ns, args)
         outer = track.open[-1][1] if track.open else None
-        # A slice of waiting is cut where an inner call begins, as slices may not overlap: to
-        # nothing if that call began before the waiting.
+        # Slices may not overlap, so a waiting slice ends where an inner call begins; nothing is
+        # left of it if that call began before the waiting.
         if outer is not None and call["ts"] + call["dur"] > outer["ts"]:
             outer["dur"] = min(outer["dur"], max(call["ts"] - outer["ts"], 0))
         waiting = None
         if meeting is not None:
             self.calls[id(meeting)] = call
             if waited_ns := meeting.waited_ns(record.rank):
-                begin_ns += record.overlap_ns  # until then the rank worked, and didn't wait
+                begin_ns += record.overlap_ns  # until then the rank worked instead of waiting
                 name, args = f"waiting for rank {meeting.last}", {"rank": meeting.last}
                 waiting = self._slice(track, name, "waiting", begin_ns, waited_ns, args)
                 self.waits.append((waiting, meeting))
@@ -166,7 +167,7 @@ class _RankEvents:
 
 
 def _arrows(ranks: dict[int, _RankEvents]) -> Iterator[Event]:
-    """Build an arrow from each wait to the call that ended it."""
+    """Build an arrow, of two events, from each wait to the call that ended it."""
     for waiting, meeting in chain.from_iterable(each.waits for each in ranks.values()):
         ends = {"s": waiting, "f": ranks[meeting.last].calls[id(meeting)]} if waiting["dur"] else {}
         for ph, end in ends.items():

@@ -27,13 +27,13 @@ from unisono.observe.stacks import Frame, Stack
 from unisono.observe.verdict import ObservedCall, Rank
 from unisono.recording.status_page import decode_ranks, encode_ranks
 
-_LIMIT_S = 30.0  # srun waits for a step, kubectl for a login, Python for a file server
-_END_S = 2.0
-_ANSWER_S = 1.0
-_WIDTH = 700  # srun passes on 1,024 bytes of a task at a time: parts of longer lines would mix
+_LIMIT_S = 30.0  # srun may wait for a step, kubectl for a login, Python for a file server
+_END_S = 2.0  # for a command to end after each signal
+_ANSWER_S = 1.0  # for a rank to write its stack
+_WIDTH = 700  # of a line: srun passes on 1,024 bytes at a time, so longer lines would mix
 _LINE = re.compile(r"unisono-top (\S+) (\d+)/(\d+) ([A-Za-z0-9+/=]+)\s*$")
-_LONGEST_QUOTE = 300
-_NOT_FOUND = 127
+_LONGEST_QUOTE = 300  # characters
+_NOT_FOUND = 127  # a shell's exit code
 _REMEDY = '; where PATH there has no unisono, end the command with its Python: "... python -m"'
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error)
 
@@ -54,7 +54,7 @@ def _encoded_ranks(job: ObservedJob) -> list[dict[str, Any]]:
     stacks = stacks_of(job.ranks, _ANSWER_S)
     found = []
     for rank in job.ranks:
-        # Ranks of a group are many, and the same in each call: they are sent shortened.
+        # A group's ranks are many, and the same in each call: they are sent in a short form.
         calls = [
             {**asdict(replace(call, ranks=())), "ranks": encode_ranks(call.ranks)}
             for call in rank.calls
@@ -66,7 +66,7 @@ def _encoded_ranks(job: ObservedJob) -> list[dict[str, Any]]:
 
 def look_through(commands: Sequence[str], version: str) -> tuple[list[ObservedJob], list[str]]:
     """Run all commands at once; return the jobs of their hosts, and the failures."""
-    # A malformed command is an error before any other one runs.
+    # All are parsed first, so that a malformed command is refused before another one runs.
     words = [_words(command) for command in commands]
     with ThreadPoolExecutor(max(len(commands), 1)) as executor:
         found = list(executor.map(_jobs_through, commands, words, repeat(version)))
@@ -74,7 +74,7 @@ def look_through(commands: Sequence[str], version: str) -> tuple[list[ObservedJo
 
 
 def _words(command: str) -> list[str]:
-    """Return the words by which a command runs unisono on its hosts."""
+    """Return the words of a command followed by those that it runs on its hosts."""
     try:
         words = shlex.split(command)
     except ValueError as error:
@@ -87,9 +87,9 @@ def _words(command: str) -> list[str]:
 def _jobs_through(
     command: str, words: Sequence[str], version: str
 ) -> tuple[list[ObservedJob], str]:
-    """Return the jobs on the hosts of a command, and its failure, empty for none."""
+    """Run a command; return the jobs on its hosts, and its failure, empty if it succeeded."""
     begun_ns = time.time_ns()
-    with TemporaryFile() as out, TemporaryFile() as err:  # pipes would wait for grandchildren
+    with TemporaryFile() as out, TemporaryFile() as err:  # a pipe would stay open in grandchildren
         why = _run(words, out, err)
         out.seek(0)
         text = out.read().decode("utf-8", "replace")
@@ -112,7 +112,7 @@ def _jobs_through(
 
 
 def _run(words: Sequence[str], out: BinaryIO, err: BinaryIO) -> str:
-    """Run a command; return its failure, empty for none."""
+    """Run a command; return its failure, empty if it succeeded."""
     try:
         process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
     except OSError as error:
@@ -136,14 +136,14 @@ def _end(command: psutil.Process) -> None:
     left = [command, *command.children(recursive=True)]
     for act in (psutil.Process.terminate, psutil.Process.kill):
         for each in left:
-            with contextlib.suppress(psutil.Error):  # it may be another user's, by sudo
+            with contextlib.suppress(psutil.Error):  # sudo may have made it another user's
                 act(each)
         _, left = psutil.wait_procs(left, _END_S)
 
 
 def _bodies(text: str) -> tuple[list[str], bool]:
-    """Join the lines of each host; return whether all are there."""
-    # A launcher may have written something before them, such as the number of a task.
+    """Join the lines of each host; return also whether no line is missing."""
+    # A launcher may put a prefix before each line, such as the number of a task.
     found: dict[str, dict[int, str]] = {}
     counts: dict[str, int] = {}
     for each in filter(None, map(_LINE.search, text.splitlines())):
@@ -156,7 +156,7 @@ def _bodies(text: str) -> tuple[list[str], bool]:
 
 def _decoded_jobs(plain: dict[str, Any], begun_ns: int) -> list[ObservedJob]:
     """Decode jobs from `packed`, in the clock of this host."""
-    # Times of day differ between hosts, but the jobs were encoded while the command ran.
+    # The times of day of two hosts may differ, but the jobs were encoded while the command ran.
     now_ns = time.time_ns()
     ago_ns = now_ns - min(max(plain["unix_ns"], begun_ns), now_ns)
     shift_ns = time.monotonic_ns() - ago_ns - plain["monotonic_ns"]

@@ -14,9 +14,9 @@ from unisono.observe.verdict import Culprit, Rank, State, Verdict, judge
 
 _S = 1e9
 _MAX_RANKS_ASKED = 8  # for their stacks, in one report
-_ANSWER_S = 0.3
+_ANSWER_S = 0.3  # for ranks to write their stacks
 _RETRY_S = 5.0  # before a rank that hasn't answered is asked again
-# Verdicts on a wrong call, whose position is the line of the call, and not a line within it.
+# Verdicts on a wrong call: a culprit's position is then the line of its call, not a line within it.
 _WRONG_CALLS = ("mismatch", "deadlock", "extra call")
 
 
@@ -35,10 +35,10 @@ class Answer:
 
 
 class StackCache:
-    """The last stacks of ranks that have been asked for them."""
+    """The last stacks of each rank that has been asked for them."""
 
-    # Asking a rank interrupts waits in C there, so a view that refreshes each second asks each rank
-    # once, until it begins or ends a call.
+    # Asking a rank interrupts its waits in C. So a view that refreshes each second asks a rank only
+    # once until that rank begins or ends a call.
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, int], Answer] = {}  # by job and rank
@@ -69,7 +69,8 @@ def _call_state(rank: Rank, verdict: Verdict) -> tuple[object, ...]:
 
 def reports(jobs: Sequence[ObservedJob]) -> dict[str, Any]:
     """Return the state of each rank of each job, and the ranks that make others wait."""
-    # On this host, ranks that make others wait are asked for stacks; after an extra call, all are.
+    # Of the ranks on this host, those that make others wait are asked for stacks, all of them after
+    # an extra call.
     cache = StackCache()
     return {"host": socket.gethostname(), "jobs": [report_of(job, cache) for job in jobs]}
 
@@ -83,7 +84,7 @@ def facts_of(job: ObservedJob) -> dict[str, Any]:
 
 
 def _age_s(began_ns: int, at_ns: int) -> float:
-    """Return an age in seconds at the beginning of a look; 0 for what began during the look."""
+    """Return an age in seconds at the start of a look; 0 if it began after that."""
     return max(at_ns - began_ns, 0) / _S
 
 
@@ -123,7 +124,7 @@ def calls_of(job: ObservedJob) -> dict[int, str]:
 
 
 def _is_only_ahead(job: ObservedJob, verdict: Verdict, cache: StackCache) -> bool:
-    """Return whether a rank's stack is before the line that only the culprit has reached."""
+    """Return whether another rank's stack is before the line that the culprit has reached."""
     alone = verdict.culprits[0].rank
     others = [rank.rank for rank in job.ranks if rank.rank != alone][:_MAX_RANKS_ASKED]
     answers = cache.stacks(job, verdict, [alone, *others])
@@ -141,12 +142,12 @@ def _position(culprit: Culprit, verdict: Verdict, answer: Answer | None) -> dict
     """Return a culprit's position: the line of its call, of its stack, or of its last call."""
     state, frames = verdict.states[culprit.rank], _own_stack(answer)
     user, call = user_frame(frames), state.call
-    is_of_calls = verdict.kind in _WRONG_CALLS
+    is_wrong_call = verdict.kind in _WRONG_CALLS
     position: dict[str, Any] = {"file": "", "line": 0, "function": "", "from": ""}
-    if user is not None and not (is_of_calls and call is not None):
+    if user is not None and not (is_wrong_call and call is not None):
         position = {**user._asdict(), "from": "stack"}
     elif call is not None:
-        source = "call" if is_of_calls or state.is_inside else "last call"
+        source = "call" if is_wrong_call or state.is_inside else "last call"
         position |= {"file": call.file, "line": call.line, "from": source}
     return {
         **position,

@@ -37,19 +37,19 @@ def parse(text: str) -> tuple[Frame, ...]:
 def user_frame(frames: Sequence[Frame]) -> Frame | None:
     """Return the innermost frame of the user's code; without one, of an installed library."""
     # Stacks begin with the innermost frame.
-    not_unisonos = [frame for frame in _without_launch(frames) if not _is_unisonos(frame.file)]
-    users = [frame for frame in not_unisonos if not is_of_a_library(frame.file)]
-    return next(iter(users or not_unisonos), None)
+    foreign = [frame for frame in _without_launch(frames) if not _is_unisonos(frame.file)]
+    users = [frame for frame in foreign if not is_of_a_library(frame.file)]
+    return next(iter(users or foreign), None)
 
 
 def folded(frames: Sequence[Frame]) -> tuple[Frame, ...]:
     """Remove unisono's own frames and their callees, in which the ranks of one call differ."""
     frames = _without_launch(frames)
     user = user_frame(frames)
-    if user is None or is_of_a_library(user.file):  # no code of the user's: all is shown
+    if user is None or is_of_a_library(user.file):  # without user code, all frames are shown
         return tuple(frames)
-    # Of unisono's frames inside the user's, the outermost is the call: all before it are its
-    # callees. Unisono's frames around the user's have started the user's code.
+    # Of unisono's frames inside the user's frame, the outermost one is the call, and all before it
+    # are its callees. Unisono's frames outside the user's frame have started the user's code.
     inside = frames[: frames.index(user)]
     calls = [at for at, frame in enumerate(inside) if _is_unisonos(frame.file)]
     begin = calls[-1] + 1 if calls else 0
@@ -70,8 +70,8 @@ def _is_unisonos(file: str) -> bool:
 
 
 def is_before(one: Sequence[Frame], other: Sequence[Frame]) -> bool:
-    """Return whether a rank is on an earlier line than another, in the function where they part."""
-    # False where they part in different functions. In a loop, lines prove little.
+    """Return whether a stack is on an earlier line than another, where they first differ."""
+    # It is False if they first differ in the function. In a loop, an earlier line proves little.
     for mine, theirs in zip(reversed(one), reversed(other), strict=False):
         if (mine.file, mine.function) != (theirs.file, theirs.function):
             return False

@@ -14,7 +14,7 @@ from unisono.topology import named
 
 _S = 1e9
 _PATIENCE_S = 0.5  # a rank counts as late only if others have waited longer for it
-_IDLE_PERCENT = 20.0  # of a core: checking for deaths and deadlines takes some
+_IDLE_PERCENT = 20.0  # of a core; checks for deaths and deadlines take less
 _KEY = tuple[str, str]
 K = TypeVar("K")
 
@@ -38,7 +38,7 @@ class ObservedCall:
 
     @property
     def key(self) -> _KEY:
-        """The numbering that the call belongs to."""
+        """The context and group in which the call is numbered."""
         return self.context, self.group
 
 
@@ -55,16 +55,16 @@ class Rank:
     cpu_percent: float | None = None
     memory_bytes: int | None = None
     thread_percent: float | None = None
-    stacks: list[Stack] | str | None = None  # of one on another host: its stacks, or why not
+    stacks: list[Stack] | str | None = None  # of a rank on another host: its stacks, or why not
 
     @property
     def is_alive(self) -> bool:
-        """Whether its process runs or is stopped."""
+        """Whether the process runs or is stopped."""
         return self.condition != "dead"
 
     @property
     def is_idle(self) -> bool:
-        """Whether its own thread hardly runs, as far as that is known."""
+        """Whether the rank's own thread hardly runs; False if that isn't known."""
         percent = self.thread_percent
         return self.condition == "sleeping" and percent is not None and percent < _IDLE_PERCENT
 
@@ -127,7 +127,7 @@ _Found = tuple[str, str, list[Culprit]] | None
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """The ranks that one waits for: with pages here, and without."""
+    """The ranks that a rank waits for in a call: those with a page here, and those without."""
 
     call: ObservedCall
     ranks: tuple[int, ...]
@@ -148,10 +148,10 @@ class _JobFacts:
         return self.ranks[rank].condition in ("dead", "stopped")
 
     def _wait(self, rank: int) -> _Wait | None:
-        """Return a rank's wait; of several, the one with most ranks missing."""
+        """Return a rank's wait; of several, the one in which most ranks are missing."""
         if not self.ranks[rank].is_alive:
             return None
-        # A call without a number isn't made, since a hook has rejected it.
+        # A call without a number was rejected by a hook, so it waits for no rank.
         waits = [self._wait_in(rank, call) for call in self.open[rank] if call.number]
         return max(waits, key=lambda wait: (len(wait.ranks), len(wait.unseen)), default=None)
 
@@ -162,37 +162,37 @@ class _JobFacts:
         def is_missing(other: int) -> bool:
             if self.newest[other].get(call.key, 0) < call.number:
                 return True
-            # It died or was stopped within the call. A signal stops all ranks that share a
-            # process: those that have reached the call aren't missing.
+            # A rank that died or was stopped within the call is missing, unless it shares the
+            # waiting rank's process: a signal stops that one, too.
             is_apart = self.ranks[other].pid != self.ranks[rank].pid
             return is_apart and self.is_gone(other) and self._has(other, call, is_over=False)
 
         missing = [other for other in others if other in self.ranks and is_missing(other)]
         return _Wait(call, tuple(missing), tuple(each for each in others if each not in self.ranks))
 
-    def waits_for_nobody(self, rank: int) -> bool:
-        """Return whether a rank waits for none, not even for one without a page here."""
+    def waits_for_none(self, rank: int) -> bool:
+        """Return whether a rank waits for no other, not even for one without a page here."""
         wait = self.waits.get(rank)
         if wait is None or not (wait.ranks or wait.unseen):
             return True
-        # The call is over on another rank: those without a page have been in it, too.
+        # Once the call is over on another rank, ranks without a page have reached it, too.
         return not wait.ranks and any(
             self._has(other, wait.call, is_over=True) for other in self.ranks
         )
 
     def _has(self, rank: int, call: ObservedCall, *, is_over: bool) -> bool:
-        """Return whether a rank is in a call, or has left it after all had reached it."""
+        """Return whether a rank is in a call, or if `is_over` whether it has left that call."""
         return any(
             (each.key, each.number, bool(each.end_ns)) == (call.key, call.number, is_over)
             for each in self.ranks[rank].calls
         )
 
     def waited_for(self, by: Iterable[int]) -> set[int]:
-        """Return the ranks that some others wait for."""
+        """Return the ranks that any of the given ranks waits for."""
         return {other for rank in by if rank in self.waits for other in self.waits[rank].ranks}
 
     def waiters(self, culprit: int) -> tuple[int, ...]:
-        """List the ranks that wait for one, and those that wait for these."""
+        """List the ranks that wait for the culprit, directly or through other ranks."""
         found = _reached(
             culprit,
             lambda new: {rank for rank, wait in self.waits.items() if new.intersection(wait.ranks)},
@@ -200,7 +200,7 @@ class _JobFacts:
         return tuple(sorted(found - {culprit}))
 
     def waited_s(self, ranks: Iterable[int]) -> float:
-        """Return the longest wait of some ranks."""
+        """Return the longest wait of the given ranks."""
         begins = [self.waits[rank].call.begin_ns for rank in ranks if rank in self.waits]
         return max(self.now_ns - min(begins, default=self.now_ns), 0) / _S
 
@@ -208,7 +208,7 @@ class _JobFacts:
         return self.waited_s(ranks) >= _PATIENCE_S
 
     def state(self, rank: int) -> State:
-        """Return the state of a rank: its process's, its wait, or its current or last call."""
+        """Return the state of a rank: of its process, its wait, or its current or last call."""
         facts, opened, wait = self.ranks[rank], self.open[rank], self.waits.get(rank)
         call = wait.call if wait else (opened[-1] if opened else None)
         is_inside = call is not None
@@ -228,7 +228,7 @@ class _JobFacts:
         found = []
         for culprit in culprits:
             rank = culprit.rank
-            # Those of deadlocks and extra calls have their waiters already.
+            # The culprits of deadlocks and extra calls have their waiters already.
             waiters = culprit.waiters or self.waiters(rank)
             known = replace(
                 culprit,
@@ -244,7 +244,7 @@ class _JobFacts:
 
 
 def innermost(calls: Sequence[ObservedCall]) -> list[ObservedCall]:
-    """List the calls that a rank waits in now: of each thread the one that began last."""
+    """List the blocking calls that a rank is in: for each thread the one that began last."""
     found: dict[int, ObservedCall] = {}
     for call in sorted(calls, key=lambda each: each.begin_ns):
         if not call.end_ns and call.is_blocking:
@@ -272,7 +272,7 @@ def _gone(job: _JobFacts) -> _Found:
 
 
 def _mismatch(job: _JobFacts) -> _Found:
-    """Find ranks whose call of one number differs from others'."""
+    """Find ranks whose call has the number of another rank's call, but a different name."""
     for rank, opened in job.open.items():
         for call in opened:
             by_name = _names(job, call)
@@ -288,7 +288,7 @@ def _mismatch(job: _JobFacts) -> _Found:
 
 
 def _odd_ones(ranks_of: Mapping[K, list[int]]) -> list[tuple[K, int]]:
-    """Return all ranks but those of the most frequent call, the rarest call's first."""
+    """Return the ranks of all calls but the most frequent one, the rarest call's first."""
     order = sorted(ranks_of.items(), key=lambda item: len(item[1]))
     fewest, most = len(order[0][1]), len(order[-1][1])
     # If every call was made by equally many ranks, any of them may be the wrong one.
@@ -301,7 +301,7 @@ def _odd_ones(ranks_of: Mapping[K, list[int]]) -> list[tuple[K, int]]:
 
 
 def _names(job: _JobFacts, call: ObservedCall) -> dict[str, list[int]]:
-    """Return the ranks by their name of a call, which a page without room lacks."""
+    """Group ranks by the name of their call; a page without room for the name doesn't count."""
     found: dict[str, list[int]] = {}
     for rank in sorted(job.ranks):
         for each in job.ranks[rank].calls:
@@ -313,9 +313,9 @@ def _names(job: _JobFacts, call: ObservedCall) -> dict[str, list[int]]:
 
 
 def _extra(job: _JobFacts) -> _Found:
-    """Find a rank that waits alone, in a line new to all others, which are idle outside calls."""
+    """Find a rank alone in a call that is new to the others, which are idle outside of calls."""
     waiting = [rank for rank, wait in job.waits.items() if wait.ranks]
-    # Of two ranks, either may be wrong.
+    # In a job of two ranks, either may be wrong.
     if len(waiting) != 1 or len(job.ranks) < 3 or not job.have_waited(waiting):
         return None
     (alone,) = waiting
@@ -327,7 +327,7 @@ def _extra(job: _JobFacts) -> _Found:
         return None
     text = (
         f"rank {alone} is alone in {call.name}, and the others are idle outside of calls: "
-        "one call too many there, or one too few of theirs"
+        "it made one call too many, or the others made one too few"
     )
     return "extra call", text, [Culprit(alone, f"is alone in {call.name}", (alone,))]
 
@@ -339,11 +339,11 @@ def _has_called(rank: Rank, call: ObservedCall) -> bool:
 
 
 def _late(job: _JobFacts) -> _Found:
-    """Find the ranks that others wait for, and that wait for none."""
+    """Find the ranks that others wait for, and that wait for no rank themselves."""
     sinks = [
         rank
         for rank in job.waited_for(job.ranks)
-        if job.waits_for_nobody(rank) and job.have_waited(job.waiters(rank))
+        if job.waits_for_none(rank) and job.have_waited(job.waiters(rank))
     ]
     if not sinks:
         return None
@@ -354,6 +354,7 @@ def _late(job: _JobFacts) -> _Found:
 
 
 def _why_late(job: _JobFacts, rank: int) -> str:
+    """Return what a late rank does, as text."""
     if job.open[rank]:
         call = job.open[rank][-1]
         return f"is in {call.name}, where it waits for no rank"
@@ -382,7 +383,7 @@ def _deadlock(job: _JobFacts) -> _Found:
 
 
 def _reached(start: int, after: Callable[[set[int]], set[int]]) -> set[int]:
-    """Return the ranks reachable from one by `after`."""
+    """Return the ranks that repeated use of `after` reaches from `start`."""
     found: set[int] = set()
     new = {start}
     while new:
@@ -407,7 +408,7 @@ def _unseen(job: _JobFacts) -> _Found:
 def _costs(
     ranks: Iterable[Rank],
 ) -> tuple[defaultdict[int, float], defaultdict[int, list[float]], int]:
-    """Return the seconds lost by each rank, its delays where it came last, and the calls' count."""
+    """Return the seconds lost to each rank, its delays when it came last, and the call count."""
     arrivals: dict[tuple[_KEY, int], dict[int, ObservedCall]] = defaultdict(dict)
     for rank in ranks:
         for call in _without_inner(rank.calls):
@@ -433,7 +434,7 @@ def _costs(
 
 
 def _without_inner(calls: Sequence[ObservedCall]) -> Iterator[ObservedCall]:
-    """Iterate over the calls that contain no others, in the order of their starts."""
+    """Iterate over the calls that contain no other; `calls` are in the order of their starts."""
     for at, call in enumerate(calls):
         following = next((each for each in calls[at + 1 :] if each.lane == call.lane), None)
         if following is None or following.begin_ns >= (call.end_ns or math.inf):

@@ -15,13 +15,13 @@ from unisono.errors import ArgumentError
 from unisono.recording.records import CollectiveRecord
 
 FLOOR_NS = 1_000_000
-"""Lateness below this doesn't count: ranks are never quite equal."""
+"""Lateness below this doesn't count, because ranks are never quite equal."""
 FLOOR_SHARE = 0.05
-"""The same as a share of the time since that rank's last call."""
-_STEPS = 100  # at the end, whose late ranks are counted
-_SET_UP = "initialize"  # its arrivals are those of starting processes, and don't count
-# A rank is slow if it costs this share of the time and this many times as much as any other, in
-# this many calls by at least this much, or in this many by less.
+"""Nor does lateness below this share of the time since the late rank's last call."""
+_STEPS = 100  # the last calls, whose late ranks are counted
+_SET_UP = "initialize"  # at which lateness doesn't count: processes start at different times
+# A rank is slow if it costs this share of the time, so many times as much as any other rank, and
+# was late either by the large time in a few calls, or by any time in many calls.
 _LEAST_LOSS = 0.05
 _MORE_THAN_OTHERS = 4
 _LARGE_NS = 50_000_000
@@ -56,10 +56,10 @@ class Meeting:
 
     def waited_ns(self, rank: int) -> int:
         """Return the time that a rank waited for the last one."""
-        # A rank that was done before the last one arrived didn't wait for it, such as the root of a
-        # broadcast.
+        # A rank that left before the last one arrived, such as the root of a broadcast, didn't wait
+        # for the last one.
         end_ns = self.end_ns(rank)
-        if end_ns + FLOOR_NS < self.last_ns:  # by more than clocks are off
+        if end_ns + FLOOR_NS < self.last_ns:  # by more than the error of clocks
             return 0
         return max(min(self.last_ns, end_ns) - self.wait_begin_ns(rank), 0)
 
@@ -70,10 +70,11 @@ def _last_of(meeting: Meeting) -> int:
 
 def meetings(ranks: Records, offsets: Mapping[int, int] | None = None) -> list[Meeting]:
     """Find the calls that every rank of their group has recorded."""
-    # By group, context and number. Disjoint groups may have one name, so their ranks count, too.
+    # Records of one call have the same group, context and number. Disjoint groups may have the same
+    # name, so groups are told apart by their ranks, too.
     found: dict[tuple[int, int, int], dict[int, CollectiveRecord]] = defaultdict(dict)
     groups: dict[tuple[str, tuple[int, ...]], int] = {}
-    known: dict[tuple[str, int], int] = {}  # by the id of ranks, which take long to hash
+    known: dict[tuple[str, int], int] = {}  # by the id of the ranks, which would take long to hash
     for rank, records in sorted(ranks.items()):
         contexts: dict[int, _Contexts] = defaultdict(_Contexts)
         for each in sorted(filter(_is_counted, records), key=lambda each: each.arrival_ns):
@@ -99,11 +100,11 @@ def _is_counted(record: CollectiveRecord) -> bool:
 
 
 class _Contexts:
-    """The contexts of one rank's group, of which each counts its calls from 1."""
+    """The contexts of a group on one rank; each context counts its calls from 1."""
 
-    # Two threads may begin calls so close to each other that the later one comes first by its
-    # clock: a number below the last one is of a new context only if it was there before, or is
-    # below the first.
+    # If two threads begin calls at almost the same time, the higher number may have the earlier
+    # arrival. So a number below the last one is a new context's only if the current context has
+    # already seen it, or began with a higher one.
 
     def __init__(self) -> None:
         self._context = self._first = 0
@@ -132,21 +133,21 @@ class Clock(NamedTuple):
     """The time of day minus the clock's."""
 
 
-# No rank leaves these before the last one has arrived.
+# No rank leaves one of these calls before the last rank has arrived.
 _MEETS = frozenset([
     "all_gather", "all_gather_tensors_with_shapes", "all_reduce", "all_reduce_", "all_to_all",
     "barrier", "gradients", "new_group", "reduce_scatter",
 ])  # fmt: skip
-_DAY_NS = 10_000_000  # usual difference between hosts that synchronize with a time server
-_NARROWEST = 9  # calls that bound the difference of two clocks best
+_WALL_NS = 10_000_000  # usual error of the time of day between hosts that use a time server
+_NARROWEST = 9  # calls used, those that bound the difference of two clocks best
 
 
 def common_clock(ranks: Records, clocks: Mapping[int, Clock]) -> tuple[dict[int, int], int]:
-    """Return the offset of each rank's clock to the first one's time of day, and its error."""
-    # A rank leaves a call that all meet in after the last one's arrival. So each bounds the
-    # difference of two hosts from both sides, and the shortest ones bound it best.
+    """Return each rank's offset to the time of day of the first rank's host, and the error."""
+    # No rank leaves a call of `_MEETS` before the last rank's arrival. So each such call bounds the
+    # difference of two hosts' clocks from both sides, and the shortest calls bound it best.
     hosts = {rank: clocks[rank].boot for rank in sorted(clocks)}
-    # In reverse, so that the clock of a host's first rank stays.
+    # In reverse order, so that the dict keeps the clock of each host's first rank.
     walls = {clocks[rank].boot: clocks[rank].to_wall_ns for rank in sorted(clocks, reverse=True)}
     first, *others = dict.fromkeys(hosts.values()) or [""]
     bounds: dict[str, list[tuple[int, int]]] = {host: [] for host in others}
@@ -162,15 +163,15 @@ def common_clock(ranks: Records, clocks: Mapping[int, Clock]) -> tuple[dict[int,
             bounds[host].append((width, (arrival - its_end + end - its_arrival) // 2))
     unsure_ns = 0
     for host, found in bounds.items():
-        # Without a common call only the time of day is known. A width is twice the error.
-        best = sorted(found)[:_NARROWEST] or [(2 * _DAY_NS, 0)]
+        # Without a common call, only the time of day is known. A width is twice the error.
+        best = sorted(found)[:_NARROWEST] or [(2 * _WALL_NS, 0)]
         unsure_ns = max(unsure_ns, best[-1][0] // 2)
         walls[host] += statistics.median_low([middle for _, middle in best])
     return {rank: walls[host] for rank, host in hosts.items()}, unsure_ns
 
 
 def _spans(meeting: Meeting, hosts: Mapping[int, str]) -> dict[str, tuple[int, int]]:
-    """Return by host the arrival of its last rank at a call, and the end of its first one."""
+    """Return for each host when its last rank arrived at a call, and when its first one left."""
     if any(each.name not in _MEETS or each.error for each in meeting.records.values()):
         return {}
     ranks: dict[str, list[int]] = defaultdict(list)
@@ -180,7 +181,7 @@ def _spans(meeting: Meeting, hosts: Mapping[int, str]) -> dict[str, tuple[int, i
         host: (max(map(meeting.arrival_ns, here)), min(map(meeting.end_ns, here)))
         for host, here in ranks.items()
     }
-    # A host that left before its arrival has mixed up several calls.
+    # A host whose first rank left before its last one arrived has mixed up several calls.
     return {host: (arrival, end) for host, (arrival, end) in spans.items() if arrival <= end}
 
 
@@ -198,7 +199,7 @@ class LineCost:
 
     @property
     def moving_s(self) -> float:
-        """Seconds that all ranks together spent in it after the last one's arrival."""
+        """Seconds that all ranks together spent in the call after the last rank's arrival."""
         return self.total_s - self.waiting_s
 
     @property
@@ -230,14 +231,14 @@ class Waits:
 
 
 class _Timeline:
-    """Time by rank; where intervals overlap, it counts once."""
+    """Time by rank; where intervals overlap, time counts once."""
 
     def __init__(self, size: int) -> None:
         self._until = [-math.inf] * size
         self._total_ns = [0] * size
 
     def add(self, rank: int, begin_ns: int, end_ns: int) -> int:
-        """Add the new part of an interval, given in the order of starts; return its length."""
+        """Add an interval, and return how much of it is new; intervals come in order of starts."""
         new = int(max(end_ns - max(begin_ns, self._until[rank]), 0))
         self._until[rank] = max(self._until[rank], end_ns)
         self._total_ns[rank] += new
@@ -250,7 +251,7 @@ class _Timeline:
 
 def waits(ranks: Records, offsets: Mapping[int, int] | None = None, unsure_ns: int = 0) -> Waits:
     """Compute which rank waited for which."""
-    # Arrivals count, not durations: a sum takes as long on every rank as on the slowest.
+    # Arrivals count, because durations show no difference: a sum is over on all ranks at once.
     met = meetings(ranks, offsets)
     size = max(ranks, default=-1) + 1
     sums = _Sums(size, unsure_ns)
@@ -286,7 +287,7 @@ class _Sums:
         self._intervals: list[list[tuple[int, int, int, LineCost]]] = [[] for _ in range(size)]
 
     def add(self, at: int, meeting: Meeting) -> None:
-        """Add one call, in the order of first arrivals."""
+        """Add one call; calls come in the order of their first arrivals."""
         last, last_ns = meeting.last, meeting.last_ns
         record = meeting.records[last]
         site = f"{record.file}:{record.line}" if record.file else ""
@@ -312,7 +313,7 @@ class _Sums:
 
     def finish(self) -> None:
         """Add the times of ranks in calls, once all calls have been added."""
-        # In the order of their starts, which isn't that of the calls' arrivals.
+        # Intervals are added in the order of their starts, unlike the calls.
         for rank, intervals in enumerate(self._intervals):
             for begin, waited_until, end, line in sorted(intervals, key=lambda each: each[0]):
                 busy_ns = self.busy.add(rank, begin, end)
@@ -336,7 +337,7 @@ def _slowest(late: Iterable[tuple[int, int, int]], watched_ns: int) -> int | Non
 
 def draw(what: str, found: Mapping[str, Waits], path: str | os.PathLike[str]) -> None:
     """Draw two bars for each rank: seconds that others waited for it, and that it waited."""
-    # The only use of matplotlib.
+    # Loaded here, because nothing else needs matplotlib.
     try:
         make = plugins.load("matplotlib.figure:Figure")
     except ImportError as error:
@@ -351,7 +352,7 @@ def draw(what: str, found: Mapping[str, Waits], path: str | os.PathLike[str]) ->
         axes.set_title(f"{name}: {each.headline}" if name else each.headline)
     try:
         figure.savefig(path)
-    except (OSError, ValueError) as error:  # such as a suffix that it doesn't know
+    except (OSError, ValueError) as error:  # such as an unknown suffix
         raise ArgumentError(f"{what}: {os.fspath(path)} can't be written: {error}") from error
 
 

@@ -1,4 +1,4 @@
-"""Ranks that make others wait, from all ranks' calls compared at the end of a block."""
+"""Ranks that make others wait, found by comparing all ranks' calls at the end of a block."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def watching() -> Iterator[Watch]:
 
 
 def _packed(clock: Clock, records: Iterable[CollectiveRecord]) -> bytes:
-    columns = list(zip(*records, strict=True))  # equal values beside each other take no room
+    columns = list(zip(*records, strict=True))  # equal values side by side compress well
     return zlib.compress(pickle.dumps((clock, columns)))
 
 

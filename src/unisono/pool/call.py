@@ -21,13 +21,13 @@ from unisono.tracebacks import hides
 __tracebackhide__ = hides
 
 _LOOK_S = 0.15  # between two looks at busy replicas after another one has failed
-_LOOKS = 2  # in a row that find one waiting
-_PATIENCE_S = 5.0  # with those that compute
-_Give = Callable[[int], bytes | None]  # returns a rank's next task, if there is one left
+_LOOKS = 2  # so many in a row must find a replica that waits
+_PATIENCE_S = 5.0  # with replicas that compute after another one has failed
+_Give = Callable[[int], bytes | None]  # returns a rank's next task; None if none is left
 
 
 class LateError(LaunchError):
-    """Raised where a call isn't done at its limit."""
+    """Raised if a call isn't done at its limit."""
 
 
 class PoolCall(JobRanks):
@@ -42,7 +42,7 @@ class PoolCall(JobRanks):
         self.failures: dict[int, Failure] = {}
         # Busy replicas: after the call, those that were late or waited for a failed one.
         self.busy: set[int] = set()
-        self.stacks: dict[int, list[FrameSummary]] = {}  # of these, once they have been read
+        self.stacks: dict[int, list[FrameSummary]] = {}  # of busy replicas, once they are read
         self.error: BaseException | None = None  # if neither a failure nor the limit ended it
         self.replicas_stay: bool = False  # whether it has ended, and all replicas are idle
         self.replicas = replicas
@@ -58,7 +58,7 @@ class PoolCall(JobRanks):
 
     def run(self, size: int, grace_s: float | None = None) -> None:
         """Send each replica its first task, and wait until all are done."""
-        # Thread replicas get this process's own signals.
+        # Replicas that are threads share this process's signals.
         job: Job[Any] = Job(self, size, grace_s=grace_s if self.replicas.are_processes else None)
         try:
             for rank in range(size):
@@ -74,7 +74,7 @@ class PoolCall(JobRanks):
         try:
             if not self._record_answers(job, min(until, limit)) and time.monotonic() >= limit:
                 raise LateError(f"ranks {sorted(self.busy)} weren't done in time")
-        except BaseException:  # Ctrl-C, or a replica that died: the others aren't waited for
+        except BaseException:  # after Ctrl-C, or a replica's death, the others aren't waited for
             self._is_cut = True
             raise
 
@@ -91,7 +91,7 @@ class PoolCall(JobRanks):
 
     def _wait_for_others(self, job: Job[Any]) -> None:
         """Wait until the other replicas are done, or are seen to wait for the failed one."""
-        # Those that compute end by themselves; those that wait for the failed one never do.
+        # Replicas that compute end by themselves; those that wait for the failed one never do.
         patience_s = _PATIENCE_S if self._is_together else math.inf
         end, n_looks = min(time.monotonic() + patience_s, self._limit), 0
         while self.busy and time.monotonic() < end and n_looks < _LOOKS:
@@ -103,10 +103,10 @@ class PoolCall(JobRanks):
                 n_looks = n_looks + 1 if self.replicas.may_wait(self.busy) else 0
 
     def _record_answers(self, job: Job[Any], until: float) -> bool:
-        """Record the answers that arrive by then, and return whether one has."""
+        """Record the answers that arrive until then, and return whether any has arrived."""
         answers = self.replicas.news(until)
         for rank, kind, body in answers:
-            if rank not in self.busy:  # the answer to an earlier call, which a debugger has kept
+            if rank not in self.busy:  # it answers an earlier call, which a debugger delayed
                 continue
             if kind == ANSWER:
                 self.answers.setdefault(rank, []).append(body)
@@ -117,7 +117,7 @@ class PoolCall(JobRanks):
         return bool(answers)
 
     def _send_next(self, job: Job[Any], rank: int) -> None:
-        """Send a replica its next task; without one, or after a failure, it is done."""
+        """Send a replica its next task; it is done if there is none, or after a failure."""
         body = None if job.failures else self._give(rank)
         if body is not None:
             self.busy.add(rank)

@@ -41,8 +41,8 @@ U = TypeVar("U")
 class WorkerPool:
     """Replicas that stay, each within its context, and run one function after another.
 
-    They are started at the first call, and again after one that left the context unusable:
-    a replica died, or waited for one that had failed.
+    The first call starts them. A call starts them again if the last one left the context unusable,
+    because a replica died, or waited for one that had failed.
 
     Args:
         backend: as in ``spawn``.
@@ -51,8 +51,8 @@ class WorkerPool:
             the time that is left there, if that is less.
         prefix_output: whether each line that one of several processes prints begins with its rank.
             Lines go where this process's stdout and stderr led when the replicas were made.
-        options: as in ``spawn``, but for ``join`` and for what is about other hosts: the replicas
-            of a pool are on this one.
+        options: as in ``spawn``, except ``join`` and the options about other hosts: all replicas of
+            a pool are on this one.
 
     Raises:
         UnknownBackendError: no model has the backend.
@@ -60,7 +60,7 @@ class WorkerPool:
         EnvironmentDetectionError: a variable of ours has a bad value.
 
     Warns:
-        UserWarning: as ``spawn``, this process is rank 0 of several already.
+        UserWarning: this process is rank 0 of several already, as in ``spawn``.
 
     Example:
         >>> import unisono as idist
@@ -109,12 +109,12 @@ class WorkerPool:
 
     @property
     def pids(self) -> list[int]:
-        """Process of each replica, by rank; this process where they are threads of it.
+        """Process id of each replica, by rank; this process's id if they are threads of it.
 
         Empty while the pool isn't warm.
         """
         replicas = self._replicas
-        # A fork can't tell whether they have ended: their news are the owner's.
+        # A fork can't know whether they have ended, because only the owner receives their reports.
         if replicas is None or (self._owner == os.getpid() and replicas.has_ended()):
             return []
         return replicas.pids
@@ -190,10 +190,10 @@ class WorkerPool:
     def close(self) -> None:
         """End the replicas.
 
-        Does nothing the second time, and in a fork of this process. Threads that their functions
-        started, unless they are daemons, and exit handlers end first: within ``deadline``, in the
-        time that is left there. Replicas that don't answer within 1 s, as one that is stopped, are
-        ended without an error.
+        A second call does nothing, nor does a call in a fork of this process. Waits for the exit
+        handlers and non-daemon threads of the replicas; within ``deadline``, only for the time that
+        is left there. Replicas that don't answer within 1 s, such as stopped ones, are ended
+        without an error.
 
         Raises:
             WorkerFailedError: a replica failed in its threads or exit handlers.
@@ -223,8 +223,8 @@ class WorkerPool:
     def _check_owner(self) -> None:
         if self._owner != os.getpid():
             raise ContextError(
-                f"this process is a fork of process {self._owner}, which made the pool and uses it "
-                "still: make a pool of your own here"
+                f"this process is a fork of process {self._owner}, which made the pool and still "
+                "uses it: make another pool here"
             )
 
     def _ready(self, limit: float | None) -> Replicas:
@@ -259,14 +259,14 @@ class WorkerPool:
         try:
             call.run(self._size, self._grace_s)
         except BaseException as error:
-            if not call.replicas_stay:  # else the call is complete
+            if not call.replicas_stay:  # else all replicas are idle, and can be used again
                 self._drop()
             if isinstance(error, KeyboardInterrupt):
                 say_instead(error, interrupted("the call of a pool"))
             if isinstance(error, LateError):
                 are = "are ended"
                 if not replicas.are_processes:
-                    are = "are told to end, which they may not have yet"
+                    are = "were asked to end, but may still run"
                 raise CollectiveTimeoutError(
                     f"{name} wasn't done on ranks {sorted(call.busy)} of {self._size} after "
                     f"{round(limit_s or 0, 2):g} s: their replicas {are}; the next call makes new "
@@ -293,8 +293,8 @@ def outcome(
     on_start: Callable[[PoolCall], object] = lambda _: None,
 ) -> PoolCall:
     """Run a function in a pool, and return the call with each rank's answer or failure."""
-    # For tests and notebooks, which show all failures. `keep` leaves replicas running that are
-    # still busy after another one's failure, for a debugger.
+    # For tests and notebooks, which show all failures. For a debugger, `keep` leaves those replicas
+    # running that are still busy after another one's failure.
     pool._check_owner()
     body = _pickled(fn, args, {}, True)
     limit = None if limit_s is None else time.monotonic() + limit_s
@@ -306,9 +306,10 @@ def outcome(
         try:
             call.run(pool._size)
         except LaunchError as error:
-            is_known = call.failures or isinstance(error, LateError)  # by `failures` or `late`
+            # `failures` or `late` reports the error already.
+            is_known = call.failures or isinstance(error, LateError)
             call.error = None if is_known else error
-        except BaseException:  # Ctrl-C, another plug-in's limit: the ranks are still busy
+        except BaseException:  # Ctrl-C, or another plug-in's limit, leaves the ranks busy
             pool._drop()
             raise
         if call.busy and call.error is None:

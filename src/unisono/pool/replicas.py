@@ -1,4 +1,4 @@
-"""Replicas of a pool in the pool's process: ranks of a job that isn't over."""
+"""The pool's side of its replicas, which are ranks of a job that isn't over."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from unisono.tracebacks import frame_of, hides, is_ours
 
 __tracebackhide__ = hides
 
-_QUIT_S = 0.3  # for threads whose context has been aborted
-_LEAVE_S = 1.0  # for idle replicas to answer the end
+_QUIT_S = 0.3  # for threads to end after the abort of their context
+_LEAVE_S = 1.0  # for idle replicas to confirm that they end
 _STACK_S = 1.0  # for all processes to write their stacks
-_MIN_STACK_S = 0.1  # for each, however long the earlier ones took
+_MIN_STACK_S = 0.1  # for each of them, even if the earlier ones took all that time
 # Modules of ours that run a replica's function, but wait for no other rank.
 _NEVER_WAITS = re.compile(
     r"/unisono/(testing|notebook|pool|launchers|pickling\.py|tracebacks\.py)\b"
@@ -49,7 +49,7 @@ class Replicas:
         # By rank: process, Python's and the kernel's id of the thread, facts of `stack_signal`.
         self._ids: dict[int, tuple[int, int, int, Mapping[str, int]]] = {}
         job = start_to_stay(backend, inside.serve, (os.getpid(),), size, **options)
-        # None: the model starts its ranks in this process.
+        # None means that the model starts its ranks in this process.
         self._job: Job[Any] = job or Job(_Threads(backend, size, options), size)
         assert isinstance(self._job.ranks, Workers)
         self._workers: Workers = self._job.ranks
@@ -58,8 +58,8 @@ class Replicas:
             while late := sorted(set(range(size)) - self._ids.keys()):
                 if limit is not None and time.monotonic() >= limit:
                     raise CollectiveTimeoutError(
-                        f"the replicas of ranks {late} of {size} weren't there when the deadline "
-                        "was over"
+                        f"the replicas of ranks {late} of {size} weren't ready when the "
+                        "deadline was over"
                     )
                 self._ids |= {rank: pickle.loads(body) for rank, _, body in self.news(limit)}
         except BaseException:  # Ctrl-C too: no replica is left behind
@@ -73,7 +73,7 @@ class Replicas:
 
     @property
     def are_processes(self) -> bool:
-        """Whether all of them are processes of their own."""
+        """Whether each replica is a process of its own, and not a thread of this one."""
         return os.getpid() not in self.pids
 
     def thread_of(self, rank: int) -> int:
@@ -86,18 +86,18 @@ class Replicas:
 
     def watch(self) -> None:
         """Record the ends of idle replicas."""
-        # By their status sockets: a child of one may hold its channel open.
+        # The status sockets show it; a replica's channel may be held open by its child process.
         if any(channel.peek(worker.status) is not None for worker in self._workers.workers):
             self._job.poll(time.monotonic())
 
     def send(self, rank: int, body: bytes) -> None:
-        """Send a replica its next task, as far as there is room; `news` sends the rest."""
+        """Send a replica its next task, as far as its channel has room; `news` sends the rest."""
         worker = self._worker(rank)
         worker.task = channel.task(body)
         worker.send_task()
 
     def news(self, until: float | None) -> list[_Answer]:
-        """Return answers that arrive by then; raise once a replica has died."""
+        """Return the answers that arrive until then; raise once a replica has died."""
         workers = self._workers
         if not workers.answers:
             self._job.poll(until)
@@ -137,9 +137,9 @@ class Replicas:
                 return None
             frames = stack_signal.parse(text)
         files = [file for file, *_ in frames]
-        # Without our own frames that called the function.
-        own = frames[: files.index(inside.__file__) if inside.__file__ in files else None]
-        return [FrameSummary(*frame, lookup_line=False) for frame in reversed(own)]
+        # Leave out our own frames that called the function; they are the outermost ones.
+        called = frames[: files.index(inside.__file__) if inside.__file__ in files else None]
+        return [FrameSummary(*frame, lookup_line=False) for frame in reversed(called)]
 
     def abort(self) -> None:
         """End the contexts of replicas that are threads, so that none waits for another one."""
@@ -154,7 +154,7 @@ class Replicas:
         block_end = end_of_block() or math.inf
         while late and time.monotonic() < min(until, block_end):
             late -= {rank for rank, kind, _ in self.news(until) if kind == inside.LEFT}
-        if late and until < block_end:  # stopped, or a thread holds the interpreter lock
+        if late and until < block_end:  # one is stopped, or a thread holds its interpreter lock
             self._job.terminate()
         else:
             self._job.finish()
@@ -203,7 +203,7 @@ class _Threads(Workers):
         self.abort()
         for worker in self.workers:
             if not worker.has_ended:
-                with suppress(OSError):  # a fork may hold it open: closing it wouldn't end it
+                with suppress(OSError):  # closing alone has no effect if a fork holds it open
                     worker.channel.shutdown(socket.SHUT_RDWR)
                 worker.channel.close()
                 worker.is_silent = True
@@ -231,7 +231,7 @@ def _spawn(
     """Start the replicas, and wait for their end, without a reference to their pool."""
     try:
         start(backend, inside.serve, (os.getpid(), ends, models), None, size, **options)
-    except BaseException as error:  # raised by the pool's next call
+    except BaseException as error:  # `poll` raises it in the pool's call
         errors.append(error.with_traceback(None))  # frames would keep their variables
     finally:
         for sock in (*ends, *statuses):

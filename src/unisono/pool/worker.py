@@ -23,7 +23,7 @@ from unisono.tracebacks import hides
 __tracebackhide__ = hides
 
 READY = b"y"  # with the replica's process, threads, and the facts of `stack_signal`
-LEFT = b"l"  # end received; threads and exit handlers may still run
+LEFT = b"l"  # the end was received; threads and exit handlers may still run
 ANSWER = b"a"
 FAILED = b"f"
 BROKEN = b"b"  # as FAILED, by an error that leaves the context unusable
@@ -46,7 +46,7 @@ def serve(
         while task := own.next_task():
             channel.send(own.socket, *_outcome(local_rank, task, is_process))
         channel.send(own.socket, LEFT)
-        if ends:  # a process sends it at its end: see `unisono.launchers.job.worker.work`
+        if ends:  # a process sends it on exit, in `unisono.launchers.job.worker.work`
             channel.send(own.socket, channel.RESULT)
 
 
@@ -61,7 +61,7 @@ def _outcome(local_rank: int, body: bytes, is_process: bool) -> tuple[bytes, byt
         except Exception as error:  # an object's own __reduce__ may raise any exception
             kind = type(result).__qualname__
             raise PayloadError(f"the result, a {kind}, can't be pickled: {error}") from error
-    except BaseException as error:  # SystemExit too: the pool decides what it means
+    except BaseException as error:  # also SystemExit: the pool decides what it means
         is_lost = leaves_out_of_step(error) or context.current().interrupted is not None
         return BROKEN if is_lost else FAILED, dumps(describe(error))
     finally:

@@ -212,9 +212,9 @@ def test_the_live_view_stays_with_a_job_when_others_begin_and_end() -> None:
             with page(0, "job a"):
                 view.look()
                 assert view.report is not None
-                assert (view.at, view.report["job"]) == (1, "job b")
+                assert (view.index, view.report["job"]) == (1, "job b")
             view.look()
-            assert view.at == 0
+            assert view.index == 0
 
 
 def test_the_live_view_ends_several_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +224,7 @@ def test_the_live_view_ends_several_jobs(monkeypatch: pytest.MonkeyPatch) -> Non
     with page(0, "job a"), page(0, "job b"):
         view.look()
         pressed(view, "ky\rnky\r")
-        assert view._due(time.monotonic() + 60) < time.monotonic() + 10
+        assert view._look_at(time.monotonic() + 60) < time.monotonic() + 10
         monkeypatch.setattr(time, "monotonic", lambda: math.inf)
         view.look()
     both = ["job a", "job b"]
