@@ -54,7 +54,7 @@ def find_node(
 
 
 def refuse_rank(what: str) -> None:
-    """Raise if this process, which would start a job of its own, is one of several ranks."""
+    """Raise if this process, which is about to start a job, is one of several ranks itself."""
     # Used if `find_node` finds no node, although the user requests the platform's.
     error = not_a_node(what, os.environ, environments.load_plugins())
     if error is not None:

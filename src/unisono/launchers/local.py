@@ -194,7 +194,7 @@ def _fork_server_for(method: str) -> _ForkServer:
     at_load = sorted(item for item in os.environ.items() if item[0].startswith(_AT_LOAD))
     key = (*forkserver.interpreter(), *inherited(), *at_load)
     known = _fork_servers.get(method)
-    if known is not None and known.owner == os.getpid():  # no parent's server
+    if known is not None and known.owner == os.getpid():  # not inherited from a parent
         # A different key means that its state is outdated; an empty peek means that it has ended.
         if known.key == key and peek(known.control) != b"":
             return known
@@ -261,7 +261,7 @@ class _Fork(subprocess.Popen[bytes]):
         if self.pid == 0:
             try:
                 # Collecting torch's groups here would join threads that exist only in the parent.
-                forkserver.make_ready_for_copies()
+                forkserver.prepare_for_forks()
                 self._ours.close()  # this copy would hide the end of the control socket
                 forkserver.serve(self._control, parent, work)
             finally:

@@ -51,7 +51,7 @@ class Inbox:
         self._expect(None, _HEADER.size)
 
     def _expect(self, kind: bytes | None, size: int) -> None:
-        """Make room for the body of a message of this kind; for a header if that is None."""
+        """Make room for the body of a message of this kind, or for a header if `kind` is None."""
         self._kind = kind
         self._data = bytearray(size)
         self._room = memoryview(self._data)

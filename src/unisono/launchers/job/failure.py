@@ -12,7 +12,7 @@ from typing import Protocol
 
 from unisono.errors import LaunchError, WorkerFailedError
 
-_PRIMARY_WAIT_S = 1.0  # for which a failure waits for the report of its possible cause
+_PRIMARY_WAIT_S = 1.0  # how long a failure waits for the report of its possible cause
 SECONDARY = 3  # the cause order of a rank that reports another one's failure itself
 
 
@@ -21,7 +21,7 @@ class Fault(Protocol):
 
     @property
     def cause_order(self) -> int:
-        """Order of causes: 0 for a rank's own failure, higher if it probably is a consequence."""
+        """Order of causes, lowest first: 0 for a rank's own failure, more for a consequence."""
 
     def error(self, rank: int, world_size: int) -> LaunchError:
         """Return the parent's error for this failure."""

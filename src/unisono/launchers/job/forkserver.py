@@ -32,17 +32,17 @@ WORKER = "from unisono.launchers.job.worker import work; work({channel}, {parent
 # Names of the facade that a rank is likely to use: their modules are loaded once for all ranks.
 LIKELY = ("Parallel", "all_gather", "all_reduce", "barrier", "broadcast", "one_rank_only", "send")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_POLL_S = 0.5  # a child of the parent may hold its end of the control socket open forever
+_POLL_S = 0.5  # between checks of the parent, whose children may keep the control socket open
 _TERM_S = 1.0  # from SIGTERM to SIGKILL, for a worker's children: some remove their files
 
 
 def interpreter() -> list[str]:
-    """Return the command of a Python with the flags of this one, as multiprocessing does."""
+    """Return the command of this Python with its flags, as multiprocessing does."""
     return [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
 
 
 def die_with(parent: int, number: int = signal.SIGKILL) -> None:
-    """Set this process to end when the one that started it ends."""
+    """Set this process to end when its parent process ends."""
     # Linux sends the signal at any time; elsewhere the parent is checked only once, here.
     _prctl(_PR_SET_PDEATHSIG, number)
     if parent and os.getppid() != parent:  # it ended before `_prctl`; 0 if unknown
@@ -70,7 +70,7 @@ def end_with(parent: int, number: int) -> None:
     # second one for an order to end at once, and leaves its files behind.
     try:
         pidfds = [os.pidfd_open(pid) for pid in (parent, os.getpid())]
-    except (AttributeError, OSError):  # not on Linux, or on an old one
+    except (AttributeError, OSError):  # another system, or an old Linux
         return die_with(parent, number)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
@@ -92,7 +92,7 @@ def _fork_watcher(watch: Callable[[], None]) -> None:
             os.setsid()
             # Forked twice: Horovod ends a rank by killing all descendants that the rank then has.
             if os.fork() == 0:
-                os.closerange(0, 3)  # else readers of the output would wait for the watcher
+                os.closerange(0, 3)  # readers of the output must not wait for the watcher
                 watch()
         finally:
             os._exit(0)
@@ -126,7 +126,7 @@ class _Orphans:
             self.are_ending, self._until = True, time.monotonic() + _TERM_S
         doomed = _in_group(self._group, here - self._spared) if self.are_ending else set()
         is_over = time.monotonic() >= self._until
-        # Descendants are found again at each call: one that ends may leave children of its own.
+        # Descendants are found again at each call, since one that ends may leave children.
         if is_over or not doomed:
             _signal(doomed, signal.SIGKILL)
             # Those not in `before` may be left by a worker that just ended: the next call decides.
@@ -271,7 +271,7 @@ def _start_worker(
 
 
 def _ready(fds: list[int], limit_s: float | None = _POLL_S) -> set[int]:
-    """Wait briefly, or without a limit; return the readable descriptors."""
+    """Wait up to `limit_s`, or without a limit for None; return the readable descriptors."""
     watched = select.poll()  # select() accepts no descriptor above 1023
     for fd in fds:
         watched.register(fd, select.POLLIN)
@@ -298,7 +298,7 @@ def _fork(
             os.close(fd)
         work(channel, parent)
     finally:
-        os._exit(1)  # reached only by an exception: `work` ends the process
+        os._exit(1)  # reached only after an exception, as `work` ends the process
 
 
 def _exec(fds: list[int]) -> int:
@@ -313,7 +313,7 @@ def _exec(fds: list[int]) -> int:
         stdout=stdout,
         stderr=stderr,
         pass_fds=[channel],
-        preexec_fn=lambda: die_with(parent),  # this process has one thread
+        preexec_fn=lambda: die_with(parent),  # safe, as this process has one thread
     )
     worker.returncode = 0  # `_reap` waits for it, so that Popen must not
     return worker.pid
@@ -354,8 +354,8 @@ def _send(status: socket.socket, report: str) -> None:
         status.send(report.encode(), socket.MSG_DONTWAIT)
 
 
-def make_ready_for_copies() -> None:
-    """Set this process's objects to stay in its forks, which neither finalize nor collect them."""
+def prepare_for_forks() -> None:
+    """Keep forks of this process from finalizing or collecting the objects that it has now."""
     # Finalizers in a fork would remove temporary folders that other processes still use, and
     # collecting torch's objects would take 20 ms.
     finalizers: Iterable[weakref.finalize[Any, Any]] = getattr(weakref.finalize, "_registry", ())
@@ -375,7 +375,7 @@ def main(control_fd: int, parent: int, preload: bool) -> None:
 
         for name in LIKELY:
             getattr(sys.modules["unisono"], name)
-        make_ready_for_copies()
+        prepare_for_forks()
         gc.enable()
     serve(control, parent, work)
     os._exit(0)

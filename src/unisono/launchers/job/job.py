@@ -55,7 +55,7 @@ class JobRanks(ABC):
         return WorkerFailedError(f"rank {rank} of {job.world_size} is lost", rank)
 
     def cause_order(self, rank: int) -> int:
-        """Return the order of a rank without a report: 1 if a peer may have ended it, else 0."""
+        """Return the cause order without a report: 1 if a peer may have ended the rank, else 0."""
         return 0
 
     def why_late(self) -> str:
@@ -67,7 +67,7 @@ class JobRanks(ABC):
         return False
 
     def may_start_again(self, job: Job[Any]) -> bool:
-        """Return whether the launcher may start all ranks again, so that the job goes on."""
+        """Return whether the launcher may start all ranks again, which continues the job."""
         return False
 
 
@@ -87,7 +87,7 @@ class Job(Generic[T]):
         self.ranks = ranks
         self.orders: Orders = Orders(grace_s or 0.0)
         self.reset(range(world_size) if expected is None else expected, world_size)
-        self._forwarded = () if grace_s is None else ranks.forwarded  # without a grace time none
+        self._forwarded = () if grace_s is None else ranks.forwarded  # none without a grace time
         self._error: LaunchError | None = None
         self._is_ended = False
 
@@ -139,7 +139,7 @@ class Job(Generic[T]):
         """Wait for all ranks as `join` does, and leave their results pickled."""
         limit = None if timeout is None else time.monotonic() + host_s(timeout)
         try:
-            with handled(self._forwarded, self._obey):
+            with handled(self._forwarded, self._forward_signal):
                 self._finish(limit)
         except Exception:  # a signal that ended the ranks has priority
             if self.orders.received:
@@ -208,11 +208,11 @@ class Job(Generic[T]):
             self.poll(limit, self._require_time(_DEADLINE_GRACE_S))
         return True
 
-    def _obey(self, number: int, _: Any) -> None:
+    def _forward_signal(self, number: int, _: Any) -> None:
         """Forward a signal to the ranks, perhaps as SIGKILL."""
-        of_ranks = self.orders.take(number)
-        if of_ranks:
-            self.ranks.signal(of_ranks)
+        forwarded = self.orders.take(number)
+        if forwarded:
+            self.ranks.signal(forwarded)
 
     def _is_over(self) -> bool:
         """Return whether the job has failed or succeeded; choose its error once."""
@@ -245,7 +245,7 @@ class Job(Generic[T]):
         )
 
     def poll(self, *limits: float | None) -> None:
-        """Wait for changes of ranks until the first limit at most, and record them."""
+        """Wait for changes of ranks, at most until the first limit, and record them."""
         ends = [limit for limit in (*limits, self.orders.until) if limit is not None]
         if self._counts_failures() and self.orders.until is None:
             ends.append(self.failures.decide_at)

@@ -68,7 +68,7 @@ def run_exit_handlers() -> None:
 
 @contextlib.contextmanager
 def _warned_when_slow() -> Iterator[None]:
-    """Warn once if the block is slow, and name what it waits for."""
+    """Warn once if the block is slow, and name the threads or the handler that delay it."""
     timer = threading.Timer(host_s(warn_after_s()), _warn)
     timer.daemon = True
     timer.start()

@@ -1,4 +1,4 @@
-"""State of processes: what a worker inherits from this one, and the titles of ranks."""
+"""State of processes: the state that a worker inherits from this one, and titles of ranks."""
 
 from __future__ import annotations
 

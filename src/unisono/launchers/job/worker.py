@@ -81,7 +81,7 @@ def work(channel_fd: int, parent: int) -> NoReturn:
     task = receive_task(channel)
     if task is None:
         os._exit(1)
-    # From here on `_watch` ends this process with its parent, whatever the function does.
+    # From here on `_watch` ends this process with its parent, even if the function blocks.
     ended, all_done = threading.Event(), threading.Event()
     tasks: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     watched = (channel, tasks, ended, all_done)
@@ -165,7 +165,7 @@ def _watch(
     if message is None:  # the parent has ended, perhaps by a crash
         os.kill(os.getpid(), signal.SIGKILL)
     flush()
-    ended.set()  # a failed rank waits for this alone
+    ended.set()  # a failed rank waits only for this
     os.kill(os.getpid(), signal.SIGTERM)
 
 

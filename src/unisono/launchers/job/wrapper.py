@@ -85,7 +85,7 @@ class Link:
 
 
 def join() -> tuple[int, int]:
-    """Connect to the process that launched the job and fork a worker, which alone returns."""
+    """Connect to the process that launched the job, and fork a worker; only the worker returns."""
     parent = os.getppid()
     die_with(parent)
     link = Link.taken()

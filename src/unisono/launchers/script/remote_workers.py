@@ -1,4 +1,4 @@
-"""Ranks that another library's launcher starts, on this host or on others: they connect here."""
+"""Ranks that another library's launcher starts, on any host, and that connect to this process."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ class RemoteWorkers(Workers):
     def poll(self, job: Job[Any], until: float) -> None:
         """Wait briefly for any worker or the launcher, and record changes."""
         super().poll(job, min(until, time.monotonic() + _POLL_S))
-        # A failure or the results of all ranks decide the job, whatever the launcher does.
+        # A failure or the results of all ranks decide the job even if the launcher has ended.
         if not self.has_ended() or job.failures or not job.late:
             return
         now = time.monotonic()

@@ -42,7 +42,7 @@ _KILL_S = 0.5  # for ranks that kill their programs at once
 _DRAIN_S = 2.0  # for the last output of processes that have ended
 _OTHERS_S = 1.0  # for other ranks' reports, if a launcher restarts all ranks
 _MOST_ALSO = 8  # lines about further ranks
-_OF_A_RANK = re.compile(rb"(?:^|\W|\dm)\[(?:\d+|\?)\] ")  # where a line's prefix ends
+_OF_A_RANK = re.compile(rb"(?:^|\W|\dm)\[(?:\d+|\?)\] ")  # the end of a rank's prefix in a line
 _LAUNCHER = -1  # in place of a rank's number, for a launcher's process
 
 
@@ -260,7 +260,7 @@ class Supervisor(Programs):
                     os.kill(process.pid, number)
 
     def _lost(self) -> list[Report]:
-        """Return reports of the ranks whose wrapper had failed without one before others ended."""
+        """Return reports of ranks whose wrapper failed by itself, and without a report."""
         reported = {report.rank for report in self.reports}
         return [
             Report(

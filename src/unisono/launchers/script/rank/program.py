@@ -94,7 +94,7 @@ def run(program: Sequence[str], options: RankOptions) -> int:
 
 
 def _script_of(program: Sequence[str]) -> str:
-    """Return the script that a command line runs with Python, else its program."""
+    """Return the script that a command line runs with Python, or else its program."""
     arguments = [word for word in program[1:] if not word.startswith("-")]
     return arguments[0] if arguments and program[0] == sys.executable else program[0]
 

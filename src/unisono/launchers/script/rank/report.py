@@ -141,7 +141,7 @@ class Reader:
         self._pieces: dict[bytes, dict[int, bytes]] = {}
 
     def read(self, line: bytes) -> Report | bool:
-        """Parse a line; return a complete report, else whether it is a part."""
+        """Parse a line; return the report that it completes, or whether it is part of one."""
         piece_of = self._mark.search(line)
         if piece_of is None:
             return False
