@@ -73,7 +73,7 @@ class Future(Protocol):
     """Handle of a submitted task, as in ``concurrent.futures`` and cluster libraries."""
 
     def done(self) -> bool:
-        """Return whether it has ended."""
+        """Return whether the task has ended."""
 
     def result(self) -> Any:
         """Return the task's result, or raise its error."""
@@ -83,15 +83,15 @@ class Future(Protocol):
 class RankTask:
     """One rank of a job, callable in any process of its host.
 
-    It can be pickled with plain pickle. It runs the rank in a process of its own, which ends with
-    the process that called it, and with the job.
+    Plain pickle can pickle it. It runs the rank in a new process, which ends with the process that
+    called it, and with the job.
 
     Args:
         info: the rank.
         entry: the rank's function, pickled for a worker.
-        environ: variables that it has unless they are already set there.
+        environ: variables for the rank, unless its host has set them already.
         path: ``sys.path`` of the process that hosts the job.
-        folder: its working directory, also the rank's if it exists there.
+        folder: working directory of that process, and of the rank if it exists on its host.
         token: value that marks the end of the job in its store.
     """
 
@@ -155,7 +155,7 @@ class RankTask:
 def _is_over(store: TCPStore, token: str) -> bool:
     """Return whether the job is over, or its host process has exited."""
     try:
-        # `get` alone would wait for the key.
+        # Without `check`, `get` would wait for the key.
         return store.check([_OVER]) and store.get(_OVER) == token.encode()
     except RuntimeError:
         return True
@@ -166,7 +166,7 @@ def _outcome(job: Job[Any], rank: int) -> bytes | Failure | LaunchError:
         job.finish()
     except LaunchError as error:
         failure = job.failures.by_rank.get(rank)
-        # A copy, for the traceback of the original refers to the job.
+        # A copy, as the original's traceback refers to the job.
         return failure if isinstance(failure, Failure) else type(error)(*error.args)
     return job.results[rank]
 
@@ -253,11 +253,11 @@ class RankJob:
     def end(self) -> None:
         """End the job on all ranks; a second call does nothing.
 
-        Each has ended within seconds.
+        Every rank ends within seconds.
         """
         if not self._is_over:
             self._is_over = True
-            with contextlib.suppress(LaunchError, RuntimeError):  # the store is gone with its job
+            with contextlib.suppress(LaunchError, RuntimeError):  # the store has ended already
                 self.tasks[0].reach(_END_S).set(_OVER, self.tasks[0].token)
 
 
@@ -271,8 +271,8 @@ class _Tasks(JobRanks):
 
     def poll(self, job: Job[Any], until: float) -> None:
         for rank in [rank for rank, future in self._waiting.items() if future.done()]:
-            self._take(job, rank, self._waiting.pop(rank))
-        # Polled, as the libraries' futures have no common way to wait for several.
+            self._record(job, rank, self._waiting.pop(rank))
+        # Polled, since futures of different libraries have no common way to wait for several.
         time.sleep(max(0.0, min(_POLL_S, until - time.monotonic())))
 
     def end(self, job: Job[Any]) -> None:
@@ -282,8 +282,8 @@ class _Tasks(JobRanks):
         while time.monotonic() < limit and not all(future.done() for future in self._futures):
             time.sleep(_POLL_S)
 
-    def _take(self, job: Job[Any], rank: int, future: Future) -> None:
+    def _record(self, job: Job[Any], rank: int, future: Future) -> None:
         try:
-            job.take(rank, pickle.loads(future.result()))
-        except Exception as error:  # its library may raise anything if a process is gone
+            job.record(rank, pickle.loads(future.result()))
+        except Exception as error:  # the library may raise anything if a process is gone
             job.lose(rank, f"its task ended with {type(error).__name__}: {error}", error)

@@ -1,4 +1,4 @@
-"""This node: facts from its variables, its name and its files, and its number of ranks."""
+"""This node: facts from its variables, name and files, and its number of ranks."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ MACHINE = Machine(_name, own_address, lambda path: Path(path).read_text(encoding
 
 def read_node(*, is_asked: bool = False) -> NodeInfo | None:
     """Return this process's node, from its variables."""
-    # A file named by a variable is read; only the lookup of this host's name is sent.
+    # This may read a file that a variable names, and look up this host's name, but sends no more.
     return detect_node(os.environ, MACHINE, environments.load_plugins(), is_asked=is_asked)
 
 
 def find_node(
     warn: Callable[[str], object], *, is_asked: bool, may_be_several: bool
 ) -> NodeInfo | None:
-    """Return this process's node; faults that a job of one node may have are only a warning."""
+    """Return this process's node; only warn about faults that a job of one node may also have."""
     try:
         node = read_node(is_asked=is_asked)
     except EnvironmentDetectionError as error:
@@ -45,7 +45,7 @@ def find_node(
             raise
         warn(f"this process continues alone: {error}")
         return None
-    # Only a platform that starts its script on the first host alone gives a node `hosts`.
+    # A node has `hosts` only on a platform that starts its script on the first host alone.
     if node is None or is_asked or not node.hosts:
         return node
     if node.max_nnodes > 1:
@@ -54,7 +54,7 @@ def find_node(
 
 
 def refuse_rank(what: str) -> None:
-    """Raise if this process, which would start a job of its own, is one of several ranks."""
+    """Raise if this process, which is about to start a job, is one of several ranks itself."""
     # Used if `find_node` finds no node, although the user requests the platform's.
     error = not_a_node(what, os.environ, environments.load_plugins())
     if error is not None:

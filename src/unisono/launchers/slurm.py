@@ -1,4 +1,4 @@
-"""Ranks as tasks of a Slurm step, by ``srun``; and the batch script that does the same."""
+"""Ranks as tasks of a Slurm step, started by ``srun`` or by an equivalent batch script."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from unisono.launchers.variables import LINK, OF_SLURM_STEP, OF_TORCH, without
 from unisono.topology import LaunchPlan, RankInfo
 
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
-_INSTEAD = {  # of an option that follows from the job's shape, for the error
+_INSTEAD = {  # options that the job's shape decides, with the argument to use instead
     "nodes": "nnodes",
     "ntasks": "nproc_per_node and nnodes",
     "ntasks-per-node": "nproc_per_node",
@@ -48,7 +48,7 @@ def why_unavailable() -> str | None:
 
 
 def argv(script: Script) -> list[str]:
-    """Write srun's command line."""
+    """Return srun's command line."""
     # The first failure ends the other ranks, and none reads this process's stdin.
     arguments = ["srun", "--kill-on-bad-exit=1", "--input=none"]
     arguments += [*_shape(script), *_options(script)]
@@ -58,8 +58,8 @@ def argv(script: Script) -> list[str]:
 
 
 def _shape(script: Script) -> list[str]:
-    """Write the options of how many tasks there are on which nodes."""
-    script.refuse("slurm", "Slurm's nodes find it out", "node_rank")
+    """Return the options for the number of tasks and their nodes."""
+    script.refuse("slurm", "Slurm numbers the nodes itself", "node_rank")
     script.refuse("slurm", "use sbatch --requeue, or launcher 'torchrun'", "max_restarts")
     if script.hosts:
         # The arbitrary distribution expects a host's name once for each of its tasks.
@@ -73,7 +73,7 @@ def _shape(script: Script) -> list[str]:
 
 
 def _options(script: Script) -> list[str]:
-    """Write the user's own options, each known to srun and sbatch alike."""
+    """Return the user's options, which srun and sbatch both accept."""
     arguments = []
     for name, value in script.options:
         option = name.strip("-").replace("_", "-")
@@ -82,7 +82,7 @@ def _options(script: Script) -> list[str]:
             raise ArgumentError(f"option {name}={value!r} should be NAME or NAME=VALUE of sbatch")
         if option in _INSTEAD:
             raise ArgumentError(
-                f"option {option!r} of Slurm follows from how many ranks there are on which nodes: "
+                f"option {option!r} of Slurm follows from the number of ranks and their nodes: "
                 f"leave it out, and use {_INSTEAD[option]}"
             )
         arguments.append(f"--{option}={value}" if value else f"--{option}")
@@ -90,7 +90,7 @@ def _options(script: Script) -> list[str]:
 
 
 def environment(script: Script, environ: Mapping[str, str]) -> dict[str, str]:
-    """Write srun's variables, which its tasks inherit."""
+    """Return srun's variables, which its tasks inherit."""
     variables = without(environ, OF_TORCH, OF_SLURM_STEP)
     if script.hosts:  # task 0 of an arbitrary distribution is on the first host of the list
         variables["MASTER_ADDR"] = script.hosts[0][0]
@@ -98,9 +98,9 @@ def environment(script: Script, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def batch_script(script: Script, name: str) -> str:
-    """Write a script for ``sbatch`` that runs the same."""
+    """Return a script for ``sbatch`` that runs the same job."""
     alone = replace(script, token="", is_coloured=False)  # no supervisor reads reports or lines
-    # An allocation names each host once; srun's own line places the tasks.
+    # Options of an allocation name each host once; the srun command below places the tasks.
     placement = ("--nodelist", "--distribution")
     shape = [option for option in _shape(alone) if not option.startswith(placement)]
     if alone.hosts:
@@ -111,18 +111,18 @@ def batch_script(script: Script, name: str) -> str:
     address = environment(alone, {})
     exports = [f"export {key}={shlex.quote(value)}" for key, value in address.items()]
     lines = ["#!/bin/bash", *(f"#SBATCH {shlex.quote(option)}" for option in options), *exports]
-    # Without options: srun takes them from the allocation.
+    # srun takes the user's options from the allocation.
     return "\n".join([*lines, "exec " + shlex.join(argv(replace(alone, options=()))), ""])
 
 
 def run(script: Script) -> ScriptOutcome:
-    """Run a script in tasks of a step: of this allocation, else of one that srun asks for."""
+    """Run a script in tasks of a step, in this allocation or in one that srun requests."""
     return run_launcher(script, argv(script), environment(script, os.environ), reach=_reach)
 
 
 def _reach(srun: int, number: int) -> bool:
-    """Signal the tasks of a step to end, which srun would kill; it forwards others itself."""
-    if number not in TO_SAVE:
+    """Signal a step's tasks if srun would kill them at that signal; return whether it was sent."""
+    if number not in TO_SAVE:  # srun forwards the other signals
         return False
     steps = ["scontrol", "--oneliner", "show", "step"]
     shown = subprocess.run(steps, stdin=subprocess.DEVNULL, capture_output=True, text=True).stdout
@@ -136,6 +136,7 @@ def _reach(srun: int, number: int) -> bool:
 
 
 def _texts(options: Mapping[str, str | int | bool]) -> Iterator[tuple[str, str]]:
+    """Yield each option with its value as text, which is empty for True."""
     for name, value in options.items():
         if value is not False and value is not None:
             yield name, "" if value is True else str(value)
@@ -154,21 +155,21 @@ def launch(
     """Run `entry` in tasks of a Slurm step, which connect to `port` of this host."""
     given = tuple(_texts(options or {}))
     script = replace(Script.of(plan), timeout_s=timeout_s, options=given)
-    _options(script)  # before anything is started
-    host = "SLURM_LAUNCH_NODE_IPADDR"  # srun's, which its tasks can reach
+    _options(script)  # raises before anything is started
+    host = "SLURM_LAUNCH_NODE_IPADDR"  # srun's address, which its tasks can reach
     spec = LauncherSpec(
         "srun",
         script.world_size,
         host=host,
         port=port,
-        start_s=math.inf,  # it may be in the queue
+        start_s=math.inf,  # the step may wait in the queue
         stop_limit_s=stop_limit_s,
     )
     return run_function(entry, script, spec, _prepare, environ or {})
 
 
 def _prepare(script: Script, _: ExitStack) -> tuple[list[str], dict[str, str]]:
-    """Write srun's command line and variables; tasks always inherit the link's."""
+    """Return srun's command line and variables; tasks always inherit the link's variable."""
     options = [
         (name, _with_link(text) if name == "export" else text) for name, text in script.options
     ]
@@ -179,7 +180,7 @@ def _prepare(script: Script, _: ExitStack) -> tuple[list[str], dict[str, str]]:
 
 
 def _with_link(exported: str) -> str:
-    """Add the link's variable to those that srun exports."""
+    """Add the link's variable to a list of variables that srun exports."""
     # NONE and NIL mean an empty list, and can't be part of a longer one.
     names = [name for name in exported.split(",") if name not in ("", "NONE", "NIL")]
     return exported if "ALL" in names else ",".join([*names, LINK])

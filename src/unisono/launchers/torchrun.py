@@ -23,12 +23,12 @@ from unisono.launchers.script.supervisor import ScriptOutcome, run_launcher
 from unisono.launchers.variables import OF_TORCH, without
 from unisono.topology import PRIVATE_STORE, LaunchPlan, RankInfo
 
-_TRY_S = 0.2
-_TIMEOUT_S = 600.0  # for torch's agents to meet
+_TRY_S = 0.2  # between two attempts to reach node 0
+_TIMEOUT_S = 600.0  # until the agents of all nodes have met
 
 
 def argv(script: Script) -> list[str]:
-    """Write torchrun's command line for this node."""
+    """Return torchrun's command line for this node."""
     nodes = str(script.nnodes)
     if script.max_nnodes > script.nnodes:
         nodes = f"{script.nnodes}:{script.max_nnodes}"
@@ -41,7 +41,7 @@ def argv(script: Script) -> list[str]:
 
 
 def _rendezvous(script: Script) -> list[str]:
-    """Write the options by which the nodes' agents meet."""
+    """Return the options with which the nodes' agents meet."""
     script.refuse("torchrun", "run it on each node", "hosts")
     if script.max_nnodes == 1 and script.master_addr is None:
         return ["--standalone"]
@@ -63,29 +63,29 @@ def _rendezvous(script: Script) -> list[str]:
 
 
 def command(script: Script) -> list[str]:
-    """Write the command line that does the same without unisono's command."""
+    """Return the plain torchrun command that is equivalent to this `unisono` command."""
     return argv(replace(script, token="", is_coloured=False))
 
 
 def environment(script: Script, environ: Mapping[str, str]) -> dict[str, str]:
-    """Write the agent's variables."""
+    """Return the agent's variables."""
     variables = without(environ, OF_TORCH)
-    variables.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, but for its warning
-    # where it is signalled itself; older agents wait 30 s
+    variables.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, but without its warning
+    # How long the agent waits for its ranks after a signal; agents of older torch wait 30 s.
     variables.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", f"{math.ceil(script.grace_s) + 1}")
     if script.may_restart:
-        # https://github.com/pytorch/pytorch/issues/135712: stale keys of the attempt before
+        # https://github.com/pytorch/pytorch/issues/135712: stale keys of the previous attempt
         variables.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     return variables
 
 
 def _prepare(script: Script, held: contextlib.ExitStack) -> tuple[list[str], dict[str, str]]:
-    """Write the agent's command line and variables, once node 0 can be reached."""
+    """Return the agent's command line and variables, once node 0 can be reached."""
     arguments = argv(script)
     if script.master_addr is not None and script.master_port is not None:
-        _reach(script, script.master_addr, script.master_port)
+        _wait_for_node_0(script, script.master_addr, script.master_port)
     variables = environment(script, os.environ)
-    if script.max_nnodes == 1:  # only ranks of one host can open the file
+    if script.max_nnodes == 1:  # the private store is a file, which only this host can open
         variables[PRIVATE_STORE] = private_store(held)
     return arguments, variables
 
@@ -96,24 +96,27 @@ def run(script: Script) -> ScriptOutcome:
         return run_launcher(script, *_prepare(script, held), signal.SIGINT)
 
 
-def _reach(script: Script, addr: str, port: int) -> None:
+def _wait_for_node_0(script: Script, addr: str, port: int) -> None:
     """Wait until node 0's address accepts connections, unless that is this node."""
     timeout_s = script.timeout_s or _TIMEOUT_S
     deadline = time.monotonic() + timeout_s
-    reason = _why_not(script, addr, port, timeout_s)
+    reason = _why_node_0_is_unreachable(script, addr, port, timeout_s)
     while reason is not None and (left := deadline - time.monotonic()) > 0:
-        time.sleep(min(_TRY_S, left))  # a pod may start before DNS knows the first one
-        reason = _why_not(script, addr, port, max(_TRY_S, deadline - time.monotonic()))
+        time.sleep(min(_TRY_S, left))  # a pod may start before DNS knows node 0's pod
+        limit_s = max(_TRY_S, deadline - time.monotonic())
+        reason = _why_node_0_is_unreachable(script, addr, port, limit_s)
     if reason is not None:
         who = f"node {script.node_rank}" if script.node_rank is not None else "this node"
         raise LaunchError(
             f"{who} of {script.nnodes} couldn't reach node 0 at {addr}:{port} in {timeout_s:g} s "
-            f"({reason}): is it started there, is --master-addr right, is the port open? On "
-            "Kubernetes, create the headless Service that the pods' subdomain names"
+            f"({reason}): has the job been started there, is --master-addr right, is the port "
+            "open? On Kubernetes, create the headless Service named in the pods' `subdomain` field"
         ) from reason
 
 
-def _why_not(script: Script, addr: str, port: int, limit_s: float) -> OSError | None:
+def _why_node_0_is_unreachable(
+    script: Script, addr: str, port: int, limit_s: float
+) -> OSError | None:
     """Return why node 0 can't be reached; None if it can, or if it is this node."""
     try:
         address = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)[0][4][0]
@@ -125,7 +128,7 @@ def _why_not(script: Script, addr: str, port: int, limit_s: float) -> OSError | 
 
 
 def _is_here(address: Any) -> bool:
-    """Return whether an address is this host's own: it alone can be bound."""
+    """Return whether an address is this host's; a host can bind only its own addresses."""
     family = socket.AF_INET6 if ":" in str(address) else socket.AF_INET
     with socket.socket(family) as probe, contextlib.suppress(OSError):
         probe.bind((address, 0))
@@ -159,8 +162,8 @@ def launch(
         script.world_size,
         script.nproc_per_node,
         may_start_again=script.may_restart,
-        start_s=math.inf,  # the agents wait for each other as long as `timeout_s`
-        exit_s=timeout_s or _TIMEOUT_S,  # until other nodes are done, too
+        start_s=math.inf,  # the agents wait up to `timeout_s` for each other
+        exit_s=timeout_s or _TIMEOUT_S,  # the agent exits only when the other nodes are done, too
         stop_limit_s=stop_limit_s,
     )
     return run_function(entry, script, spec, _prepare, environ or {}, join=join)

@@ -1,8 +1,9 @@
 """Replicas that torch_xla's own launcher starts from a new process.
 
 XLA's runtime reads its environment variables only once, when it starts, and importing torch_xla
-sets some of them, so this process does neither. The new process forks one process, or several on a
-TPU. These run the replicas, in threads if there are more replicas than processes.
+sets some of them. So this process neither starts the runtime nor imports torch_xla. The new
+process forks one process, or several on a TPU. These run the replicas, in threads if there are
+more replicas than processes.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def launch(
         "XLA's runtime",
         size,
         plan.nproc_per_node,
-        end_signal=signal.SIGKILL,  # it ignores SIGTERM, so that its children exit first
+        end_signal=signal.SIGKILL,  # the process ignores SIGTERM, as its children must exit first
     )
     ranks = partial(_Replicas, plan)
     return run_function(entry, Script.of(plan), spec, prepare, environ, ranks, join=join)
@@ -82,14 +83,14 @@ def launch(
 class _Replicas(RemoteWorkers):
     """Replicas of one new process; each has its own connections to this process."""
 
-    takes: Sequence[int] = ()
-    n_last = 200
+    forwarded: Sequence[int] = ()
+    n_last = 200  # enough for the stacks of all threads
 
     def __init__(self, plan: LaunchPlan, *args: Any) -> None:
         super().__init__(*args)
         self._plan = plan
 
-    def see_out(self, job: Job[Any]) -> None:
+    def wait_for_exits(self, job: Job[Any]) -> None:
         """Wait for the process to exit: a thread or exit handler may still write a checkpoint."""
         assert self.process is not None
         if not self.has_ended(limit_of(None)):
@@ -105,8 +106,8 @@ class _Replicas(RemoteWorkers):
         self.end_launcher()
         super().end(job)
 
-    def doubt(self, rank: int) -> int:
-        return 1  # a replica's process may have been ended by any of its replicas
+    def cause_order(self, rank: int) -> int:
+        return 1  # another replica of the same process may have ended it
 
     def lost(self, job: Job[Any], rank: int) -> LaunchError:
         self.end_launcher()
@@ -115,7 +116,7 @@ class _Replicas(RemoteWorkers):
     def early_end(self, job: Job[Any]) -> WorkerFailedError:
         """Return the error of the process, with its threads' stacks if it printed them."""
         assert self.process is not None
-        # _FORK_DIED is our own code, and says nothing about the replica's.
+        # `serve` exits with _FORK_DIED itself, which isn't the exit code of the replica.
         code = self.process.returncode
         name = signal_name(-code) if code < 0 else None
         how = f" by {name}" if name else f" with exit code {code}" if code != _FORK_DIED else ""
@@ -149,14 +150,14 @@ class _Child:
     pid: int
 
 
-_child: _Child | None = None  # a global: torch_xla.launch pickles its function and arguments
+_child: _Child | None = None  # a global, as torch_xla.launch would pickle an argument
 
 
 def serve(is_alone: bool) -> NoReturn:
     """Run one job in this new process, and exit."""
     global _child
     _child = _Child(Link.taken(), is_alone, os.getpid())
-    if not is_alone:  # stay until its children have exited, and reap them
+    if not is_alone:  # this process stays until its children have exited, and reaps them
         signal.signal(signal.SIGTERM, lambda *_: None)
     os.register_at_fork(after_in_child=_after_fork)
     faulthandler.enable()  # XLA aborts the process if a replica doesn't run a graph
@@ -174,10 +175,10 @@ def serve(is_alone: bool) -> NoReturn:
 
 
 def _after_fork() -> None:
-    """Set up a fork; a replica's process ends with its parent, and has its own random state."""
+    """Set up a fork; if it is a replica's, it ends with its parent and seeds its generators."""
     assert _child is not None
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # forks end at SIGTERM, unlike their parent
-    # Forks of a replica, such as DataLoader workers, are not a replicas.
+    # Forks of a replica, such as DataLoader workers, are not replicas.
     if os.getppid() == _child.pid:
         die_with(_child.pid)
         seed_generators()
@@ -187,7 +188,7 @@ def _replica(_rank: int) -> None:
     """Run the entry as one replica; each runs in its own thread if a process has several."""
     child = _child
     assert child is not None
-    if os.getpid() != child.pid:  # multiprocessing skips the exit handlers of its children
+    if os.getpid() != child.pid:  # multiprocessing skips exit handlers in its children
         multiprocessing.util.Finalize(None, run_exit_handlers, exitpriority=_LAST)
     who = _own_rank_info(child)
     channel, status = child.link.connect(b"c", who), child.link.connect(b"s", who)
@@ -212,6 +213,7 @@ def _replica(_rank: int) -> None:
 
 
 def _own_rank_info(child: _Child) -> RankInfo:
+    """Return the calling replica's rank, as XLA's runtime numbers it."""
     if child.is_alone:
         return RankInfo(0, 1, 0, 1, 0, 1, source="spawn")
     runtime = importlib.import_module("torch_xla.runtime")

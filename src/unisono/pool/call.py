@@ -33,7 +33,7 @@ class LateError(LaunchError):
 class PoolCall(JobRanks):
     """Replicas that run tasks until none is left, and stay afterwards."""
 
-    takes: Sequence[int] = TO_SAVE
+    forwarded: Sequence[int] = TO_SAVE
 
     def __init__(
         self, replicas: Replicas, give: _Give, limit: float | None, *, is_together: bool

@@ -39,7 +39,7 @@ def test_a_name_that_gets_known_later_is_reached(monkeypatch: pytest.MonkeyPatch
     names = Names("train-0.train", after=3)
     monkeypatch.setattr(socket, "getaddrinfo", names.getaddrinfo)
     with socket.create_server(("127.0.0.1", 0)) as leader:
-        torchrun._reach(node(1, 60.0), "train-0.train", leader.getsockname()[1])
+        torchrun._wait_for_node_0(node(1, 60.0), "train-0.train", leader.getsockname()[1])
     assert names.count > 3
 
 
@@ -51,5 +51,5 @@ def test_a_name_that_stays_unknown_is_named_with_the_remedy(
     monkeypatch.setattr(socket, "getaddrinfo", names.getaddrinfo)
     wanted = rf"^node {rank} of 2 couldn't reach node 0 at train-0\.train:29500 in 0.5 s \(.*known"
     with pytest.raises(LaunchError, match=rf"{wanted}.*headless Service"):
-        torchrun._reach(node(rank, 0.5), "train-0.train", 29500)
+        torchrun._wait_for_node_0(node(rank, 0.5), "train-0.train", 29500)
     assert names.count > 1

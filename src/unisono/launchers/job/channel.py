@@ -32,7 +32,7 @@ OWN: ContextVar[OwnChannel] = ContextVar("OWN")
 
 def send(channel: socket.socket, kind: bytes, body: bytes = b"") -> None:
     """Send one message."""
-    channel.sendall(_HEADER.pack(len(body), kind))  # apart, as joining them would copy the body
+    channel.sendall(_HEADER.pack(len(body), kind))  # separate, as joining them would copy the body
     channel.sendall(body)
 
 
@@ -47,17 +47,17 @@ class Inbox:
     def __init__(self, channel: socket.socket, flags: int = socket.MSG_DONTWAIT) -> None:
         self._channel = channel
         self._flags = flags
-        self._is_torn = False  # while reading, and after Ctrl-C then: the position is unknown
+        self._is_torn = False  # set while reading: after Ctrl-C, the position is unknown
         self._expect(None, _HEADER.size)
 
     def _expect(self, kind: bytes | None, size: int) -> None:
-        """Make room for the body of a message of this kind; for a header if that is None."""
+        """Make room for the body of a message of this kind, or for a header if `kind` is None."""
         self._kind = kind
         self._data = bytearray(size)
         self._room = memoryview(self._data)
 
     def take(self) -> tuple[bytes, bytes] | None:
-        """Return the next message, None before it is whole; raise EOFError at the end."""
+        """Return the next message, None if it isn't whole; raise EOFError at the channel's end."""
         if self._is_torn:
             raise EOFError
         self._is_torn = True
@@ -95,7 +95,7 @@ def receive(channel: socket.socket) -> tuple[bytes, bytes] | None:
 
 
 def peek(sock: socket.socket) -> bytes | None:
-    """Return the next byte of a socket, and leave it there; None for no news, empty for its end."""
+    """Return a socket's next byte, which stays there; None if there is none, empty at the end."""
     try:
         return sock.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
     except BlockingIOError:

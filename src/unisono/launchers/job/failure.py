@@ -1,4 +1,4 @@
-"""Failures of ranks: the first of several, and the parent's error for it."""
+"""Failures of ranks: which of several was the first, and the parent's error for that one."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Protocol
 
 from unisono.errors import LaunchError, WorkerFailedError
 
-_PRIMARY_WAIT_S = 1.0  # that a failure waits for another rank's that may have caused it
-SECONDARY = 3  # the doubt about a rank that itself reports another one's failure
+_PRIMARY_WAIT_S = 1.0  # how long a failure waits for the report of its possible cause
+SECONDARY = 3  # the cause order of a rank that reports another one's failure itself
 
 
 class Fault(Protocol):
     """A rank's failure, as known to its launcher."""
 
     @property
-    def doubt(self) -> int:
-        """0 for the rank's own failure; higher if another probably caused it. The lowest counts."""
+    def cause_order(self) -> int:
+        """Order of causes, lowest first: 0 for a rank's own failure, more for a consequence."""
 
     def error(self, rank: int, world_size: int) -> LaunchError:
-        """Return the parent's error for it."""
+        """Return the parent's error for this failure."""
 
 
 def signal_name(number: int) -> str:
@@ -42,7 +42,7 @@ def exit_code_of(code: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A rank's failure, as reported by itself."""
+    """A rank's failure, as the rank itself reports it."""
 
     summary: str
     traceback: str
@@ -52,8 +52,8 @@ class Failure:
     line: str = ""
 
     @property
-    def doubt(self) -> int:
-        """How likely another rank caused it."""
+    def cause_order(self) -> int:
+        """Order of causes, as in `Fault`."""
         return SECONDARY if self.is_secondary else 0
 
     def error(self, rank: int, world_size: int, who: str = "") -> WorkerFailedError:
@@ -71,7 +71,7 @@ class Failure:
 class Failures:
     """The failures of one job, as they arrive."""
 
-    doubt_of_lost: Callable[[int], int]
+    order_of_lost: Callable[[int], int]
     by_rank: dict[int, Fault | LaunchError | None] = field(default_factory=dict)  # None: no report
     began_at: float = 0.0
 
@@ -87,14 +87,14 @@ class Failures:
 
     @property
     def decide_at(self) -> float:
-        """When the first is known, by ``time.monotonic()``: at once if no other rank caused it."""
-        is_primary = any(self._doubt(rank) == 0 for rank in self.by_rank)
+        """``time.monotonic()`` when the first failure is chosen: at once if one is a rank's own."""
+        is_primary = any(self._cause_order(rank) == 0 for rank in self.by_rank)
         return self.began_at + (0.0 if is_primary else _PRIMARY_WAIT_S)
 
     @property
     def first(self) -> int:
         """The rank whose failure caused the others, as far as is known."""
-        return min(self.by_rank, key=self._doubt)
+        return min(self.by_rank, key=self._cause_order)
 
     def error(self, world_size: int, lost: Callable[[int], LaunchError]) -> LaunchError:
         """Return the parent's error for the first failure."""
@@ -104,8 +104,8 @@ class Failures:
             return lost(rank)
         return fault if isinstance(fault, LaunchError) else fault.error(rank, world_size)
 
-    def _doubt(self, rank: int) -> int:
+    def _cause_order(self, rank: int) -> int:
         fault = self.by_rank[rank]
         if fault is None:
-            return self.doubt_of_lost(rank)
-        return 0 if isinstance(fault, LaunchError) else fault.doubt
+            return self.order_of_lost(rank)
+        return 0 if isinstance(fault, LaunchError) else fault.cause_order

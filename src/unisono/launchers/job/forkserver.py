@@ -1,15 +1,15 @@
 """The fork server: a clean process that starts workers for one parent, and ends with it.
 
-Once the control socket is closed it starts no more, and ends with its last worker.
+Once the control socket is closed, the server starts no more workers and ends with the last one.
 
-It is run by its path, not imported as part of the package, so that it starts fast: only the
-standard library is imported before its first request. Each request on the control socket is
+It is run by its path, not imported as part of the package, so that it starts fast: it imports only
+the standard library before its first request. Each request on the control socket is
 ``fork`` or ``exec``, with five file descriptors: stdin, stdout and stderr of the worker,
 its channel to the parent, and its status socket. On the status socket the parent writes signal
-numbers, one byte each, and reads ``{process id}p`` once the worker is there, or ``{errno}x`` where
-it can't be made; ``{signal}s`` when it is stopped, ``{signal}c`` when it goes on, and
-``{wait status}e`` once it has ended. Closing it ends the worker. Processes that a failed worker
-leaves behind in the process group are ended.
+numbers, one byte each, and reads ``{process id}p`` once the worker exists, or ``{errno}x`` if it
+can't be created; ``{signal}s`` when the worker is stopped, ``{signal}c`` when it continues, and
+``{wait status}e`` once it has ended. Closing the status socket ends the worker. Processes that a
+failed worker leaves behind in the process group are ended.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ WORKER = "from unisono.launchers.job.worker import work; work({channel}, {parent
 # Names of the facade that a rank is likely to use: their modules are loaded once for all ranks.
 LIKELY = ("Parallel", "all_gather", "all_reduce", "barrier", "broadcast", "one_rank_only", "send")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_POLL_S = 0.5  # a child of the parent may hold its end of the control socket open forever
+_POLL_S = 0.5  # between checks of the parent, whose children may keep the control socket open
 _TERM_S = 1.0  # from SIGTERM to SIGKILL, for a worker's children: some remove their files
 
 
 def interpreter() -> list[str]:
-    """Return the command of a Python with the flags of this one, as multiprocessing does."""
+    """Return the command of this Python with its flags, as multiprocessing does."""
     return [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
 
 
 def die_with(parent: int, number: int = signal.SIGKILL) -> None:
-    """Set this process to end when the one that started it ends."""
-    # Linux does it at any time; elsewhere the parent is only checked now.
+    """Set this process to end when its parent process ends."""
+    # Linux sends the signal at any time; elsewhere the parent is checked only once, here.
     _prctl(_PR_SET_PDEATHSIG, number)
-    if parent and os.getppid() != parent:  # the parent ended before `_prctl`; 0: unknown
+    if parent and os.getppid() != parent:  # it ended before `_prctl`; 0 if unknown
         os.kill(os.getpid(), number)
 
 
 def guard(group: int) -> int:
-    """Fork a process that kills a group once this one has ended; return a pipe, to cancel it."""
-    # A byte in the pipe cancels it. This process alone holds the pipe, to its end.
+    """Fork a process that kills a group once this process has ended; return a pipe to cancel it."""
+    # A byte in the pipe cancels the guard. Only this process holds the pipe, which ends with it.
     reader, writer = os.pipe()
 
     def wait_and_kill() -> None:
@@ -65,34 +65,34 @@ def guard(group: int) -> int:
 
 
 def end_with(parent: int, number: int) -> None:
-    """Fork a process that sends this one a single signal when its parent has ended."""
-    # PR_SET_PDEATHSIG sends one for each thread of the parent, and Open MPI's mpiexec, which takes
-    # the second for an order to end at once, leaves its files.
+    """Fork a process that sends this process one signal when this one's parent has ended."""
+    # PR_SET_PDEATHSIG sends one signal for each thread of the parent. Open MPI's mpiexec takes the
+    # second one for an order to end at once, and leaves its files behind.
     try:
-        both = [os.pidfd_open(pid) for pid in (parent, os.getpid())]
-    except (AttributeError, OSError):  # not on Linux, or on an old one
+        pidfds = [os.pidfd_open(pid) for pid in (parent, os.getpid())]
+    except (AttributeError, OSError):  # another system, or an old Linux
         return die_with(parent, number)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
 
     def wait_and_signal() -> None:
-        _ready(both, None)  # until either ends; a signal to an ended process has no effect
-        signal.pidfd_send_signal(both[1], number)
+        _ready(pidfds, None)  # until either ends; a signal to an ended process has no effect
+        signal.pidfd_send_signal(pidfds[1], number)
 
     _fork_watcher(wait_and_signal)
 
 
 def _fork_watcher(watch: Callable[[], None]) -> None:
-    """Run a function in a process of a session of its own, which init reaps."""
+    """Run a function in a process that has its own session and is reaped by init."""
     pid = os.fork()
     if pid == 0:
         try:
             for number in (signal.SIGTERM, signal.SIGHUP):  # the group may get them before `setsid`
                 signal.signal(number, signal.SIG_IGN)
             os.setsid()
-            # Twice: Horovod ends a rank by killing all children, and theirs, that it then has.
+            # Forked twice: Horovod ends a rank by killing all descendants that the rank then has.
             if os.fork() == 0:
-                os.closerange(0, 3)  # readers of this process's output wait for its end alone
+                os.closerange(0, 3)  # readers of the output must not wait for the watcher
                 watch()
         finally:
             os._exit(0)
@@ -105,20 +105,20 @@ def _prctl(option: int, value: int) -> None:
 
 
 class _Orphans:
-    """The processes that workers have left behind: they are children of this process then."""
+    """Processes that ended workers have left behind, which are children of this process then."""
 
     def __init__(self, group: int) -> None:
-        self._group = group  # of the workers; daemons leave it
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # else they would become children of init
+        self._group = group  # of the workers and their children, except daemons
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # otherwise they would be children of init
         self.are_ending: bool = False
-        self._spared: set[int] = set()  # left by workers that go on, or have ended well
+        self._spared: set[int] = set()  # left by workers that still run or have ended well
         self._signalled: set[int] = set()
-        self._until = 0.0  # then those that remain are killed
+        self._until = 0.0  # when the remaining ones are killed
 
     def reap(self, workers: dict[socket.socket, int]) -> list[int]:
         """Remove workers that have ended, and end the processes that failed ones left behind."""
-        # Never waits.
-        before = _children(os.getpid())  # with those of each worker that is reaped now
+        # This call never waits.
+        before = _children(os.getpid())  # with children left by workers that are reaped below
         ended = _reap(workers)
         here = _children(os.getpid()).difference(workers.values())
         here = {pid for pid in here if not _has_ended(pid)}
@@ -126,10 +126,10 @@ class _Orphans:
             self.are_ending, self._until = True, time.monotonic() + _TERM_S
         doomed = _in_group(self._group, here - self._spared) if self.are_ending else set()
         is_over = time.monotonic() >= self._until
-        # Descendants are found again at each call: one that ends may leave children of its own.
+        # Descendants are found again at each call, since one that ends may leave children.
         if is_over or not doomed:
             _signal(doomed, signal.SIGKILL)
-            # Those not in `before` may be of a worker that has just ended: the next call decides.
+            # Those not in `before` may be left by a worker that just ended: the next call decides.
             self._spared, self._signalled, self.are_ending = here & before, set(), False
         else:
             # A stopped process gets SIGTERM only once it continues.
@@ -141,7 +141,7 @@ class _Orphans:
 def _children(pid: int) -> set[int]:
     """Return the children of a process; none if the kernel doesn't list them."""
     found: set[int] = set()
-    with contextlib.suppress(OSError):  # it, or one of its threads, has ended
+    with contextlib.suppress(OSError):  # the process or one of its threads has ended
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/children") as file:
                 found.update(map(int, file.read().split()))
@@ -149,13 +149,14 @@ def _children(pid: int) -> set[int]:
 
 
 def _has_ended(pid: int) -> bool:
+    """Return whether a child has ended, and reap it then."""
     with contextlib.suppress(ChildProcessError):
         return os.waitpid(pid, os.WNOHANG)[0] == pid
     return True
 
 
 def _in_group(group: int, pids: set[int]) -> set[int]:
-    """Return those and their descendants that are in a process group."""
+    """Return those of the given processes and their descendants that are in a process group."""
     found: set[int] = set()
     while pids:
         found |= pids
@@ -164,6 +165,7 @@ def _in_group(group: int, pids: set[int]) -> set[int]:
 
 
 def _group_of(pid: int) -> int:
+    """Return the group of a process; 0 if the process has ended."""
     with contextlib.suppress(ProcessLookupError):
         return os.getpgid(pid)
     return 0
@@ -177,8 +179,8 @@ def _signal(pids: Iterable[int], *numbers: int) -> None:
 
 
 def serve(control: socket.socket, parent: int, work: Callable[[int, int], None] | None) -> None:
-    """Start workers until the parent is gone, or wants no more and the last one has ended."""
-    # SIGTERM ends all workers, and then this; forks get back the handler that it had.
+    """Start workers until the parent ends, or until it closes `control` and all workers end."""
+    # SIGTERM ends all workers, then this process. A fork restores the previous handler.
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     orders: list[int] = []
     on_term = signal.signal(signal.SIGTERM, lambda number, _: orders.append(number))
@@ -201,8 +203,9 @@ def serve(control: socket.socket, parent: int, work: Callable[[int, int], None] 
 
 def supervise(status: socket.socket, pid: int, parent: int) -> int:
     """Supervise a child, which leads a process group, until it ends; return its status."""
-    # A launcher may kill this process at any moment: children of the worker end all the same.
-    cancel = guard(pid)  # first, as init doesn't reap it below a process with `_Orphans`
+    # A launcher may kill this process at any moment; the guard then ends the worker's children. It
+    # is forked before `_Orphans`, after which this process would have to reap it.
+    cancel = guard(pid)
     workers, orphans = {status: pid}, _Orphans(pid)
     ended: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: _signal(workers.values(), number))
@@ -250,12 +253,12 @@ def _start_worker(
     if not request:
         return False
     status = socket.socket(fileno=fds.pop())
-    # A fork closes these: its copies would hide the ends of the connections.
+    # A fork closes these, as its copies would hide the ends of the connections.
     inherited = [*inherited, control.fileno(), status.fileno()]
     inherited += [other.fileno() for other in workers]
     try:
         pid = _fork(work, fds, inherited, on_term) if request == b"fork" and work else _exec(fds)
-    except (OSError, subprocess.SubprocessError) as error:  # this process serves others, too
+    except (OSError, subprocess.SubprocessError) as error:  # other workers need this process
         _send(status, f"{getattr(error, 'errno', 0) or 0}x")
         status.close()
     else:
@@ -268,7 +271,7 @@ def _start_worker(
 
 
 def _ready(fds: list[int], limit_s: float | None = _POLL_S) -> set[int]:
-    """Wait briefly, or without a limit; return the readable descriptors."""
+    """Wait up to `limit_s`, or without a limit for None; return the readable descriptors."""
     watched = select.poll()  # select() accepts no descriptor above 1023
     for fd in fds:
         watched.register(fd, select.POLLIN)
@@ -295,7 +298,7 @@ def _fork(
             os.close(fd)
         work(channel, parent)
     finally:
-        os._exit(1)  # reached only by an exception: `work` ends the process
+        os._exit(1)  # reached only after an exception, as `work` ends the process
 
 
 def _exec(fds: list[int]) -> int:
@@ -310,7 +313,7 @@ def _exec(fds: list[int]) -> int:
         stdout=stdout,
         stderr=stderr,
         pass_fds=[channel],
-        preexec_fn=lambda: die_with(parent),  # this process has one thread
+        preexec_fn=lambda: die_with(parent),  # safe, as this process has one thread
     )
     worker.returncode = 0  # `_reap` waits for it, so that Popen must not
     return worker.pid
@@ -322,7 +325,7 @@ def _forward_signals(status: socket.socket, pid: int) -> None:
         orders = status.recv(64)
     except OSError:
         orders = b""
-    for order in orders or bytes([signal.SIGKILL]):  # closed: end the worker
+    for order in orders or bytes([signal.SIGKILL]):  # no data: the socket is closed
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, order)
 
@@ -347,13 +350,14 @@ def _reap(workers: dict[socket.socket, int]) -> list[int]:
 
 
 def _send(status: socket.socket, report: str) -> None:
-    with contextlib.suppress(OSError):  # a parent that doesn't read is not waited for
+    with contextlib.suppress(OSError):  # the parent may not read
         status.send(report.encode(), socket.MSG_DONTWAIT)
 
 
-def make_ready_for_copies() -> None:
-    """Set this process's objects to stay in its forks, which neither finalize nor collect them."""
-    # A fork would remove a temporary folder that others still use; and torch takes 20 ms there.
+def prepare_for_forks() -> None:
+    """Keep forks of this process from finalizing or collecting the objects that it has now."""
+    # Finalizers in a fork would remove temporary folders that other processes still use, and
+    # collecting torch's objects would take 20 ms.
     finalizers: Iterable[weakref.finalize[Any, Any]] = getattr(weakref.finalize, "_registry", ())
     for finalizer in list(finalizers):
         finalizer.atexit = False
@@ -371,7 +375,7 @@ def main(control_fd: int, parent: int, preload: bool) -> None:
 
         for name in LIKELY:
             getattr(sys.modules["unisono"], name)
-        make_ready_for_copies()
+        prepare_for_forks()
         gc.enable()
     serve(control, parent, work)
     os._exit(0)

@@ -24,29 +24,29 @@ _POLL_S = 1.0  # between two checks of the limits
 
 
 class JobRanks(ABC):
-    """Ranks of a launcher: records their outcomes in a job, and ends them."""
+    """A launcher's ranks: an object that records their outcomes in a job, and ends them."""
 
     # Signals that are forwarded to ranks while this process waits and has no handler of its own.
-    takes: Sequence[int] = ()
+    forwarded: Sequence[int] = ()
 
     @abstractmethod
     def poll(self, job: Job[Any], until: float) -> None:
-        """Wait for changes until then at most, and record them in `job`."""
+        """Wait for changes, at most until `until`, and record them in `job`."""
 
     @abstractmethod
     def end(self, job: Job[Any]) -> None:
         """End all ranks that still run, within seconds."""
-        # Called once, or again after an exception.
+        # Called once, and again only after an exception in the first call.
 
     def signal(self, number: int) -> None:
         """Send all ranks a signal."""
         del number
 
     def after_signal(self, number: int) -> None:
-        """Raise a signal that ended the ranks in this process, too."""
+        """Raise in this process, too, the signal that ended the ranks."""
         signal.raise_signal(number)
 
-    def see_out(self, job: Job[Any]) -> None:
+    def wait_for_exits(self, job: Job[Any]) -> None:
         """Wait for ranks to exit after all results."""
         del job
 
@@ -54,8 +54,8 @@ class JobRanks(ABC):
         """Return the error of a rank that ended without a report."""
         return WorkerFailedError(f"rank {rank} of {job.world_size} is lost", rank)
 
-    def doubt(self, rank: int) -> int:
-        """Return 1 if another rank may have caused the end of one without a report, else 0."""
+    def cause_order(self, rank: int) -> int:
+        """Return the cause order without a report: 1 if a peer may have ended the rank, else 0."""
         return 0
 
     def why_late(self) -> str:
@@ -67,7 +67,7 @@ class JobRanks(ABC):
         return False
 
     def may_start_again(self, job: Job[Any]) -> bool:
-        """Return whether a failure isn't the job's, as the launcher may start all ranks again."""
+        """Return whether the launcher may start all ranks again, which continues the job."""
         return False
 
 
@@ -87,15 +87,15 @@ class Job(Generic[T]):
         self.ranks = ranks
         self.orders: Orders = Orders(grace_s or 0.0)
         self.reset(range(world_size) if expected is None else expected, world_size)
-        self._takes = () if grace_s is None else ranks.takes  # None: ranks get no signals
+        self._forwarded = () if grace_s is None else ranks.forwarded  # none without a grace time
         self._error: LaunchError | None = None
         self._is_ended = False
 
     def reset(self, expected: Iterable[int], world_size: int) -> None:
-        """Expect results of these ranks, and discard those of earlier ones."""
+        """Expect results of these ranks, and discard earlier results and failures."""
         self.world_size: int = world_size
         self.results: dict[int, bytes] = {}
-        self.failures: Failures = Failures(self.ranks.doubt)
+        self.failures: Failures = Failures(self.ranks.cause_order)
         self._expected = tuple(expected)
 
     @property
@@ -113,7 +113,7 @@ class Job(Generic[T]):
         """Record a rank's failure: its report, the error of its loss, or None for neither."""
         self.failures.add(rank, fault)
 
-    def take(self, rank: int, outcome: bytes | Failure | LaunchError) -> None:
+    def record(self, rank: int, outcome: bytes | Failure | LaunchError) -> None:
         """Record a rank's outcome: the pickle of its result, or its failure."""
         if isinstance(outcome, bytes):
             self.succeed(rank, outcome)
@@ -127,11 +127,11 @@ class Job(Generic[T]):
         self.fail(rank, lost)
 
     def stop(self, error: LaunchError) -> None:
-        """Record that the job fails as a whole, unless it has."""
+        """Record an error of the whole job; later ones are ignored."""
         self._error = self._error or error
 
     def join(self, timeout: float | None = None) -> list[T]:
-        """Wait for all ranks, within ``deadline`` for the time that is left there."""
+        """Wait for all ranks, within ``deadline`` for its remaining time; return the results."""
         self.finish(timeout)
         return [self._value(rank) for rank in sorted(self.results)]
 
@@ -139,7 +139,7 @@ class Job(Generic[T]):
         """Wait for all ranks as `join` does, and leave their results pickled."""
         limit = None if timeout is None else time.monotonic() + host_s(timeout)
         try:
-            with handled(self._takes, self._obey):
+            with handled(self._forwarded, self._forward_signal):
                 self._finish(limit)
         except Exception:  # a signal that ended the ranks has priority
             if self.orders.received:
@@ -151,7 +151,7 @@ class Job(Generic[T]):
         try:
             is_over = self._wait(limit)
             if is_over and self._error is None:
-                self.ranks.see_out(self)  # it may still fail: see `_wait_for_peers`
+                self.ranks.wait_for_exits(self)  # a rank may fail: see `_wait_for_peers`
         except BaseException:  # Ctrl-C above all: no rank is left running
             self.terminate()
             raise
@@ -173,7 +173,7 @@ class Job(Generic[T]):
         return True
 
     def require_ranks(self) -> None:
-        """Raise the error of a rank that didn't stay, once known; then all have been ended."""
+        """Raise the job's error if a rank has failed or left; all ranks have been ended then."""
         if self._is_over():
             self._finish(None)
 
@@ -196,23 +196,23 @@ class Job(Generic[T]):
         if late and self._error is None:
             self._error = self._first_failure() if self.failures else self._ended_error(late)
         self.ranks.end(self)
-        self._is_ended = True  # not before: after Ctrl-C it is called again
+        self._is_ended = True  # last, as this method is called again after Ctrl-C
 
     def _wait(self, limit: float | None) -> bool:
         """Wait until the job has failed or succeeded; return whether it has by the limit."""
         while not self._is_over():
-            if self.orders.until is not None:  # ranks that save have that time in any case
+            if self.orders.until is not None:  # ranks that save have the grace time in any case
                 limit = None
             if limit is not None and time.monotonic() >= limit:
                 return False
             self.poll(limit, self._require_time(_DEADLINE_GRACE_S))
         return True
 
-    def _obey(self, number: int, _: Any) -> None:
-        """Forward a signal to the ranks."""
-        of_ranks = self.orders.take(number)
-        if of_ranks:
-            self.ranks.signal(of_ranks)
+    def _forward_signal(self, number: int, _: Any) -> None:
+        """Forward a signal to the ranks, perhaps as SIGKILL."""
+        forwarded = self.orders.take(number)
+        if forwarded:
+            self.ranks.signal(forwarded)
 
     def _is_over(self) -> bool:
         """Return whether the job has failed or succeeded; choose its error once."""
@@ -220,19 +220,19 @@ class Job(Generic[T]):
         if not late or self._error is not None:
             return True
         now = time.monotonic()
-        if self.orders.until is not None:  # ranks that save: a failure leaves the others their time
+        if self.orders.until is not None:  # a failure leaves the other ranks their time to save
             have_all_failed = self.failures.by_rank.keys() >= set(late)
             if have_all_failed or now >= self.orders.until:
                 self._error = self._ended_error(late)
         elif self._counts_failures():
-            # A failure waits for others' reports, since one of them may have caused it.
+            # A failure waits for other ranks' reports, as one of those may be its cause.
             have_all_reported = all(self.failures.by_rank.get(rank) for rank in late)
             if have_all_reported or now >= self.failures.decide_at:
                 self._error = self._first_failure()
         return self._error is not None
 
     def _first_failure(self) -> LaunchError:
-        """Return the first failure; called before this process ends a rank."""
+        """Return the error of the first failure; must be called before this process ends a rank."""
         return self.failures.error(self.world_size, partial(self.ranks.lost, self))
 
     def _counts_failures(self) -> bool:
@@ -245,14 +245,14 @@ class Job(Generic[T]):
         )
 
     def poll(self, *limits: float | None) -> None:
-        """Wait for changes of ranks until the first limit at most, and record them."""
+        """Wait for changes of ranks, at most until the first limit, and record them."""
         ends = [limit for limit in (*limits, self.orders.until) if limit is not None]
         if self._counts_failures() and self.orders.until is None:
             ends.append(self.failures.decide_at)
         self.ranks.poll(self, min([time.monotonic() + _POLL_S, *ends]))
 
     def _require_time(self, grace_s: float) -> float | None:
-        """Return when the block's time is over; raise once it is."""
+        """Return the time when the block's deadline is over, if it has one; raise afterwards."""
         until = end_of_block()
         if until is None or time.monotonic() < until + grace_s:
             return None if until is None else until + grace_s
@@ -270,7 +270,7 @@ class Job(Generic[T]):
 
 
 def _copy(error: LaunchError) -> LaunchError:
-    """Copy an error for the caller: the original and the job would refer to each other."""
+    """Copy an error for the caller, as the original's traceback would refer to the job."""
     copy = type(error)(*error.args)
     copy.__cause__ = error.__cause__
     return copy

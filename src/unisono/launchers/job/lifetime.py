@@ -19,15 +19,15 @@ from unisono.deadlines import host_s
 from unisono.errors import WorkerFailedError
 from unisono.tracebacks import fold, is_full, is_ours
 
-PEERS_S = 5.0  # for others to deliver their results before this rank ends them
+PEERS_S = 5.0  # for other ranks to send their results before this rank's exit ends them
 _log = logging.getLogger(__name__)
 
 
 # The user's function runs in the main thread. A rank's end has an order: threads that aren't
 # daemons and work that executors have accepted (the context is alive meanwhile), the context, exit
-# handlers, the result. So once the result is there, nothing else is under way.
-_rank_pid: int | None = None
-_has_function = False
+# handlers, the result. So once the result has been sent, nothing else runs.
+_rank_pid: int | None = None  # set in a process that is one rank; forks aren't the rank
+_has_function = False  # whether the rank's function has begun
 
 
 def begin_rank() -> None:
@@ -39,15 +39,15 @@ def begin_rank() -> None:
 @contextlib.contextmanager
 def rank_function() -> Iterator[None]:
     """Run the user's function in the block, and wait for its remaining threads."""
-    # Nothing is waited for where the process isn't a rank's own, as one with thread replicas, or
-    # where the block is within the rank's function.
+    # It waits only if this process is one rank, unlike one with thread replicas, and if the block
+    # isn't within the rank's function.
     global _has_function
     is_main = threading.current_thread() is threading.main_thread()
-    is_whole = _rank_pid == os.getpid() and is_main and not _has_function
-    _has_function = _has_function or is_whole
+    is_outermost = _rank_pid == os.getpid() and is_main and not _has_function
+    _has_function = _has_function or is_outermost
     with forks_end_here():
         yield
-    if is_whole:
+    if is_outermost:
         join_threads()
 
 
@@ -60,7 +60,7 @@ def join_threads() -> None:
 
 def run_exit_handlers() -> None:
     """Run the handlers registered with atexit; their exceptions are printed."""
-    # The ranks' shared resources end after the result: see `LastCalls`.
+    # Resources that ranks share end only after the result: see `LastCalls`.
     LastCalls.leave_to_rank()
     with _warned_when_slow():
         atexit._run_exitfuncs()
@@ -68,7 +68,7 @@ def run_exit_handlers() -> None:
 
 @contextlib.contextmanager
 def _warned_when_slow() -> Iterator[None]:
-    """Warn once if the block is slow, and name what it waits for."""
+    """Warn once if the block is slow, and name the threads or the handler that delay it."""
     timer = threading.Timer(host_s(warn_after_s()), _warn)
     timer.daemon = True
     timer.start()
@@ -92,7 +92,7 @@ def _warn() -> None:
 @contextlib.contextmanager
 def forks_end_here() -> Iterator[None]:
     """End a fork of this process that leaves the block, as if the program ended there."""
-    # The fork isn't the rank: its result or exception isn't the rank's.
+    # Such a fork isn't the rank, so its result or exception isn't the rank's.
     pid = os.getpid()
     try:
         yield
@@ -107,7 +107,7 @@ def forks_end_here() -> Iterator[None]:
 def _end_fork(error: BaseException | None) -> NoReturn:
     """Exit as Python would: with the code of this exception, if any."""
     code = 0 if error is None else WorkerFailedError.exit_code_of(error)
-    with contextlib.suppress(Exception):  # stderr may be closed, or anything a user put there
+    with contextlib.suppress(Exception):  # stderr may be closed, or a user's object
         if code is None and error is not None:
             sys.stderr.write(traceback_of(error))
         elif isinstance(error, SystemExit) and not isinstance(error.code, int | None):
@@ -119,7 +119,7 @@ def _end_fork(error: BaseException | None) -> NoReturn:
 def flush() -> None:
     """Write out the buffers of stdout and stderr."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # a stream may be closed, or anything a user put there
+        with contextlib.suppress(Exception):  # a stream may be closed, or a user's object
             stream.flush()
 
 
@@ -140,7 +140,7 @@ def output_redirected(target: int) -> Iterator[None]:
 
 def seed_generators() -> None:
     """Seed the generators that a fork has inherited."""
-    # In a fresh process each starts somewhere else; Python's own does so in a fork too.
+    # A fresh process seeds each anew; a fork does so only for Python's own generator.
     torch.default_generator.seed()
     numpy_random: Any = sys.modules.get("numpy.random")
     if numpy_random is not None:
@@ -148,7 +148,7 @@ def seed_generators() -> None:
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return an exception's traceback from the first frame of the user on, if it has one."""
+    """Return an exception's traceback, from the first frame of the user's code on if it has one."""
     frames = None if is_full() else error.__traceback__
     while frames is not None and is_ours(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next

@@ -15,7 +15,8 @@ from typing import IO, Any, TextIO
 
 from unisono.errors import LaunchError
 
-_LONGEST_LINE = 64 * 1024
+_LONGEST_LINE = 64 * 1024  # characters or bytes; longer lines are split
+# Splits after each newline, and after each carriage return without one.
 _END = re.compile(rb"(?<=\n)|(?<=\r)(?=[^\n])")
 _POLL_S = 0.02  # between two checks once all pipes have ended
 
@@ -24,12 +25,12 @@ def begin_lines_with_rank(rank: int) -> None:
     """Set each line of this process's stdout and stderr to begin with ``[rank N]``."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is not None:  # as in a program that was started without one
+        if stream is not None:  # None if the program was started without it
             setattr(sys, name, RankStream(stream, rank))
 
 
 class ByThread:
-    """A text stream that delegates to another one in certain threads."""
+    """A text stream that writes to a different stream in certain threads."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream: TextIO = stream
@@ -88,7 +89,7 @@ class RankStream:
             lines = text.removesuffix("\n").replace("\n", f"\n{self._prefix}")
             self._stream.write(start + lines + "\n" * text.endswith("\n"))
             self._is_at_start = text.endswith("\n")
-        self._stream.flush()  # in one piece, so that no other rank's line comes between
+        self._stream.flush()  # at once, so that no other rank's line comes between
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -111,7 +112,7 @@ class Pipes:
         stdout: int | None = subprocess.PIPE,
         terminal: Sequence[int] = (),
     ) -> subprocess.Popen[bytes]:
-        """Start a process in a new session: this one decides on Ctrl-C."""
+        """Start a process in a new session, as the caller decides what Ctrl-C means."""
         try:
             process = subprocess.Popen(
                 list(arguments),
@@ -141,7 +142,7 @@ class Pipes:
         return [key.fileobj for key in (self.selector.get_map() or {}).values()]
 
     def read(self, timeout_s: float) -> list[tuple[int, bytes]]:
-        """Wait for output; return each line after 1 for stdout or 2 for stderr."""
+        """Wait for output; return pairs of 1 for stdout or 2 for stderr, and a line."""
         if not self.open:
             time.sleep(max(0.0, min(timeout_s, _POLL_S)))
             return []
@@ -186,7 +187,7 @@ def show(target: int, line: bytes) -> None:
     """Print a line of a rank to stdout (1) or stderr (2) as it is."""
     stream = sys.stdout if target == 1 else sys.stderr
     buffer: IO[bytes] | None = getattr(stream, "buffer", None)
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or no stream
         if buffer is None:  # replaced by a text stream, as in a notebook
             stream.write(line.decode(errors="replace"))
         else:

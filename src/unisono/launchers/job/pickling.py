@@ -1,4 +1,4 @@
-"""Pickles of a worker's functions: by value if the worker couldn't import them.
+"""Pickles for workers, with functions and classes by value if the worker can't import them.
 
 Classes and functions sent by value are defined in a module of their own name, so that plain pickle
 finds them there too: ``torch.save``, queues, and workers of a DataLoader.
@@ -27,7 +27,7 @@ __tracebackhide__ = hides
 
 _lock = threading.Lock()
 _MAIN = "__main__"
-_ONE_IN_A_PROCESS = (  # each process means its own: ``from os import environ``
+_ONE_IN_A_PROCESS = (  # each process has its own, even after ``from os import environ``
     ("os", "environ"),
     ("os", "environb"),
     ("random", "_inst"),
@@ -44,7 +44,7 @@ def pickle_for_worker(value: object) -> bytes:
     with _lock:  # cloudpickle's registry is global
         try:
             pickler.dump(value)
-            # With the memo of the value: the same objects.
+            # By the same pickler, whose memo makes both refer to the same objects.
             pickler.dump((pickler.definitions, pickler.sources))
         except Exception as error:  # an object's own __reduce__ may raise anything
             text = f"the function or its arguments can't be pickled: {error}"
@@ -59,7 +59,7 @@ def load_from_parent(data: bytes, *, defines: bool = True) -> Any:
     """Load a pickle from `pickle_for_worker`."""
     unpickler = pickle.Unpickler(io.BytesIO(data))
     value = unpickler.load()
-    if defines:  # not in a thread of the parent, where they are defined already
+    if defines:  # not in a thread of the parent, which has the definitions
         _define(*unpickler.load())
     return value
 
@@ -68,13 +68,15 @@ class _Pickler(Pickler):  # type: ignore[misc]
     def __init__(self, out: io.BytesIO) -> None:
         super().__init__(out)
         self.registered: list[ModuleType] = []
-        self.definitions: dict[str, dict[str, Any]] = {}  # those sent by value, by module and name
-        self.sources: dict[str, str] = {}  # their code that no file has, by the name in tracebacks
+        self.definitions: dict[str, dict[str, Any]] = {}  # sent by value, by module and name
+        self.sources: dict[str, str] = {}  # code without a file, by its name in tracebacks
         # cloudpickle sends these by value in any case.
         self._seen = {_MAIN, *cloudpickle.list_registry_pickle_by_value()}
         self._by_value = set(self._seen)
         known = ((sys.modules.get(name), key) for name, key in _ONE_IN_A_PROCESS)
-        self._locations = {id(getattr(at, key)): (at, key) for at, key in known if hasattr(at, key)}
+        self._locations = {
+            id(getattr(module, key)): (module, key) for module, key in known if hasattr(module, key)
+        }
 
     def reducer_override(self, obj: Any) -> Any:
         if (location := self._locations.get(id(obj))) is not None:
@@ -88,14 +90,15 @@ class _Pickler(Pickler):  # type: ignore[misc]
             if is_by_value and isinstance(obj, FunctionType):
                 self._keep_source(obj.__code__.co_filename)
             if isinstance(obj, functools._lru_cache_wrapper) and (is_by_value or _is_nowhere(obj)):
-                # cloudpickle would refer to a global that doesn't exist there.
+                # cloudpickle would refer to a global that doesn't exist in the worker.
                 return _cached, (obj.__wrapped__, obj.cache_parameters())
         return super().reducer_override(obj)
 
     def _keep_source(self, file: str) -> None:
+        """Keep the source of a function that isn't in a file, such as of a notebook's cell."""
         cached = linecache.cache.get(file, ())
-        # A file's entry is lazy, with one item, or has a modification time.
-        if file not in self.sources and len(cached) > 2 and cached[1] is None:  # no file's
+        # An entry of a real file is lazy, with one item, or has a modification time.
+        if file not in self.sources and len(cached) > 2 and cached[1] is None:
             self.sources[file] = "".join(cached[2])
 
     def _register_module(self, name: Any) -> None:
@@ -117,25 +120,25 @@ def _is_at_top(obj: Any) -> bool:
 
 
 def _is_nowhere(obj: Any) -> bool:
-    """Return whether no import would find an object: it is local, or its module isn't listed."""
+    """Return whether no import would find an object, as it is local or its module isn't loaded."""
     return obj.__module__ not in sys.modules or "<locals>" in getattr(
         obj, "__qualname__", "<locals>"
     )
 
 
 def _cached(fn: Any, parameters: dict[str, Any]) -> Any:
-    """Build a function of ``functools.cache`` or ``lru_cache`` again, with an empty cache."""
+    """Rebuild a function of ``functools.cache`` or ``lru_cache``, with an empty cache."""
     return functools.lru_cache(**parameters)(fn)
 
 
 def _is_importable(name: str, module: ModuleType) -> bool:
     """Return whether an import of `name` elsewhere would find the same module."""
     if name.partition(".")[0] in sys.stdlib_module_names:
-        return True  # also where it is frozen, or an alias, as collections.abc is
+        return True  # even a frozen module, or an alias such as collections.abc
     parent = name.rpartition(".")[0]
     file = getattr(module, "__file__", None)
     if file is None and parent:
-        return True  # its package creates it, as torch does torch._C._distributed_c10d
+        return True  # created by its package, as torch creates torch._C._distributed_c10d
     path = getattr(sys.modules.get(parent), "__path__", None)
     if parent and path is None:
         return False
@@ -158,14 +161,14 @@ def _define(definitions: dict[str, dict[str, Any]], sources: dict[str, str]) -> 
         if name in sys.modules:
             _define_in(sys.modules[name], objects)
     main = sys.modules[_MAIN]
-    if hasattr(main, "__file__"):  # multiprocessing runs that file in a fresh process
+    if hasattr(main, "__file__"):  # multiprocessing runs that file in a fresh process itself
         return
-    if not hasattr(ForkingPickler, "reducer_override"):  # another library's stays
+    if not hasattr(ForkingPickler, "reducer_override"):  # another library's hook stays
         setattr(ForkingPickler, "reducer_override", _reduce_for_child)  # noqa: B010 - see its type
 
 
 def _define_in(module: ModuleType, objects: dict[str, Any]) -> None:
-    """Set objects sent by value in a module, but don't replace an import's."""
+    """Set objects in a module, except those that an imported module has already."""
     is_imported = module.__name__ != _MAIN and getattr(module, "__spec__", None) is not None
     for key, obj in objects.items():
         if not (is_imported and hasattr(module, key)):
@@ -175,19 +178,20 @@ def _define_in(module: ModuleType, objects: dict[str, Any]) -> None:
 def _can_be_found(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):  # its package can't be
+    except (ImportError, ValueError):  # its package can't be imported
         return False
 
 
 def _reduce_for_child(_: ForkingPickler, obj: Any) -> Any:
     """Send definitions of ``__main__`` by value to a fresh process of multiprocessing."""
-    # Such a process would run the program's file for it, which this one hasn't run itself.
+    # To find them, that process would run the program's file, which this worker hasn't run.
     if isinstance(obj, (type, FunctionType)) and obj.__module__ == _MAIN and _is_at_top(obj):
         return _define_in_child, (obj.__name__, dumps(obj))
     return NotImplemented
 
 
 def _define_in_child(name: str, data: bytes) -> Any:
+    """Set a definition in ``__main__`` of a fresh process, unless it is there; return it."""
     main = sys.modules[_MAIN]
     if name not in vars(main):
         setattr(main, name, pickle.loads(data))

@@ -1,4 +1,4 @@
-"""State of processes: what a worker inherits from this one, and the titles of ranks."""
+"""State of processes: the state that a worker inherits from this one, and titles of ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from unisono.errors import LaunchError
 from unisono.plugins import load
 
-if sys.platform != "win32":  # threads, which need no worker, may work there
+if sys.platform != "win32":  # Windows, where only threads may work
     import resource
 
 
@@ -26,7 +26,7 @@ def search_path() -> list[str]:
 
 
 def check_streams() -> None:
-    """Raise unless the standard streams of this process are open: workers inherit them."""
+    """Raise unless this process's standard streams are open, since workers inherit them."""
     try:
         for fd in range(3):
             os.fstat(fd)
@@ -63,7 +63,7 @@ def name_process(rank: int, world_size: int, program: str) -> None:
     title = f"{TITLE}{rank} of {world_size}: {Path(program).name or 'python'}"
     with contextlib.suppress(ImportError):
         load("setproctitle:setproctitle")(title)
-    name_thread(rank, world_size)  # a main thread's title is what top shows
+    name_thread(rank, world_size)  # top shows the title of the main thread
 
 
 def name_thread(rank: int, world_size: int) -> None:

@@ -1,8 +1,8 @@
-"""Effects of a process's signals on the ranks that it has started.
+"""Effects of a process's signals on the ranks that this process has started.
 
 SIGTERM and SIGHUP give ranks time to save: they get the signal, and the process that started them
-waits. SIGINT gives them a second. A further signal, or the end of that time, ends them at once. All
-other signals are left to the program, and only forwarded.
+waits. SIGINT gives ranks one second. A further signal, or the end of that time, ends them at once.
+All other signals are only forwarded, for the program to handle.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from typing import Any
 
 TO_SAVE = (signal.SIGTERM, signal.SIGHUP)
 TO_END = (signal.SIGINT, *TO_SAVE)
-_OF_ONE = {  # of a process to itself, and those of a terminal or a parent for stopping
+_OF_ONE = {  # for one process alone: its own faults, its children, and stopping it
     signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGPIPE, signal.SIGSEGV,
     signal.SIGSYS, signal.SIGTRAP, signal.SIGXFSZ, signal.SIGCHLD, signal.SIGCONT, signal.SIGKILL,
     signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU,
 }  # fmt: skip
 OTHERS = tuple(sorted(signal.valid_signals() - _OF_ONE - {*TO_END}))
-END_S = 1.0  # until programs are killed that get no time to save
-_SIGACTION_BYTES = 256  # at least
-_TWICE_S = 1.0  # within it a second one is a repeat: Slurm and systemd signal all of a job at once
+END_S = 1.0  # until programs without time to save are killed
+_SIGACTION_BYTES = 256  # no less than the size of C's struct
+# A second signal within this time is a repeat: Slurm and systemd signal all processes of a job.
+_TWICE_S = 1.0
 
 
 class SignalledError(BaseException):
@@ -48,7 +49,7 @@ class Orders:
         if number not in TO_END:  # only forwarded
             return number
         self.received.append(number)
-        is_to_save = number in TO_SAVE and not is_orphan  # an orphan's job is over
+        is_to_save = number in TO_SAVE and not is_orphan  # the job of an orphan is over
         if self.began_at is None:
             self.began_at, self.until = now, now + (self.grace_s if is_to_save else END_S)
             return number
@@ -61,8 +62,8 @@ class Orders:
 @contextlib.contextmanager
 def handled(numbers: Iterable[int], handle: Callable[[int, Any], object]) -> Iterator[None]:
     """Handle signals in the block, except those that this process ignores or handles."""
-    # One that is ignored stays so, as ``nohup`` and a shell's ``&`` want it. Afterwards all
-    # are as they were. Signals reach the main thread alone: in others nothing is handled.
+    # An ignored signal stays ignored, as after ``nohup`` or a shell's ``&``. Afterwards handlers
+    # are as before. Only the main thread can set handlers; in other threads this does nothing.
     if threading.current_thread() is not threading.main_thread():
         yield
         return

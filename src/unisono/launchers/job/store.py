@@ -18,11 +18,11 @@ from unisono.topology import LaunchPlan
 
 def private_store(held: ExitStack) -> str:
     """Create the rendezvous file of one host's ranks, closed to other users; return its path."""
-    # On Linux it has no name: ranks open it in this process's folder of ``/proc``, which the
-    # kernel opens to this user alone, and it is gone with the last process that has it. Elsewhere,
-    # and where memory without a name is forbidden, it is in a folder of mode 0700.
+    # On Linux the file has no name: ranks open it in this process's folder of ``/proc``, which only
+    # this user can read, and it vanishes with the last process that has it open. Elsewhere, or if
+    # the kernel forbids memory without a name, the file is in a folder of mode 0700.
     if sys.platform == "linux" and os.path.isdir("/proc/self/fd"):
-        with suppress(OSError):  # as a seccomp profile raises
+        with suppress(OSError):  # raised under a strict seccomp profile
             file = os.memfd_create("unisono-store")
             held.callback(os.close, file)
             return f"/proc/{os.getpid()}/fd/{file}"
@@ -31,13 +31,13 @@ def private_store(held: ExitStack) -> str:
 
 
 def host(plan: LaunchPlan) -> tuple[Any, LaunchPlan]:
-    """Host the rendezvous if that is this node's part; it outlives every worker."""
-    # Alone on one host it listens on the loopback at a port of the kernel's choice, so that
-    # no other job can take it and no other host can reach it. Of several hosts it listens at
-    # `master_addr`, or at every address where that name isn't this host's own.
+    """Host the rendezvous if this is node 0; return the store and the plan with its address."""
+    # For ranks of one host the store listens on the loopback at a port of the kernel's choice, so
+    # that no other job can take the port and no other host can reach it. For several hosts it
+    # listens at `master_addr`, or at every address if that name isn't this host's.
     if plan.init_method is not None:
         return None, plan
-    if plan.node_rank != 0:  # node 0 does so
+    if plan.node_rank != 0:  # node 0 hosts it
         return None, replace(plan, store_is_hosted=True)
     addr = plan.master_addr or LOOPBACK
     try:
@@ -50,10 +50,10 @@ def host(plan: LaunchPlan) -> tuple[Any, LaunchPlan]:
 
 
 def hold(plan: LaunchPlan, held: ExitStack) -> LaunchPlan:
-    """Host the rendezvous, and on one host its private file, until `held` is closed."""
-    # No caller's frame has the store, which an exception's traceback would keep open.
+    """Host the rendezvous, for one host with a private file, until `held` is closed."""
+    # No caller's frame holds the store, as an exception's traceback would keep it open.
     store, plan = host(plan)
-    held.callback([store].clear)  # without a frame of its own, which Ctrl-C could keep alive, too
+    held.callback([store].clear)  # no function, whose frame Ctrl-C could keep alive, too
     if plan.store_is_hosted and plan.nnodes == 1:
         return replace(plan, private_store=private_store(held))
     return plan

@@ -65,7 +65,7 @@ def task_message(
 
 
 def receive_task(channel: socket.socket) -> Task | None:
-    """Wait for this worker's task; None if the job has ended before it was sent."""
+    """Wait for this worker's task; None if the job has ended before sending one."""
     message = messages.receive(channel)
     if message is None or message[0] != messages.TASK:
         return None
@@ -81,7 +81,7 @@ def work(channel_fd: int, parent: int) -> NoReturn:
     task = receive_task(channel)
     if task is None:
         os._exit(1)
-    # From here on `_watch` ends this process with its parent, whatever the function does.
+    # From here on `_watch` ends this process with its parent, even if the function blocks.
     ended, all_done = threading.Event(), threading.Event()
     tasks: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     watched = (channel, tasks, ended, all_done)
@@ -100,7 +100,7 @@ def work(channel_fd: int, parent: int) -> NoReturn:
         flush()
         with contextlib.suppress(OSError):
             messages.send(channel, messages.ERROR, pickle.dumps(failure))
-        # Connections stay open until the parent has received this error, before a neighbour's.
+        # Connections stay open until the parent has this error, as their end makes peers fail.
         ended.wait()
         os._exit(1)
     messages.send(channel, messages.RESULT, body)
@@ -112,7 +112,7 @@ def work(channel_fd: int, parent: int) -> NoReturn:
 def _wait_for_peers(
     channel: socket.socket, all_done: threading.Event, ended: threading.Event, why: str
 ) -> None:
-    """Wait for the others, which this rank's exit would end; else send the parent an error."""
+    """Wait for the other ranks, which this exit would end; send the parent an error if in vain."""
     if not all_done.wait(PEERS_S):
         error = CollectiveError(f"{why}, and other ranks may wait for it: the job ends")
         messages.send(channel, messages.ERROR, pickle.dumps(describe(error)))
@@ -130,8 +130,8 @@ def _pickle(result: object) -> bytes:
 
 
 def _set_up(task: Task) -> None:
-    """Set up the parent's state in this process, as far as it is not inherited."""
-    os.environ.clear()  # the fork server's may be outdated
+    """Set up the parent's state in this process, apart from what is inherited."""
+    os.environ.clear()  # the fork server's variables may be outdated
     os.environ.update(task.environ)
     sys.path[:] = task.path
     seed_generators()
@@ -140,7 +140,7 @@ def _set_up(task: Task) -> None:
     try:
         os.chdir(task.directory)
     except OSError:
-        if task.umask is not None:  # else it may be on another host, which lacks it
+        if task.umask is not None:  # without a umask, the parent may be on another host
             raise
     if task.umask is not None:
         os.umask(task.umask)
@@ -165,12 +165,12 @@ def _watch(
     if message is None:  # the parent has ended, perhaps by a crash
         os.kill(os.getpid(), signal.SIGKILL)
     flush()
-    ended.set()  # a failed rank waits for this alone
+    ended.set()  # a failed rank waits only for this
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def describe(error: BaseException) -> Failure:
-    """Return the failure of a function."""
+    """Return the failure to report for a function's exception."""
     try:
         cause = dumps(error)
     except Exception:  # the traceback suffices

@@ -36,7 +36,7 @@ _EXIT_S = 5.0  # for `LastCalls` of ranks, after all results have arrived
 _TICK_S = 1.0  # between checks of time limits, which make no socket readable
 _STATUS_S = 2.0  # from the end of a channel to the report of its process's end
 _MAKE_S = 300.0  # until all ranks have started; the first one may have to import torch
-_STOP_GRACE_S = 1.0  # for ranks that wait for a stopped one: their errors are more precise
+_STOP_GRACE_S = 1.0  # for the more precise errors of ranks that wait for a stopped one
 
 
 @dataclass(slots=True)
@@ -48,41 +48,41 @@ class Worker:
     status: socket.socket
     task: memoryview = field(default_factory=lambda: memoryview(b""))
     inbox: messages.Inbox = field(init=False)
-    unread: bytes = b""  # the beginning of a report on the status socket
-    asked_at: float = field(default_factory=time.monotonic)
+    unread: bytes = b""  # an incomplete report of the status socket
+    asked_at: float = field(default_factory=time.monotonic)  # when its process was requested
     pid: int | None = None
-    refusal: int | None = None  # the errno of a process that couldn't be made
+    refusal: int | None = None  # the errno if its process couldn't be made
     wait_status: int | None = None
     has_ended: bool = False
     is_silent: bool = False  # its channel has ended
-    stopped_by: int | None = None  # the signal
-    stopped_s: float = 0.0
+    stopped_by: int | None = None  # the signal that stopped its process
+    stopped_s: float = 0.0  # since then
 
     def __post_init__(self) -> None:
         self.inbox = messages.Inbox(self.channel)
 
     def signal(self, *numbers: int) -> None:
-        """Send it signals through its parent process."""
+        """Send the worker signals, through its parent process."""
         with contextlib.suppress(OSError):
             self.status.send(bytes(numbers), socket.MSG_DONTWAIT)
 
     def send_task(self) -> None:
-        """Send the rest of its task, as far as the socket accepts it."""
-        with contextlib.suppress(OSError):  # reading the channel reports its exit
+        """Send the rest of the task, or as much as the socket accepts."""
+        with contextlib.suppress(OSError):  # reading the channel will report the worker's exit
             if self.task:
                 sent = self.channel.send(self.task, socket.MSG_DONTWAIT)
                 self.task = self.task[sent:]
 
     def close(self) -> None:
-        """Close its sockets, so that it exits."""
+        """Close the worker's sockets, which ends the worker."""
         self.channel.close()
         self.status.close()
 
 
 class Workers(JobRanks):
-    """Processes of one node, or of all, that run one function."""
+    """Worker processes of one node, or of all nodes, that run one function."""
 
-    takes: Sequence[int] = TO_SAVE
+    forwarded: Sequence[int] = TO_SAVE
 
     def __init__(self, world_size: int, held: ExitStack, stop_limit_s: float) -> None:
         self.workers: list[Worker] = []
@@ -110,11 +110,11 @@ class Workers(JobRanks):
 
     def signal(self, number: int) -> None:
         """Signal all workers that still run, stopped ones too."""
-        # A stopped process gets another signal, except SIGKILL, only once it continues.
+        # A stopped process receives a signal other than SIGKILL only once it continues.
         self._signal(number, signal.SIGCONT)
 
-    def see_out(self, job: Job[Any]) -> None:
-        """Wait for the workers' last calls: see `LastCalls`."""
+    def wait_for_exits(self, job: Job[Any]) -> None:
+        """Wait for the workers to exit, after their `LastCalls`."""
         self._wait_for_ends(job, _EXIT_S)
 
     def end(self, job: Job[Any]) -> None:
@@ -122,12 +122,12 @@ class Workers(JobRanks):
         self._woken_at = 0.0  # wake the fork server at once: a stopped one forwards no signals
         for worker in self._running:
             with contextlib.suppress(OSError):
-                worker.channel.setblocking(False)  # the worker may not read
+                worker.channel.setblocking(False)  # a worker may not read
                 messages.send(worker.channel, messages.END)
-        if job.orders.received:  # a signal was forwarded, and the time to react is over
+        if job.orders.received:  # the ranks have had the signal and their grace time
             self._signal(signal.SIGKILL)
         self._wait_for_ends(job, _FLUSH_S)
-        for worker in self.workers:  # one that hasn't started ends when its sockets are closed
+        for worker in self.workers:  # a worker that hasn't started ends with its sockets
             worker.has_ended = worker.has_ended or worker.pid is None
         self.signal(signal.SIGTERM)
         self._wait_for_ends(job, _TERM_S)
@@ -142,7 +142,7 @@ class Workers(JobRanks):
         """Return the error of a worker that ended without a report."""
         worker = next(worker for worker in self.workers if worker.rank == rank)
         limit = time.monotonic() + _STATUS_S
-        while not worker.has_ended and time.monotonic() < limit:  # its channel may end first
+        while not worker.has_ended and time.monotonic() < limit:  # the channel may end first
             self.poll(job, limit)
         who = f"rank {rank} of {self.world_size}"
         if worker.refusal is not None:
@@ -199,7 +199,7 @@ class Workers(JobRanks):
             if not worker.has_ended:
                 read_status = partial(self._read_status, job, worker)
                 selector.register(worker.status, selectors.EVENT_READ, read_status)
-            if not worker.is_silent:  # an ended channel is always readable
+            if not worker.is_silent:  # as an ended channel is always readable
                 events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.task else 0)
                 selector.register(worker.channel, events, partial(self._exchange, job, worker))
 
@@ -213,7 +213,7 @@ class Workers(JobRanks):
             if worker.stopped_by is not None:
                 worker.stopped_s += passed
                 if worker.stopped_s > self._stop_limit_s and worker.rank not in job.results:
-                    job.stop(self._stopped(worker, worker.stopped_by))
+                    job.stop(self._stopped_error(worker, worker.stopped_by))
         unmade = [w.rank for w in self._running if w.pid is None and now > w.asked_at + _MAKE_S]
         if unmade:
             who = f"ranks {unmade} of {self.world_size}"
@@ -224,6 +224,7 @@ class Workers(JobRanks):
                 self.fork_server.send_signal(signal.SIGCONT)  # nothing else would continue it
 
     def _exchange(self, job: Job[Any], worker: Worker) -> None:
+        """Send the rest of a worker's task, and record a message of the worker."""
         worker.send_task()
         self._receive(job, worker)
 
@@ -282,7 +283,8 @@ class Workers(JobRanks):
             self._record_end(job, worker, number)
 
     def _record_end(self, job: Job[Any], worker: Worker, wait_status: int | None) -> None:
-        # All its messages have arrived, but an end of file may never: a child process of the
+        """Record the end of a worker's process, after its last messages."""
+        # All messages have arrived. The channel's end may not arrive, since a child process of the
         # worker may hold the channel open.
         while not worker.is_silent and self._receive(job, worker):
             pass
@@ -290,7 +292,7 @@ class Workers(JobRanks):
         worker.has_ended = True
         self._record_silence(job, worker)
 
-    def _stopped(self, worker: Worker, number: int) -> WorkerFailedError:
+    def _stopped_error(self, worker: Worker, number: int) -> WorkerFailedError:
         name = signal_name(number)
         return WorkerFailedError(
             f"rank {worker.rank} of {self.world_size} was stopped by {name}, and hasn't "

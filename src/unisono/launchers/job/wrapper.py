@@ -38,7 +38,7 @@ from unisono.launchers.job.worker import work; work(channel, parent)"""
 
 
 def boot(work: str = _WORK) -> tuple[str, ...]:
-    """Return the command of a rank, for its launcher."""
+    """Return the command with which a launcher starts a rank."""
     return (*interpreter(), "-c", f"import sys; sys.path[:] = {search_path()!r}\n{work}")
 
 
@@ -49,15 +49,15 @@ class Link:
     where: str | int  # the address of a Unix-domain socket of this host, or a port
     token: str = ""
     host: str = ""  # the launcher's own variable with the host of the port
-    names: Sequence[str] = ()  # its variables of ranks and sizes, if unisono doesn't know them
+    names: Sequence[str] = ()  # its variables of rank and sizes, if unisono can't detect them
 
     def variables(self) -> dict[str, str]:
-        """Return it as a rank's variables."""
+        """Return the link as a variable for ranks."""
         return {LINK: json.dumps(astuple(self))}
 
     @classmethod
     def taken(cls) -> Link:
-        """Read the link, and remove it from the environment, which programs inherit."""
+        """Read the link, and remove its variable, which the rank's children would inherit."""
         if LINK not in os.environ:
             sys.exit(f"variable {LINK} is missing: the launcher did not pass it")
         return cls(*json.loads(os.environ.pop(LINK)))
@@ -85,13 +85,13 @@ class Link:
 
 
 def join() -> tuple[int, int]:
-    """Connect to the process that launched the job, and fork a worker; return there alone."""
+    """Connect to the process that launched the job, and fork a worker; only the worker returns."""
     parent = os.getppid()
     die_with(parent)
     link = Link.taken()
     who = _who_am_i(link.names)
     if isinstance(who, RankInfo):
-        os.environ.update({**share_of_cores(who), **os.environ})  # what is set has priority
+        os.environ.update({**share_of_cores(who), **os.environ})  # set variables have priority
     try:
         channel, status = link.connect(b"c", who), link.connect(b"s", who)
     except OSError as error:
@@ -100,7 +100,7 @@ def join() -> tuple[int, int]:
     wrapper = os.getpid()
     pid = os.fork()
     if pid == 0:
-        os.setpgid(0, 0)  # the launcher's group has foreign processes, which `guard` must not kill
+        os.setpgid(0, 0)  # a group for `guard`, as the launcher's has other processes
         status.close()  # this copy would hide the supervisor's end
         return channel.detach(), wrapper
     channel.close()  # this copy would hide the worker's end

@@ -1,4 +1,4 @@
-"""Ranks that another library's launcher starts, on this host or on others: they connect here."""
+"""Ranks that another library's launcher starts, on any host, and that connect to this process."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from unisono.topology import RankInfo
 _log = logging.getLogger(__name__)
 _POLL_S = 0.1  # between two checks of the launcher
 _ARRIVE_S = 300.0  # from the first rank's connection to the last one's
-_TERM_S = 3.0  # for the launcher's end after that of its ranks, and after SIGTERM
-_STRANGERS = 256  # connections at a time that ranks haven't made
+_TERM_S = 3.0  # for the launcher to end, after its ranks and again after SIGTERM
+_STRANGERS = 256  # most connections at a time from processes that aren't ranks
 _Who: TypeAlias = RankInfo | str | None  # a text says why the process doesn't know its rank
 
 
@@ -52,15 +52,16 @@ class LauncherSpec:
     name: str  # its command, for errors
     world_size: int
     n_own: int | None = None  # ranks that connect here, if each node launches its own; None for all
-    may_start_again: bool = False  # all ranks, perhaps with other numbers: after a failure, say
-    host: str = ""  # its variable with this host's address for others; empty if all ranks are here
-    port: int = 0  # of this host, for ranks of others; 0 for any that is free
-    names: Sequence[str] = ()  # its variables that identify a rank, as in `Link`
+    # Whether it may start all ranks again, such as after a failure; their numbers may change.
+    may_start_again: bool = False
+    host: str = ""  # the launcher's variable with this host's address; empty if all ranks are here
+    port: int = 0  # on this host, for ranks of other hosts; 0 for any free port
+    names: Sequence[str] = ()  # the launcher's variables that identify a rank, as in `Link`
     start_s: float = 300.0  # until the first rank connects, which includes importing torch
     limit_s: float | None = None  # for the whole job
-    exit_s: float = 10.0  # until it exits by itself after all results
-    stop_limit_s: float = DEFAULT_TIMEOUT_S  # for which a rank may be stopped
-    end_signal: int = signal.SIGTERM  # ends it and its ranks
+    exit_s: float = 10.0  # for the launcher to exit by itself after all results
+    stop_limit_s: float = DEFAULT_TIMEOUT_S  # how long a rank may be stopped by a signal
+    end_signal: int = signal.SIGTERM  # ends the launcher and its ranks
 
     @property
     def n_ranks(self) -> int:
@@ -103,14 +104,14 @@ class _RankListener:
             raise LaunchError(f"ranks can't connect to this process: {error}") from error
 
     def _admit(self, sock: socket.socket) -> tuple[bytes, Any] | None:
-        """Return the kind and hello of a rank that proves itself; unpickle nothing before."""
+        """Return a connection's kind and hello; unpickle nothing before the rank's proof."""
         keep_alive(sock)
         kind = answer(sock, self.link.token.encode(), 1)
         message = None if kind is None else messages.receive(sock)
         return None if kind is None or message is None else (kind, pickle.loads(message[1]))
 
     def arrivals(self) -> Iterator[tuple[_Who, dict[str, str], socket.socket, socket.socket]]:
-        """Yield the ranks that have connected: who, their variables, channel and status socket."""
+        """Yield each rank with both connections: its info, variables, channel and status socket."""
         for sock, (kind, (who, environ, pid, thread)) in self._pending.served():
             # Process ids may be equal on several hosts, and ranks may be threads of one process.
             half = self._halves.setdefault((pid, thread, str(who)), {})
@@ -132,7 +133,7 @@ class RemoteWorkers(Workers):
     """Ranks of one launcher, which is a process of this host."""
 
     # If the launcher may start all ranks again, the first rank of a new attempt replaces all ranks
-    # of the attempt before.
+    # of the previous attempt.
 
     stdout: int | None = None  # target of the launcher's stdout; None for this process's
     n_last: int = 12  # lines of the launcher's output in an error
@@ -166,7 +167,7 @@ class RemoteWorkers(Workers):
         show(target, line)
 
     def pass_on(self, timeout_s: float = 0.0) -> None:
-        """Print the launcher's lines, from now on in this thread, and wait so long for more."""
+        """Print the launcher's lines, from now on in this thread; wait `timeout_s` for them."""
         if self._reader is not None:
             self._has_read.set()
             self._reader.join()
@@ -187,7 +188,7 @@ class RemoteWorkers(Workers):
             self.print(target, line)
 
     def has_ended(self, within_s: float | None = 0.0) -> bool:
-        """Wait for the launcher's end, and print its lines meanwhile."""
+        """Wait for the launcher's end, without a limit for None; print its lines meanwhile."""
         if self.process is None:
             return False
         until = math.inf if within_s is None else time.monotonic() + within_s
@@ -196,7 +197,7 @@ class RemoteWorkers(Workers):
         return self.process.poll() is not None
 
     def last_lines(self, within_s: float = 1.0) -> str:
-        """Return the launcher's last lines; wait so long for more."""
+        """Return the launcher's last lines, after waiting up to `within_s` for more."""
         self.pass_on()
         until = time.monotonic() + within_s
         while self.pipes.open and time.monotonic() < until:
@@ -228,7 +229,7 @@ class RemoteWorkers(Workers):
     def poll(self, job: Job[Any], until: float) -> None:
         """Wait briefly for any worker or the launcher, and record changes."""
         super().poll(job, min(until, time.monotonic() + _POLL_S))
-        # A failure, or the results of all ranks, decide the job without the launcher.
+        # A failure or the results of all ranks decide the job even if the launcher has ended.
         if not self.has_ended() or job.failures or not job.late:
             return
         now = time.monotonic()
@@ -239,13 +240,13 @@ class RemoteWorkers(Workers):
             self._is_reported = True  # once, as the error waits for the last lines
             job.stop(self.early_end(job))
 
-    def see_out(self, job: Job[Any]) -> None:
-        """Send all ranks that the job is done, and wait for them and the launcher to exit."""
+    def wait_for_exits(self, job: Job[Any]) -> None:
+        """Notify all ranks that the job is done, and wait for them and the launcher to exit."""
         self._listener.close()
         for worker in self.workers:
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the rank has ended
                 messages.send(worker.channel, messages.DONE)
-        super().see_out(job)
+        super().wait_for_exits(job)
         until = time.monotonic() + (limit_of(self._spec.exit_s) or 0.0)
         while time.monotonic() < until and not self.has_ended(_POLL_S):
             # A launcher that restarts ranks would do so after a crash at exit, too.
@@ -264,7 +265,7 @@ class RemoteWorkers(Workers):
         if self.process is None:
             return
         first_s = _TERM_S if is_by_itself else 0.0
-        # Each signal follows a wait; 0 only waits until SIGKILL has taken effect.
+        # Each signal is sent after a wait; the last wait is for SIGKILL to take effect.
         for number, wait_s in ((signal.SIGTERM, first_s), (signal.SIGKILL, _TERM_S), (0, _TERM_S)):
             if self.has_ended(wait_s):
                 break
@@ -284,7 +285,7 @@ class RemoteWorkers(Workers):
     def _register(self, job: Job[Any], selector: BaseSelector) -> None:
         super()._register(job, selector)
         self._listener.register(selector)
-        for pipe in self.pipes.open if self._reader is None else ():  # else a thread reads them
+        for pipe in self.pipes.open if self._reader is None else ():  # otherwise a thread reads
             selector.register(pipe, EVENT_READ, self.pass_on)
 
     def _check_limits(self, job: Job[Any]) -> None:
@@ -296,7 +297,7 @@ class RemoteWorkers(Workers):
         if spec.limit_s is not None and job.late and now > self._begin + spec.limit_s:
             job.stop(LaunchError(f"ranks {job.late} were not done after {spec.limit_s:g} s"))
         if job.orders.received and not self.workers:
-            job.stop(LaunchError("the job was ended before its ranks were there"))
+            job.stop(LaunchError("the job was ended before its ranks had connected"))
         limit_s = _ARRIVE_S if self.workers else spec.start_s
         if len(self.workers) < spec.n_ranks and now > self._arrived_at + limit_s:
             missing = sorted(set(job.late) - {worker.rank for worker in self.workers})
@@ -325,12 +326,12 @@ class RemoteWorkers(Workers):
         task = task_message(self._entry, who, variables, search_path(), os.getcwd())
         self.workers.append(Worker(who.rank, channel, status, task))
         if len(self.workers) == self._spec.n_ranks and not self._spec.may_start_again:
-            self._listener.sock.close()  # all have connected: no process is let in any more
+            self._listener.sock.close()  # all ranks have connected, and no other process may
 
     def problem_with(self, who: _Who) -> str:
         """Return why a process isn't a rank of this job; empty if it is."""
         if isinstance(who, RankInfo):
-            if self._spec.may_start_again:  # with another size, or a rank for the second time
+            if self._spec.may_start_again:  # a new attempt may have another size
                 return ""
             if who.rank in [worker.rank for worker in self.workers]:
                 return f"the launcher made two processes that are rank {who.rank}"
@@ -343,14 +344,14 @@ class RemoteWorkers(Workers):
         )
 
     def with_node(self, who: RankInfo) -> RankInfo:
-        """Return a rank with its node, if the launcher doesn't pass that on."""
+        """Return a rank's info with its node, which some launchers don't pass to ranks."""
         return who
 
     def _begin_attempt(self, job: Job[Any], who: RankInfo, restarts: str | None) -> None:
         """Begin an attempt with its first rank, and drop the ranks of an earlier one."""
-        # Facts of which one differs after torch's agent has started all ranks again.
+        # At least one of these differs after torch's agent has started all ranks again.
         attempt = (restarts, who.world_size, who.master_addr, who.master_port)
-        # A second process of one rank is of a new attempt, even where its variables are the same.
+        # A second process with one rank's number begins a new attempt, even if these are equal.
         is_known = who.rank in [worker.rank for worker in self.workers]
         if self.workers and (is_known or attempt != self._attempt):
             _log.warning("all ranks start again, since %s", self._why_again(job))
@@ -359,8 +360,8 @@ class RemoteWorkers(Workers):
         if not self.workers:
             self.world_size: int = who.world_size
             self._attempt, self._arrived_at = attempt, time.monotonic()
-            # An agent may number nodes differently in each attempt, and their ranks with them.
-            # All ranks of the job connect here, or only those of this node.
+            # An agent may number the nodes, and thereby the ranks, differently in each attempt.
+            # Either all ranks of the job connect here, or only those of this node.
             first = 0 if self._spec.n_own is None else who.rank - (who.local_rank or 0)
             job.reset(range(first, first + self._spec.n_ranks), who.world_size)
 
@@ -377,7 +378,7 @@ class RemoteWorkers(Workers):
     def _receive(self, job: Job[Any], worker: Worker) -> bool:
         is_whole = super()._receive(job, worker)
         if is_whole and worker.rank in job.failures.by_rank and self._spec.may_start_again:
-            with contextlib.suppress(OSError):  # the launcher restarts all once this one has exited
+            with contextlib.suppress(OSError):  # the launcher restarts all once this rank exits
                 messages.send(worker.channel, messages.END)
         return is_whole
 
@@ -395,7 +396,7 @@ def run_function(
     """Run `entry` in ranks of a launcher, whose command line and variables `prepare` writes."""
     pickled = pickle_for_worker(entry)
     with ExitStack() as failing:
-        # Closed if anything below fails; otherwise with the job.
+        # Closed if anything below fails; otherwise closed when the job ends.
         held = failing.enter_context(ExitStack())
         arguments, variables = prepare(replace(script, program=boot(), is_function=True), held)
         workers = ranks(spec, pickled, environ, held)

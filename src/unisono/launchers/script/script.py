@@ -55,7 +55,7 @@ class Script:
 
     @classmethod
     def of(cls, plan: LaunchPlan) -> Script:
-        """Build a request for the ranks of a plan, which the launcher places; without a program."""
+        """Build a request for the ranks of a plan; the caller sets the program."""
         return cls(
             program=(),
             nproc_per_node=plan.nproc_per_node,
@@ -67,24 +67,24 @@ class Script:
         )
 
     def address(self) -> dict[str, str]:
-        """Return the variables of the rendezvous address, as far as the user gave it."""
+        """Return the variables of the rendezvous address, or of the part that the user gave."""
         return texts({"MASTER_ADDR": self.master_addr, "MASTER_PORT": self.master_port})
 
     def plan(self) -> LaunchPlan:
-        """Return the plan for a launcher of functions."""
+        """Return the plan, for a launcher that runs functions."""
         return LaunchPlan(
             self.nproc_per_node,
             self.nnodes,
             self.node_rank or 0,
             self.master_addr,
             self.master_port,
-            # Each of several nodes would choose a different id.
+            # Several nodes would each choose a different id.
             job_id=secrets.token_hex(8) if self.max_nnodes == 1 else None,
             grace_s=self.grace_s,
         )
 
     def rank_argv(self, parent: int = 0, terminal: Sequence[int] = ()) -> list[str]:
-        """Return the command line of each rank; a function's is the program alone."""
+        """Return the command line of each rank; for a function, it is the program alone."""
         if self.is_function:
             return list(self.program)
         options = {
@@ -96,12 +96,12 @@ class Script:
             "is_coloured": self.is_coloured,
         }
         given: dict[str, Any] = {name: value for name, value in options.items() if value}
-        if self.grace_s != GRACE_S:  # separate, as 0 is a valid value
+        if self.grace_s != GRACE_S:  # added separately, since 0 is a valid value
             given["grace_s"] = self.grace_s
         return [sys.executable, RANK, json.dumps(given), *self.program]
 
     def refuse(self, launcher: str, instead: str, *names: str) -> None:
-        """Raise if this launcher has no use for an option."""
+        """Raise if the user gave any of these options, which the launcher doesn't support."""
         for name in names:
             if getattr(self, name):
                 option = name.replace("_", "-")
@@ -109,7 +109,7 @@ class Script:
 
 
 def rank_infos(counts: Sequence[int], addr: str, port: int) -> list[RankInfo]:
-    """Return the infos of ranks on nodes, so many on each; their rendezvous is hosted already."""
+    """Return the infos of `counts` ranks on each node, whose rendezvous is hosted already."""
     places = [(i, count, node) for node, count in enumerate(counts) for i in range(count)]
     return [
         RankInfo(
@@ -129,7 +129,7 @@ def rank_infos(counts: Sequence[int], addr: str, port: int) -> list[RankInfo]:
 
 
 def dying_with(parent: int, number: int, arguments: list[str]) -> list[str]:
-    """Return the command line of a launcher that gets a signal when `parent` ends."""
+    """Return a command line that runs a launcher, and signals it when `parent` ends."""
     options = {"exec": int(number), "parent": parent}
     return [sys.executable, RANK, json.dumps(options), *arguments]
 

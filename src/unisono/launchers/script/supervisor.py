@@ -1,7 +1,7 @@
 """Supervision of a script's ranks: their output, the first failure, the end of the job.
 
-The ranks are processes of this host, those of a launcher's program, or replicas of a launcher that
-only knows functions, as a plug-in's.
+The ranks are processes that this one starts, processes of a launcher's program, or replicas of a
+launcher that runs only functions, such as a plug-in's.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from unisono.topology import RankInfo
 _POLL_S = 0.2
 _OWN_END_S = 2.0  # how long a launcher has to end its job by itself after a failure
 _KILL_S = 0.5  # for ranks that kill their programs at once
-_DRAIN_S = 2.0
-_OTHERS_S = 1.0  # until others have reported, too, where a launcher restarts all
+_DRAIN_S = 2.0  # for the last output of processes that have ended
+_OTHERS_S = 1.0  # for other ranks' reports, if a launcher restarts all ranks
 _MOST_ALSO = 8  # lines about further ranks
-_OF_A_RANK = re.compile(rb"(?:^|\W|\dm)\[(?:\d+|\?)\] ")  # where a line's prefix ends
-_LAUNCHER = -1  # in place of ranks, for a launcher that starts them itself
+_OF_A_RANK = re.compile(rb"(?:^|\W|\dm)\[(?:\d+|\?)\] ")  # the end of a rank's prefix in a line
+_LAUNCHER = -1  # in place of a rank's number, for a launcher's process
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +73,18 @@ def run_launcher(
 class Programs(JobRanks):
     """Programs that report their failures among the lines that they print."""
 
-    takes: Sequence[int] = (*TO_END, *OTHERS)
+    forwarded: Sequence[int] = (*TO_END, *OTHERS)
 
     def __init__(self, token: str) -> None:
         self.reports: list[Report] = []
         self._reader = Reader(token)
 
-    def doubt(self, rank: int) -> int:
-        """Return the doubt about a rank that failed without a report."""
+    def cause_order(self, rank: int) -> int:
+        """Return the order of a rank that failed without a report."""
         return 1
 
     def after_signal(self, number: int) -> None:
-        """Ignore it: the outcome reports it."""
+        """Do nothing, as the outcome reports the signal."""
 
     def note(self, job: Job[Any], report: Report) -> None:
         """Record a report."""
@@ -127,7 +127,7 @@ class Supervisor(Programs):
         self._unsent: list[int] = []
         self._signalled: set[Any] = set()
         self._codes: list[int | None] = []
-        self._attempt = 0  # earlier ones have been reported
+        self._attempt = 0  # the failures of earlier attempts have been reported
         self._restart_at = math.inf
         self._of_launcher: list[bytes] = []
 
@@ -139,7 +139,7 @@ class Supervisor(Programs):
 
     def run(self) -> ScriptOutcome:
         """Print their output until all have ended; end all if one fails."""
-        grace_s = self._script.grace_s + END_S  # a rank's wrapper ends it before
+        grace_s = self._script.grace_s + END_S  # a rank's wrapper ends its program before
         job: Job[None] = Job(self, len(self._ranks), self._ranks, grace_s=grace_s)
         try:
             with contextlib.suppress(LaunchError, CollectiveTimeoutError):
@@ -163,20 +163,20 @@ class Supervisor(Programs):
 
     def signal(self, number: int) -> None:
         """Send a signal to all ranks, at the next `poll`."""
-        self._unsent.append(number)  # not in the signal's handler: `_reach` lists or runs processes
+        self._unsent.append(number)  # `_reach` may run processes, which a signal handler mustn't
 
     def note(self, job: Job[Any], report: Report) -> None:
-        """Record a report; it ends the job unless the launcher restarts that."""
+        """Record a report, which ends the job unless the launcher may restart it."""
         if not self._restarts:
             super().note(job, report)
         elif report.attempt >= self._attempt:
             self.reports.append(report)
-            # After the last attempt the launcher doesn't restart: `_outcome` reports that one.
+            # The launcher doesn't restart after the last attempt, which `_outcome` reports.
             soon = min(self._restart_at, time.monotonic() + _OTHERS_S)
             self._restart_at = soon if report.attempt < self._script.max_restarts else math.inf
 
     def print(self, job: Job[Any], target: int, line: bytes) -> None:
-        """Print a line; keep a launcher's own after a report or a signal, in case of need."""
+        """Print a line; after a report or signal, `run` decides on a launcher's own lines."""
         is_ending = target == 2 and (self.reports or job.orders.received)
         if is_ending and not self._infos and not _OF_A_RANK.search(line):
             self._of_launcher.append(line)
@@ -187,9 +187,9 @@ class Supervisor(Programs):
         """Print their output, and record the processes that have ended."""
         self._forward_signals()
         may_restart = self._restarts and job.orders.received
-        # A launcher may take the end of ranks that have saved for a failure, and start all again.
+        # A launcher may see a failure in the end of ranks that have saved, and start all again.
         if may_restart and not _below(self.processes[0].pid) <= self._signalled:
-            job.stop(LaunchError("ranks that ended of a signal were started again"))
+            job.stop(LaunchError("ranks that a signal had ended were started again"))
         self.pass_on(job, self._pipes.read(min(_POLL_S, until - time.monotonic())))
         if time.monotonic() > self._restart_at and not job.orders.received:
             self._restart()
@@ -208,11 +208,11 @@ class Supervisor(Programs):
         if not self._infos and not is_signalled:  # a launcher ends its job by itself
             self._read_until(job, job.failures.began_at + _OWN_END_S)
         begin = time.monotonic()
-        self._codes = [process.poll() for process in self.processes]  # of those that end themselves
+        self._codes = [process.poll() for process in self.processes]  # without our signals
         self._forward_signals()
         first: int = signal.SIGTERM if self._infos else self._end_signal
         if is_signalled:
-            first = 0  # which sends nothing: the ranks have received a signal, and still end
+            first = 0  # sends nothing: the ranks have had a signal, and are ending
         for number, wait_s in ((first, END_S), (self._end_signal, _KILL_S)):
             self._signal(number)
             self._read_until(job, time.monotonic() + wait_s)
@@ -233,13 +233,13 @@ class Supervisor(Programs):
             has_ended = all(process.poll() is not None for process in self.processes)
             if has_ended and not self._pipes.open:
                 return
-            self.pass_on(job, self._pipes.read(_POLL_S / 4))  # at most so long over the limit
+            self.pass_on(job, self._pipes.read(_POLL_S / 4))  # may exceed the limit by this
 
     def _forward_signals(self) -> None:
         """Send this process's signals to the ranks, as their launcher wouldn't pass them on."""
         while self._unsent:
             number = self._unsent.pop(0)
-            # These give no time to save: the launcher, or each rank's wrapper, ends the ranks.
+            # These signals leave no time to save: the launcher, or each wrapper, ends the ranks.
             if number in (signal.SIGINT, signal.SIGKILL):
                 self._signal(self._end_signal)
             elif self._infos or not self._reach(self.processes[0].pid, number):
@@ -249,7 +249,7 @@ class Supervisor(Programs):
         """Signal the wrappers below a launcher; return whether there are any."""
         self._signalled = _below(launcher)
         for process in self._signalled:
-            with contextlib.suppress(Exception):  # psutil's: it has ended
+            with contextlib.suppress(Exception):  # psutil's, if the process has ended
                 process.send_signal(number)
         return bool(self._signalled)
 
@@ -260,7 +260,7 @@ class Supervisor(Programs):
                     os.kill(process.pid, number)
 
     def _lost(self) -> list[Report]:
-        """Return reports of the ranks whose wrapper had failed without one before others ended."""
+        """Return reports of ranks whose wrapper failed by itself, and without a report."""
         reported = {report.rank for report in self.reports}
         return [
             Report(
@@ -269,7 +269,7 @@ class Supervisor(Programs):
                 socket.gethostname(),
                 process.pid,
                 code,
-                words="the process that looked after it ended so, and the rank with it",
+                words="its wrapper process ended so, and the rank with it",
                 local_rank=info.local_rank,
                 node_rank=info.node_rank,
                 is_lost=True,
@@ -283,7 +283,7 @@ class Supervisor(Programs):
         if job.orders.received:
             return outcome(job, self.reports)
         codes = [process.returncode for process in self.processes]
-        if not job.failures and not any(codes):  # also after reports of attempts that were repeated
+        if not job.failures and not any(codes):  # reports of repeated attempts don't count
             if self._restart_at < math.inf:
                 self._restart()
             return ScriptOutcome(0)
@@ -293,7 +293,7 @@ class Supervisor(Programs):
 def _below(launcher: int) -> set[Any]:
     """Find the wrappers of ranks below a launcher of this host."""
     found: set[Any] = set()
-    with contextlib.suppress(Exception):  # psutil's: a process has ended
+    with contextlib.suppress(Exception):  # psutil's, if a process has ended
         waiting = [load("psutil:Process")(launcher)]
         while waiting:
             for child in waiting.pop().children():
@@ -322,19 +322,20 @@ def outcome(
 
 
 def verdict(reports: Sequence[Report]) -> ScriptOutcome:
-    """Return the outcome of the last attempt, by the report that caused the others."""
-    # A rank that has the terminal is chosen where all others are secondary.
+    """Return the outcome of the last attempt, with the failure that caused the others."""
+    # A rank that has the terminal is chosen only if all other failures are secondary.
     last = max((report.attempt for report in reports), default=0)
     failed = [report for report in reports if report.attempt == last]
     if not failed:
         return ScriptOutcome(0)
-    first, *rest = sorted(failed, key=lambda each: each.doubt)
-    others = tuple(each for each in rest if not each.is_secondary and each.doubt <= first.doubt)
+    first, *rest = sorted(failed, key=lambda each: each.cause_order)
+    highest = first.cause_order
+    others = tuple(each for each in rest if not each.is_secondary and each.cause_order <= highest)
     return ScriptOutcome(first.exit_code or 1, first, others=others)
 
 
 def failure(found: ScriptOutcome) -> list[str]:
-    """Return the lines of a job's failure: the first one, and independent others."""
+    """Return a line for the first failure of a job, and a line for each independent one."""
     if found.failed is None:
         return []
     also = [f"also: {each.headline}" for each in found.others[:_MOST_ALSO]]
@@ -363,7 +364,7 @@ class ScriptEndedError(SystemExit):
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """The script as a function of one replica."""
+    """A function that runs the script as one replica."""
 
     script: Script
     environ: Mapping[str, str]
@@ -372,7 +373,7 @@ class _Rank:
         """Run the script as this rank; raise its failure."""
         pipes, reader, report = Pipes(), Reader(self.script.token), None
         environ = {**without(os.environ, OF_TORCH), **self.environ, **env_for(info)}
-        # Reports are on stderr alone.
+        # Reports arrive only on stderr, so stdout needs no pipe.
         process = pipes.start(self.script.rank_argv(os.getpid()), environ, stdout=None)
         while pipes.open:
             for target, line in pipes.read(1.0):
@@ -388,7 +389,7 @@ class _Rank:
 
 
 def run_as_function(script: Script, launch: Callable[..., Any]) -> ScriptOutcome:
-    """Run a script in replicas of a launcher that only knows functions."""
+    """Run a script in replicas of a launcher that runs only functions."""
     for name in ("hosts", "max_restarts", "timeout_s", "options"):
         if getattr(script, name):
             raise ArgumentError(f"this launcher does not support --{name.replace('_', '-')}")
@@ -409,7 +410,7 @@ def _outcome_of(error: BaseException, world_size: int) -> ScriptOutcome:
     while cause is not None:
         if isinstance(cause, ScriptEndedError) and cause.report is not None:
             return verdict([cause.report])
-        cause = cause.__cause__ or cause.__context__  # a launcher may have wrapped it
+        cause = cause.__cause__ or cause.__context__  # the launcher's error may wrap it
     if not isinstance(error, WorkerFailedError) or not error.exit_code:
         raise error
     report = Report(error.rank, world_size, "unknown", -1, error.exit_code)

@@ -266,5 +266,5 @@ def error_of(answers: PoolCall, size: int, what: str, timeout_s: float) -> BaseE
             f"{format_s(timeout_s)}\n{_stacks(answers, size)}"
         )
     # Of the rank that least likely reports another one's failure.
-    rank = min(answers.failures, key=lambda rank: (answers.failures[rank].doubt, rank))
+    rank = min(answers.failures, key=lambda rank: (answers.failures[rank].cause_order, rank))
     return answers.failures[rank].error(rank, size)

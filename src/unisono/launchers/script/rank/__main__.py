@@ -1,9 +1,9 @@
 """Run one rank of a script: ``python FOLDER {options as JSON} program arguments``.
 
-Under any launcher, it detects its rank, sets torch's variables for the program, prefixes each line
-that the program prints with the rank, logs them, reports the program's failure, ends it and its
-children with itself, and exits as the program did. It is run by its folder's path and imports no
-torch, so that it starts in some 50 ms and holds little memory.
+Under any launcher, this wrapper detects its rank, sets torch's variables for the program, prefixes
+each of the program's lines with the rank, logs the lines, and reports the program's failure. The
+program and its children end with the wrapper, which exits as the program did. It is run by its
+folder's path and imports no torch, so that it starts in some 50 ms and holds little memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 def _load_package() -> None:
     """Load the package that this file is part of, by its path."""
-    # This file is run by its path: the package may not be on sys.path.
+    # This file is run by its path, so the package may be missing from sys.path.
     folder = Path(__file__).resolve().parents[3]
     spec = importlib.util.spec_from_file_location(
         "unisono", folder / "__init__.py", submodule_search_locations=[str(folder)]

@@ -32,11 +32,11 @@ from unisono.tracebacks import last_exception
 
 _DRAIN_S = 0.5  # after the program's end, for the output of its children
 _POLL_S = 0.5
-_SIGNALLED = 128  # a shell adds the signal's number for its exit code
+_SIGNALLED = 128  # to which a shell adds a signal's number for an exit code
 _LAST_LINES = 100
 _HEAD = b"Traceback (most recent call last):"
 _UNCAUGHT = 1  # exit code of a Python program with an uncaught exception
-_MOST_AFTER = 10  # lines of a long message, and warnings of libraries at the program's exit
+_MOST_AFTER = 10  # lines after the exception: a long message, or libraries' warnings
 _COLOURS = (36, 33, 35, 32, 34, 31, 96, 93, 95, 92, 94, 91)
 
 
@@ -64,9 +64,9 @@ class RankOptions:
 def variables(
     info: RankInfo | None, environ: Mapping[str, str], is_prefixed: bool = False
 ) -> dict[str, str]:
-    """Return the variables of the program: torch's own, under any launcher."""
+    """Return the program's variables, which include torch's under any launcher."""
     merged = {"PYTHONUNBUFFERED": "1", **environ}
-    merged.pop(PREFIXED, None)  # of a job around this one
+    merged.pop(PREFIXED, None)  # of an enclosing job
     if info is None:
         return merged
     facts = {**rank_variables(info), **node_variables(info), **share_of_cores(info)}
@@ -83,7 +83,7 @@ def run(program: Sequence[str], options: RankOptions) -> int:
     if info is not None:
         name_process(info.rank, info.world_size, _script_of(program))
     running = _Running(info, options)
-    # Before the start: no signal may end this process without its program.
+    # Set before the start, as no signal may end this process without its program.
     with handled((*TO_END, *OTHERS), lambda number, _: running.signals.append(number)):
         try:
             running.open_logs(options.log_dir)
@@ -94,19 +94,20 @@ def run(program: Sequence[str], options: RankOptions) -> int:
 
 
 def _script_of(program: Sequence[str]) -> str:
-    """Return the script that a command line runs with Python, else its program."""
+    """Return the script that a command line runs with Python, or else its program."""
     arguments = [word for word in program[1:] if not word.startswith("-")]
     return arguments[0] if arguments and program[0] == sys.executable else program[0]
 
 
 def _refuse(text: str, token: str, info: RankInfo | None = None) -> int:
+    """Report why the program can't be run; return the exit code."""
     rank, world_size = (info.rank, info.world_size) if info else (-1, -1)
     _send(Report(rank, world_size, socket.gethostname(), os.getpid(), 2, words=text), token)
     return 2
 
 
 def _send(report: Report, token: str) -> None:
-    """Write a report line by line: a pipe takes each whole, without other ranks' in between."""
+    """Write a report line by line, since a pipe keeps each line whole among other ranks' lines."""
     text = f"{report.text()}\n"
     data = encode(report, token) if token else text.encode("utf-8", "backslashreplace")
     for line in data.splitlines(keepends=True):
@@ -124,8 +125,8 @@ class _Running:
         self._last: deque[bytes] = deque(maxlen=_LAST_LINES)
         self._raised_at = math.inf  # when the last traceback began before a signal to end
         self._is_interrupted = False
-        mark = rb"^\[rank%d\]: " % (info.rank if info else -1)  # torch's own
-        self._mark = re.compile(mark if self._prefix else rb"(?!)")  # which never matches
+        mark = rb"^\[rank%d\]: " % (info.rank if info else -1)  # torch's own prefix
+        self._mark = re.compile(mark if self._prefix else rb"(?!)")  # matches nothing
         self._pipes = Pipes()
         self.signals: list[int] = []
         """Signals that haven't been processed yet."""
@@ -148,7 +149,7 @@ class _Running:
         """Start the program in a new process group."""
         parent = os.getpid()
 
-        def in_child() -> None:  # this process has one thread
+        def in_child() -> None:  # safe, as this process has one thread
             os.setpgid(0, 0)
             die_with(parent, signal.SIGKILL)
 
@@ -170,7 +171,7 @@ class _Running:
         self._pipes.add(self._process)
         self._pipes.selector.register(self._wake, selectors.EVENT_READ, 0)
         ended_at: float | None = None
-        # One open pipe is for waking up; children of the program may keep the others open.
+        # One open pipe wakes up this loop; children of the program may keep the others open.
         while len(self._pipes.open) > 1 or self._process.poll() is None:
             if self._process.poll() is not None:
                 ended_at = ended_at or time.monotonic()
@@ -186,7 +187,7 @@ class _Running:
         """Warn if a signal has stopped the program; `poll` detects its end."""
         if self._process.returncode is not None or not hasattr(os, "waitid"):
             return
-        # Without WEXITED: Popen reaps it.
+        # Without WEXITED, so that Popen reaps the program.
         kinds = os.WSTOPPED | os.WCONTINUED | os.WNOHANG
         with contextlib.suppress(ChildProcessError):
             status = os.waitid(os.P_PID, self._process.pid, kinds)
@@ -208,21 +209,21 @@ class _Running:
     def _print(self, lines: Iterable[tuple[int, bytes]]) -> None:
         """Print lines with the rank's prefix, and keep those of stderr for a report."""
         for fd, text in lines:
-            if text == b"\r":  # a progress bar begins with one
+            if text == b"\r":  # a progress bar begins with a carriage return
                 continue
             line = text.rstrip(b"\r\n") + b"\n"
             if fd == 2:
                 line = self._mark.sub(b"", line)
                 if line.startswith(_HEAD):
-                    self._note_traceback()
+                    self._record_traceback()
                 if self._is_interrupted:
                     continue
                 self._last.append(line)
             if fd and not self._is_hidden:  # 0 is the wake-up pipe
                 _write(fd, self._prefix + line)
 
-    def _note_traceback(self) -> None:
-        """Note when a traceback began, and hide it and what follows on Ctrl-C."""
+    def _record_traceback(self) -> None:
+        """Record when a traceback began; after Ctrl-C, hide it and all later lines."""
         if self._orders.began_at is None:
             self._raised_at = time.monotonic()
         # On Ctrl-C every rank raises KeyboardInterrupt, which is of no use to users.
@@ -230,7 +231,7 @@ class _Running:
 
     def _forward_signals(self) -> None:
         """Send signals on to the program, and kill it and its children when its time is over."""
-        if self._process.poll() is not None:  # by itself: `_finish` ends its children
+        if self._process.poll() is not None:  # by itself; `_finish` ends its children
             return
         while self.signals:
             number = self._orders.take(self.signals.pop(0), os.getppid() != self._parent)
@@ -259,9 +260,9 @@ class _Running:
         """End the program's children, and report its failure; return its exit code."""
         code = self._process.wait()
         was_sent = -code in self._sent or code - _SIGNALLED in self._sent
-        self._signal(signal.SIGKILL)  # children that it left behind
+        self._signal(signal.SIGKILL)  # ends the children that it left behind
         stopped_at = self._orders.began_at
-        # A program that the signal made fail is not a failure; one that had failed before is.
+        # A program that fails because of the signal is no failure; one that failed before it is.
         had_raised = stopped_at is not None and self._raised_at < stopped_at and not was_sent
         if code != 0 and (stopped_at is None or had_raised):
             _send(self._report(code), self._token)
@@ -271,10 +272,10 @@ class _Running:
         info = self._info
         text = b"".join(self._last).decode(errors="replace")
         raised, place = last_exception(text, _MOST_AFTER if code == _UNCAUGHT else 0)
-        if code < 0 or self._terminal:  # a signal isn't raised
+        if code < 0 or self._terminal:  # it raised nothing, or the terminal showed it
             raised, place = "", ""
         lines = [] if self._terminal else text.splitlines(keepends=True)
-        if not self._is_hidden:  # they were printed
+        if not self._is_hidden:  # all lines were printed, so one at most is repeated
             lines = [] if raised else lines[-1:]
         where: dict[str, Any] = {}
         if info is not None:

@@ -1,7 +1,7 @@
 r"""Failure reports of a script's rank, as lines among those that it prints.
 
 A report is JSON, in base64, in pieces: ``\x1e{token} {id} {piece} of {pieces} {text}\n``. Launchers
-pass lines of this length on whole, behind any prefix.
+pass on lines of this length whole, after any prefix.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from unisono.launchers.job.failure import SECONDARY, exit_code_of, signal_name
 
 _PIECE = 600  # characters: a launcher may split longer lines
 _MARK = "\x1e"
-_OF_LOST, _OF_TERMINAL = 1, 2  # doubts
+_LOST, _WITH_TERMINAL = 1, 2  # in the order of causes, before SECONDARY
 _WANTS_INPUT = re.compile(r"bdb\.BdbQuit|EOFError: EOF when reading a line")
 _SECONDARY = re.compile(
     r"PeerFailedError|Connection (closed|reset) by peer|Broken pipe|DistNetworkError"
@@ -36,7 +36,7 @@ class Report:
     attempt: int = 0
     raised: str = ""  # the uncaught exception, in one line
     place: str = ""  # the line of the user's code that raised it
-    words: str = ""  # the last output to stderr: a line, or many if they weren't printed
+    words: str = ""  # the last output to stderr: one line, or many that weren't printed
     local_rank: int | None = None
     node_rank: int | None = None
     has_terminal: bool = False
@@ -44,12 +44,12 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """Its exit code, as a shell reports it."""
+        """The exit code of the rank, as a shell reports it."""
         return exit_code_of(self.code)
 
     @property
     def signal_name(self) -> str | None:
-        """Name of the signal that ended it."""
+        """Name of the signal that ended the rank."""
         return None if self.code >= 0 else signal_name(-self.code)
 
     @property
@@ -58,15 +58,15 @@ class Report:
 
     @property
     def is_secondary(self) -> bool:
-        """Whether another rank's failure seems to have caused it, or may have."""
+        """Whether another rank's failure seems to have caused this one."""
         return self.has_terminal or _SECONDARY.search(self._last) is not None
 
     @property
-    def doubt(self) -> int:
-        """How likely another rank caused its end; a rank with the terminal prints that itself."""
+    def cause_order(self) -> int:
+        """Order of causes, as in `Fault`; a rank with the terminal shows its failure itself."""
         if self.is_secondary:
-            return _OF_TERMINAL if self.has_terminal else SECONDARY
-        return _OF_LOST if self.is_lost else 0
+            return _WITH_TERMINAL if self.has_terminal else SECONDARY
+        return _LOST if self.is_lost else 0
 
     def error(self, rank: int, world_size: int) -> WorkerFailedError:
         """Return the error of the job."""
@@ -141,7 +141,7 @@ class Reader:
         self._pieces: dict[bytes, dict[int, bytes]] = {}
 
     def read(self, line: bytes) -> Report | bool:
-        """Parse a line; return a complete report, else whether it is a part."""
+        """Parse a line; return the report that it completes, or whether it is part of one."""
         piece_of = self._mark.search(line)
         if piece_of is None:
             return False
