@@ -211,10 +211,10 @@ class ReplicaLoader(DataLoader[Any]):
 
     def _batches_here(self, state: dict[str, Any]) -> int:
         """Convert the number of saved batches to this loader's batches of the same samples."""
-        here = self._sizes()
         batches: int = state["batches"]
         if not batches:
             return 0
+        here = self._sizes()
         if state["samples"] != here["samples"]:
             raise ArgumentError(
                 f"the position is for {state['samples']} samples, but the dataset has "
