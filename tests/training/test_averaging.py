@@ -339,7 +339,8 @@ def test_memory_that_overlaps_in_part_is_refused_on_every_rank() -> None:
     parts = [matrix[:2], matrix[1:3] if rank == 1 else matrix[2:]]
     with pytest.raises(PayloadError, match=r"tensor \d of 2 .* overlaps another .* on ranks \[1\]"):
         idist.all_reduce_params(parts)
-    with pytest.raises(PayloadError, match="overlaps another one of the list in memory, or itself"):
+    text = "overlaps another tensor of the list in memory, or itself"
+    with pytest.raises(PayloadError, match=text):
         idist.broadcast_params([torch.zeros(1).expand(3)])
     same = torch.zeros(3)
     with pytest.raises(CollectiveMismatchError, match="the memory of tensor 0"):
