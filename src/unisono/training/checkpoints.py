@@ -412,7 +412,7 @@ def _from_shards(
 
     def read() -> Any:
         states = own_states(into)  # first, as it may be collective
-        # A path instead of a name, could lead out of the checkpoint's folder.
+        # A path in place of a name could lead out of the checkpoint's folder.
         if not name.startswith(_SHARDS) or os.path.basename(name) != name:
             raise PayloadError(
                 f"{target / _POINTER} contains an invalid shard folder name: {name!r}"

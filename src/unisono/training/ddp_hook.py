@@ -40,7 +40,7 @@ def average_gradients(
 class DDPAverager:
     """Averages the gradients of a ``DistributedDataParallel`` in every backward."""
 
-    # An object is the state of the communication hook `average`, unless the user registers a hook.
+    # It is also the state of the communication hook `average`, unless the user registers a hook.
     # On one host, buckets go through shared memory, and are compared with other ranks' calls;
     # between hosts, torch's group reduces them, with unisono's call name and deadline. Gradients on
     # an accelerator are left to torch, as host memory cannot hold such tensors.
