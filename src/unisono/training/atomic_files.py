@@ -116,7 +116,7 @@ def _is_abandoned(path: Path) -> bool:
 
 
 def check_archive(file: IO[bytes], name: str) -> None:
-    """Check the checksums of a torch archive; other files are not checked."""
+    """Raise if a checksum in a torch archive is wrong; other files are not checked."""
     is_archive = file.read(4) == b"PK\3\4"
     file.seek(0)
     if not is_archive:  # torch before 1.6 wrote other files, without checksums

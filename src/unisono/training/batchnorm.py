@@ -41,7 +41,7 @@ class _Normalize(torch.autograd.Function):
         sums = torch.stack([_channel_sums(grad), _channel_sums(grad * normal)])
         mean_grad, mean_dot = all_reduce_(sums, "SUM", ctx.group) / count
         back = grad - _wide(mean_grad, grad) - normal * _wide(mean_dot, grad)
-        # The gradient of x includes those of the statistics, which depend on x.
+        # The gradient of x includes that of the statistics, since they depend on x.
         return back * _wide(invstd, grad), None, None, None, None
 
 

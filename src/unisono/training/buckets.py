@@ -55,7 +55,7 @@ def buckets(tensors: Sequence[Tensor], limit_bytes: int) -> Iterator[list[Tensor
 def packed(
     context: ContextState, tensors: Sequence[Tensor], *, copies_back: bool = True
 ) -> Iterator[Tensor]:
-    """Copy tensors of one dtype and device into a flat buffer for exclusive use, and back."""
+    """Copy tensors of one dtype and device into a flat buffer, and back after the block."""
     # The context keeps one buffer for each dtype and device. A call removes it from there, as
     # another thread may average over another group meanwhile; after an error the buffer is dropped,
     # as the failed operation may still write to it.

@@ -123,7 +123,7 @@ class CheckpointManager:
 
     def _best(self, found: list[_Kept]) -> list[_Kept]:
         """Return the checkpoint with the best score in a list; an empty list without scores."""
-        # NaN, an unknown score, would make the order undefined.
+        # NaN stands for an unknown score, and can't be sorted.
         scored = [each for each in found if not math.isnan(each[1])]
         return sorted(scored, key=lambda each: (self._sign * each[1], each[0]))[-1:]
 

@@ -107,7 +107,7 @@ def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | Non
         _save_shards(context, obj, states, target, refusal)
         return
     _save_file(context, obj, states, target, rank)
-    # An existing file keeps its mode, which may forbid its writer to read it.
+    # The file may have kept the mode of an older one, which may forbid reading.
     is_writer = context.model.topology.rank == rank
     unread = _why_unread(target) if is_writer and os.access(target, os.R_OK) else ""
     if unread:
@@ -224,7 +224,7 @@ def is_whole(target: Path) -> bool:
 
 
 def remove(target: Path) -> None:
-    """Remove a checkpoint, complete or not; an interrupted removal leaves it incomplete."""
+    """Remove a checkpoint, complete or not; it is incomplete if removal is interrupted."""
     if not target.is_dir():
         target.unlink(missing_ok=True)
         return
@@ -427,7 +427,7 @@ def _current_shards(target: Path, into: Any) -> tuple[str, str]:
     """Return the name of the current shards, or an error text."""
     topology = current_model().topology
     try:
-        # `_from_shards` rejects a damaged name; decoding it mustn't fail.
+        # Decoding mustn't fail, as `_from_shards` rejects a damaged name on all ranks.
         name = (target / _POINTER).read_text(errors="replace")
     except OSError as error:
         rank = f"rank {topology.rank} of {topology.world_size}"

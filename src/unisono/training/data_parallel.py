@@ -96,10 +96,10 @@ class Averager:
     """Averages the gradients of a module in one context."""
 
     # Every rank must create one, with the same parameters, though creation sends nothing.
-    # A bucket is sent once each of its parameters has a gradient, except the last, which is sent at
-    # the end of backward. By then it is known which parameters got another gradient after their
-    # bucket was sent, as under reentrant checkpointing; the last bucket carries the number of ranks
-    # that saw this for each bucket, and such a bucket is sent again.
+    # A bucket is sent once each of its parameters has a gradient, except the last bucket, which is
+    # sent at the end of backward. By then the rank knows which parameters got another gradient
+    # after their bucket was sent, as under reentrant checkpointing. For each bucket, the last one
+    # carries the number of ranks that saw this; if there are any, the bucket is sent again.
 
     def __init__(self, module: nn.Module, bucket_bytes: int, name: str | None = None) -> None:
         context = current()
@@ -115,8 +115,8 @@ class Averager:
         self.release: weakref.finalize[..., Any]
         self.release = hook_gradients(self.on_gradient, parameters, self)
         self.is_syncing = True
-        self._touched: set[int] = set()  # since the last sum, also while not syncing
-        self._fired: set[int] = set()  # in this backward
+        self._touched: set[int] = set()  # with a gradient since the last sum, also in `no_sync`
+        self._fired: set[int] = set()  # with a gradient in this backward
         self._late: set[int] = set()  # buckets of this backward that were sent too early
         self._is_running = False
         self._missing: list[int] = []
@@ -138,7 +138,7 @@ class Averager:
         return current().context_id == self._context_id
 
     def reset(self) -> None:
-        """Wait for buckets in flight of an interrupted backward, and discard its state."""
+        """Wait for buckets that an interrupted backward sent, and discard its state."""
         if self._is_running:
             for bucket in self._buckets:
                 with suppress(CollectiveError):
@@ -146,7 +146,7 @@ class Averager:
         self._is_running = False
 
     def on_gradient(self, parameter: Tensor) -> None:
-        """Record a gradient, and start the sum of its bucket once that is complete."""
+        """Record a gradient, and start the sum of its bucket once the bucket is complete."""
         # Collective over all ranks; nothing happens outside the context of creation.
         if not self.is_current:
             return
@@ -248,7 +248,7 @@ _JOIN = "a step of join"
 # The marks that ranks exchange in it: a forward whose backward averages; such a forward in
 # evaluation mode, which sends no buffers; a forward in `no_sync`; a rank without batches left.
 _SYNCS, _SYNCS_IN_EVAL, _ACCUMULATES, _HAS_ENDED = b"s", b"v", b"a", b"e"
-# DistributedDataParallel's options that always hold here, or make no difference.
+# Options of DistributedDataParallel that always hold here, or have no effect.
 _NEEDLESS = frozenset(
     {"find_unused_parameters", "gradient_as_bucket_view", "static_graph", "check_reduction"}
 )
@@ -289,7 +289,7 @@ class Replicated(nn.Module):
             raise UnsupportedOperation(
                 current_model().name, f"option {unsupported} of auto_model", "leave it out"
             )
-        # DistributedDataParallel's default.
+        # 25 is DistributedDataParallel's default.
         size_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
         if not size_mb > 0:  # includes NaN
             raise ArgumentError(f"bucket_cap_mb={bucket_cap_mb!r} should be over 0")
@@ -340,7 +340,7 @@ class Replicated(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on this rank; the first backward outside averages them."""
+        """Accumulate gradients on this rank; the first backward after the block averages them."""
         before = self._averager.is_syncing
         self._averager.is_syncing = False
         try:

@@ -44,7 +44,7 @@ class DDPAverager:
     # On one host, buckets go through shared memory, and are compared with other ranks' calls;
     # between hosts, torch's group reduces them, with unisono's call name and deadline. Gradients on
     # an accelerator are left to torch, as host memory cannot hold such tensors.
-    # torch averages in the first backward after the module's forward outside of ``no_sync``. If the
+    # torch averages in the first backward after the module's forward outside of ``no_sync``. If a
     # forward ran in ``no_sync``, or on the inner module, or was an earlier one, gradients would
     # silently stay local. This class averages them after such a backward, as `Replicated` does.
     # The active context is looked up at each call.
@@ -101,7 +101,7 @@ class DDPAverager:
         module = self.module()
         if module is None or (module.static_graph and self._announced == 1):
             return  # when torch averages in the first backward of a static graph is unknown
-        with suppress(RuntimeError):  # not finished yet
+        with suppress(RuntimeError):  # torch has not averaged yet
             module._check_reducer_finalized()
             self._is_announced = False
 
@@ -124,7 +124,7 @@ class DDPAverager:
                 compare_calls(context, call, flat, self.group, host)
                 if host is None:
                     handle = context.start_all_reduce(flat, op, self.group)
-                    # `end_step` waits for it, so that buckets overlap.
+                    # `end_step` waits for the handle, so that buckets overlap.
                     self._started.append((token.started(handle), done))
                     return done
                 plane_is("memory")
@@ -163,7 +163,7 @@ class DDPAverager:
 
 
 def average(state: DDPAverager, bucket: Any) -> torch.futures.Future[Tensor]:
-    """Average one bucket of gradients in place: a communication hook. Collective over the group."""
+    """Average a bucket of gradients in place, as communication hook. Collective over the group."""
     flat, group = bucket.buffer(), state.group
     if flat.layout is not torch.strided:  # sparse gradients
         module = state.module()

@@ -64,7 +64,7 @@ def assert_equal(tree: Any, group: GroupLike = None) -> None:
         except RecursionError as error:
             text = "a container contains itself, or is nested too deep"
             raise PayloadError(text) from error
-        trees[""] = plain(opened, own_states(opened))  # stateful objects as their states
+        trees[""] = plain(opened, own_states(opened))  # with states in place of stateful objects
         return encode(digest(trees[""]))
 
     frame = frame_or_reason(described)

@@ -28,7 +28,7 @@ from unisono.errors import ArgumentError, CollectiveMismatchError
 from unisono.training.loading import DistributedProxySampler, auto_dataloader
 
 Columns = dict[str | None, Any]
-Kind = tuple[str, tuple[int, ...]] | None  # dtype and shape of a sample's result; None in lists
+Kind = tuple[str, tuple[int, ...]] | None  # dtype and shape of a sample's result; None for lists
 
 
 class EvaluationSampler(Sampler[int]):
@@ -65,7 +65,7 @@ class EvaluationSampler(Sampler[int]):
         return len(self._indices)
 
     def set_epoch(self, epoch: int) -> None:
-        """Accept the epoch for loops that set it on any sampler, without effect."""
+        """Do nothing; loops may set the epoch of any sampler."""
 
 
 @overload
@@ -259,7 +259,7 @@ def _results(fn: Callable[[Any], Any], loader: Any) -> list[Columns]:
     left = len(loader.sampler)
     with torch.no_grad(), _in_evaluation_mode(fn):
         for batch in loader:
-            count = min(loader.batch_size or 1, left)  # None for single samples
+            count = min(loader.batch_size or 1, left)  # without a batch size, one sample
             left -= count
             results = fn(batch)
             named = results if isinstance(results, dict) else {None: results}

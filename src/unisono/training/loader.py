@@ -53,7 +53,7 @@ class ReplicaLoader(DataLoader[Any]):
         samplers = (self.batch_sampler, getattr(self.batch_sampler, "sampler", None), self.sampler)
         ordering = (each for each in samplers if hasattr(each, "set_epoch"))
         self._position = _Position(next(ordering, None))
-        self._begin = (self._position.order, 0)  # epoch and batch at which training begins
+        self._begin = (self._position.order, 0)  # epoch and batch at which training starts
         self._passed = 0  # passes before the first epoch
         self._counts = False  # whether each pass from now on counts as an epoch
 
@@ -185,7 +185,7 @@ class ReplicaLoader(DataLoader[Any]):
             inner = getattr(self.batch_sampler, "sampler", self.sampler)
             is_in_order = isinstance(inner, SequentialSampler) and not self._has_own_batches()
             return is_in_order or isinstance(self.dataset, IterableDataset)
-        # A sampler's own generator goes on from pass to pass, unless set_epoch seeds it.
+        # The state of a sampler's own generator differs in each pass, unless set_epoch seeds it.
         while getattr(sampler, "generator", None) is None or hasattr(sampler, "set_epoch"):
             if not hasattr(sampler, "sampler"):
                 return True
@@ -299,7 +299,7 @@ class _Position:
 
 @dataclass(eq=False)
 class _Batches:
-    """Iterator over an epoch's batches on the device; like torch's, usable after an error."""
+    """Iterator over an epoch's batches on the device; usable after an error, like torch's."""
 
     inner: Any
     position: _Position
@@ -330,7 +330,7 @@ class _Batches:
                 position.begin(position.order + 1, 0)
                 position.set_epoch_of_sampler()
             raise
-        except Exception:  # raised by the dataset: the next call returns the next batch
+        except Exception:  # raised by the dataset; the next call returns the next batch
             self._count(is_new)
             raise
         self._count(is_new)
@@ -379,7 +379,7 @@ def moved(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=non_blocking)
     if callable(getattr(batch, "to", None)) and not isinstance(batch, type):
-        # Its `to` may lack the option non_blocking.
+        # The `to` of another class may lack the option non_blocking.
         return batch.to(device)
     if isinstance(batch, (dict, list, tuple)):
         return mapped(batch, lambda item: moved(item, device, non_blocking))

@@ -96,14 +96,13 @@ def auto_dataloader(
     if batch_size is not None and not is_count:
         raise ArgumentError(f"batch_size={batch_size!r} should be an int of at least 1, or None")
     if world_size > 1:
-        introduce(context, "auto_dataloader")  # for the number of ranks of this node
+        introduce(context, "auto_dataloader")  # so that the number of ranks on this node is known
         if not per_replica:
             # Only a given size is divided, not the default of 1.
             if kwargs.get("batch_size") is not None:
                 kwargs["batch_size"] = _share(batch_size, world_size)
             n_local, workers = facts.get_nproc_per_node(), kwargs.get("num_workers", 0)
-            # If there are fewer workers than ranks, each rank has that number, as in
-            # ignite.distributed.
+            # A number of workers below that of ranks isn't divided, as in ignite.distributed.
             if workers >= n_local:
                 kwargs["num_workers"] = math.ceil(workers / n_local)
     _set_sampler(dataset, kwargs, world_size)
@@ -122,7 +121,7 @@ _COPIED = (
 def _dataset_and_arguments(
     loader: DataLoader[Any], given: dict[str, Any], world_size: int
 ) -> tuple[Any, dict[str, Any]]:
-    """Return a loader's dataset and arguments, scaled to be divided by `world_size` again."""
+    """Return a loader's dataset and arguments, with counts that `world_size` will divide again."""
     if type(loader) not in (DataLoader, ReplicaLoader):
         raise ArgumentError(
             f"cannot recreate a {type(loader).__qualname__} for this rank: pass the dataset, or a "
@@ -271,7 +270,7 @@ class _Shuffled(RandomSampler):
 
 
 class _InOrder(SequentialSampler):
-    """The order of the dataset, with an epoch."""
+    """The order of the dataset, with a set_epoch that loaders can call."""
 
     # Not a DistributedSampler, which couldn't be split again, and lists all indices.
     epoch = 0
@@ -332,7 +331,7 @@ class DistributedProxySampler(DistributedSampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         with _drawing, seeded(self.epoch):  # replicas that are threads share the generators
-            indices = list(self.sampler)  # their number may differ by epoch
+            indices = list(self.sampler)  # the number of indices may differ by epoch
             if not indices:
                 raise ArgumentError("the sampler has a length, but yields no indices")
             self.num_samples = math.ceil(len(indices) / self.num_replicas)
@@ -345,7 +344,7 @@ class DistributedProxySampler(DistributedSampler[Any]):
         """Raise on all ranks if their draws differ, as their parts would overlap."""
         context = communicator()
         if context.model.topology.world_size != self.num_replicas:
-            return  # not a sampler for this job's ranks
+            return  # the replicas aren't this job's ranks
         digest = hashlib.blake2b(repr(indices).encode(), digest_size=16).digest()
         name = type(self.sampler).__qualname__
         if len(set(exchange_blobs(context, f"an epoch of a {name}", digest, None))) > 1:

@@ -15,7 +15,7 @@ from unisono.errors import ArgumentError, UnsupportedOperation
 
 _watched: dict[int, Any] = {}  # recorded signals, with their previous handlers
 _received: set[int] = set()  # signals received
-_reported: set[int] = set()  # signals reported by a preemption_point, received or not
+_reported: set[int] = set()  # signals that a preemption_point reported for any rank
 _NO, _YES, _CANNOT = b"n", b"y", b"c"
 
 

@@ -171,7 +171,7 @@ def get_rng_state() -> dict[str, Any]:
         True
     """
     state = {name: get() for name, (get, _, _) in _generators().items()}
-    # Lists and numbers can be loaded with weights_only=True.
+    # Converted to lists and numbers, which weights_only=True can load.
     version, internal, gauss = state["python"]
     state["python"] = [version, list(internal), gauss]
     if "numpy" in state:

@@ -164,7 +164,7 @@ def _place(path: Sequence[Any]) -> str:
 
 
 def _loads_copy(state: Callable[[], Any], load: Callable[[Any], object]) -> Step:
-    """Return a step that loads the present state again, if there is one that can be copied."""
+    """Return a step that restores the present state, if that can be copied."""
     try:
         return partial(load, copy.deepcopy(state()))
     except Exception:  # raised by the user's classes
@@ -177,14 +177,14 @@ def _with_place(load: Step, where: str) -> Step:
     def step() -> None:
         try:
             load()
-        except Exception as error:  # classes raise different types
+        except Exception as error:  # load_state_dict of a class may raise any type
             raise PayloadError(f"{where} does not fit: {error}") from error
 
     return step
 
 
 def _fits(current: Any, saved: Any) -> bool:
-    """Return whether a module certainly accepts a saved tensor for its current one."""
+    """Return whether a module is sure to accept a saved tensor in place of its current one."""
     if not (isinstance(current, Tensor) and isinstance(saved, Tensor)):
         return False
     return current.shape == saved.shape
@@ -210,7 +210,7 @@ def _entry(saved: Any, key: Any) -> Any:
 
 
 def _check_by_rank(into: Any, is_by_rank: bool, where: str) -> None:
-    """Raise unless a state that was saved by rank is loaded into a `ByRank`, and no other is."""
+    """Raise if only one of the saved state and the object to load is by rank."""
     if is_by_rank and has_state(into):
         raise PayloadError(f"{where} was saved by rank: load it into ByRank(...)")
     if isinstance(into, ByRank) and not is_by_rank:

@@ -75,7 +75,7 @@ _REFUSED = {
         "leave one of the two out, or give a clone(), or the tensor that both are views of",
     ),
 }
-_ORDERS = (  # code, memory format, and the number of dimensions that it needs
+_ORDERS = (  # code, memory format, and the number of dimensions that the format needs
     (b"c", torch.contiguous_format, None),
     (b"l", torch.channels_last, 4),
     (b"d", torch.channels_last_3d, 5),
@@ -140,7 +140,7 @@ def agree(
     *,
     of_grads: bool = False,
 ) -> list[Work]:
-    """Check that all ranks list the same tensors; return these, or their gradients, to be sent."""
+    """Check that all ranks list the same tensors; return the tensors, or gradients, to send."""
     # Collective over `group`: one exchange, and a second one if the lists differ.
     likes: list[Tensor] = []
     error: ArgumentError | None = None

@@ -28,7 +28,7 @@ from unisono.training.restoring import refuse_lost_states
 from unisono.training.same_tensors import is_sharded
 from unisono.training.states import refuse_lost_shards
 
-KeyPath = tuple[Any, ...]  # keys from a state to a value in it
+KeyPath = tuple[Any, ...]  # the keys that lead from a state to a value in it
 _Unpickler: Any = vars(pickle)["_Unpickler"]
 _METADATA = ".metadata"
 _SEAL = "metadata.sha256"

@@ -107,7 +107,7 @@ def _without_wrappers(module: nn.Module) -> Callable[[str], str]:
 
 
 def _renamed(state: Mapping[str, Any], rename: Callable[[str], str]) -> OrderedDict[str, Any]:
-    """Return a state dict with renamed keys, also in its ``_metadata``, the modules' versions."""
+    """Return a state dict with renamed keys, also in ``_metadata``, which has modules' versions."""
     renamed: Any = OrderedDict((rename(key), value) for key, value in state.items())
     versions: Any = getattr(state, "_metadata", None)
     if versions is not None:  # by module paths: with a final dot, prefixes of keys
@@ -190,7 +190,7 @@ def own_states(obj: Any) -> dict[int, Any]:
             states[id(leaf)] = _renamed(state, _without_wrappers(module))
     for leaf in found:
         if isinstance(leaf, ByRank):
-            states[id(leaf)] = {BY_RANK: ()}  # all ranks' states are known later
+            states[id(leaf)] = {BY_RANK: ()}  # `save_checkpoint` adds the states of all ranks
         elif has_state(leaf) and not isinstance(leaf, (nn.Module, torch.optim.Optimizer)):
             states[id(leaf)] = leaf.state_dict()
     return states
@@ -225,7 +225,7 @@ def _walk(path: tuple[Any, ...], obj: Any) -> Iterator[tuple[tuple[Any, ...], An
 
 
 def has_shards(obj: Any, states: Mapping[int, Any]) -> bool:
-    """Return whether any tensor is sharded; only modules' states are read."""
+    """Return whether any tensor is sharded; of objects with states, only modules are read."""
     for _, leaf in leaves(obj):
         tensors = [leaf]
         if isinstance(leaf, nn.Module):

@@ -153,7 +153,7 @@ def _reduced(value: Any, op: ReduceOp) -> Any:
         return all_reduce(unflatten(value, leaves), op)
     try:
         sent = [_widened(leaf, op) for leaf in leaves]
-    except Exception:  # as above
+    except Exception:  # also raised by the value's class
         return all_reduce(value, op)
     totals, _ = flatten(all_reduce(unflatten(value, sent), op))
     rows = zip(totals, leaves, strict=True)

@@ -136,7 +136,7 @@ def _warn_of_lone_metrics(model: nn.Module, current: ComputationModel) -> None:
 
 
 def _is_lone(part: nn.Module, kind: type) -> bool:
-    """Return whether a metric should synchronise, but finds no other ranks."""
+    """Return whether a metric would synchronise, but finds no other ranks."""
     if not isinstance(part, kind) or getattr(part, "sync_on_compute", True) is False:
         return False
     finds_others: Any = getattr(part, "distributed_available_fn", None)
@@ -157,7 +157,7 @@ def _check_module(model: nn.Module) -> None:
     """Raise unless `auto_model` can wrap a model."""
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"a torch.nn.Module is needed, not a {type(model).__qualname__}")
-    is_sharded = hasattr(model, "set_requires_gradient_sync")  # by fully_shard
+    is_sharded = hasattr(model, "set_requires_gradient_sync")  # fully_shard adds this method
     if is_sharded or isinstance(model, (_DDP, nn.DataParallel, Replicated)):
         raise ArgumentError(
             f"the model is wrapped already, in {type(model).__qualname__}: give auto_model the "
