@@ -65,7 +65,7 @@ class EvaluationSampler(Sampler[int]):
         return len(self._indices)
 
     def set_epoch(self, epoch: int) -> None:
-        """Do nothing; loops may set the epoch of any sampler."""
+        """Accept the epoch, without effect, as loops may set it on any sampler."""
 
 
 @overload
