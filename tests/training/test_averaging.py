@@ -1,6 +1,6 @@
-"""Averaging and broadcasting of what a training has: exact, alike on all ranks, or refused.
+"""Averaging and broadcasting in training: exact, equal on all ranks, or refused.
 
-Also of memory that comes several times in a list, and with buffers that threads don't share.
+Lists may have the same memory several times, and threads don't share buffers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def tensors_of(rank: int) -> list[Tensor]:
 @pytest.mark.parametrize(("coalesce", "bucket_mb"), [(True, -1), (True, 0.01), (False, -1)])
 def test_params_have_the_mean_of_all_ranks(coalesce: bool, bucket_mb: float) -> None:
     rank, size = idist.get_rank(), idist.get_world_size()
-    for _ in range(2):  # again with the buffers of before
+    for _ in range(2):  # the second time with the buffers of the first
         tensors = tensors_of(rank)
         strides = [tensor.stride() for tensor in tensors]
         idist.all_reduce_params(iter(tensors), coalesce, bucket_mb)
@@ -76,7 +76,7 @@ def test_gradients_are_averaged_and_skipped_alike() -> None:
     used, unused, sometimes, frozen = (nn.Parameter(torch.zeros(2)) for _ in range(4))
     frozen.requires_grad_(False)
     for parameter in (used, frozen, sometimes)[: 3 if rank == 0 else 2]:
-        parameter.grad = torch.full((2,), rank + 1.0)  # a stale one where nothing requires it
+        parameter.grad = torch.full((2,), rank + 1.0)  # a frozen parameter gets a stale one
     idist.all_reduce_grads(iter([used, unused, sometimes, frozen]))
     mean = sum(range(1, size + 1)) / size
     torch.testing.assert_close(used.grad, torch.full((2,), mean))
@@ -95,7 +95,7 @@ def test_lists_that_differ_are_named() -> None:
         assert words in str(caught.value)
     for call in (idist.broadcast_params, idist.all_reduce_params):
         with pytest.raises(CollectiveMismatchError, match=r"the lists differ .*nothing there"):
-            call([torch.ones(1)] * (1 + rank))  # none waits for what the others lack
+            call([torch.ones(1)] * (1 + rank))  # no rank waits for tensors that another lacks
     with pytest.raises(CollectiveMismatchError, match=r"torch\.float64"):
         kind = torch.float64 if rank else torch.float32
         idist.all_reduce_grads([torch.ones(1, dtype=kind)])
@@ -106,7 +106,7 @@ def test_lists_that_differ_are_named() -> None:
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(PayloadError, match=r"tensor 0 of 1 .* is sparse on ranks \[1\]"):
         idist.all_reduce_grads(table)
-    assert idist.all_reduce(1) == idist.get_world_size()  # nothing is broken
+    assert idist.all_reduce(1) == idist.get_world_size()  # the ranks are still in step
 
 
 @alone_and_several
@@ -216,7 +216,7 @@ def test_broadcast_of_an_optimizer(kind: Any) -> None:
     net = nn.Linear(3, 2)
     extra = {"momentum": 0.9} if kind is torch.optim.SGD else {}
     optimizer = kind(net.parameters(), lr=0.1 * (rank + 1), **extra)
-    if rank == 0:  # the others have no state yet
+    if rank == 0:  # other ranks have no state yet
         net(torch.randn(2, 3, generator=generator)).sum().backward()
         optimizer.step()
     idist.broadcast_optimizer_state(optimizer, src=0)
@@ -296,7 +296,7 @@ def test_what_belongs_to_what(make: Any, owners: list[int]) -> None:
 
 
 class Tied(nn.Module):
-    """A language model's embedding and head, whose weight is one; large ones go alone."""
+    """A language model whose embedding and head share a weight; a large one is sent alone."""
 
     def __init__(self, words: int) -> None:
         super().__init__()
@@ -325,7 +325,7 @@ def test_tied_weights_are_reduced_once(words: int) -> None:
     assert torch.unique(weight).tolist() == [float(size)]
     named = dict(net.named_parameters(remove_duplicate=False))
     assert len(named) == 2
-    for givers, expected in ((size, float(total)), (1, 1.0)):  # who has a gradient at all
+    for givers, expected in ((size, float(total)), (1, 1.0)):  # ranks with a gradient
         weight.grad = torch.full_like(weight, rank + 1.0) if rank < givers else None
         idist.all_reduce_grads(named, op="sum")
         assert weight.grad is not None
@@ -339,7 +339,8 @@ def test_memory_that_overlaps_in_part_is_refused_on_every_rank() -> None:
     parts = [matrix[:2], matrix[1:3] if rank == 1 else matrix[2:]]
     with pytest.raises(PayloadError, match=r"tensor \d of 2 .* overlaps another .* on ranks \[1\]"):
         idist.all_reduce_params(parts)
-    with pytest.raises(PayloadError, match="overlaps another one of the list in memory, or itself"):
+    text = "overlaps another tensor of the list in memory, or itself"
+    with pytest.raises(PayloadError, match=text):
         idist.broadcast_params([torch.zeros(1).expand(3)])
     same = torch.zeros(3)
     with pytest.raises(CollectiveMismatchError, match="the memory of tensor 0"):

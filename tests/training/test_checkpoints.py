@@ -1,4 +1,4 @@
-"""A checkpoint is the old one or the new one, whole, whatever happens while it is written."""
+"""A checkpoint is the complete old or new one, whatever happens while it is written."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
 
 
 def fills_the_disk(local_rank: int, path: str) -> None:
-    """Write more than the system lets this process write, which fails as a full disk does."""
+    """Write a file over this process's size limit, which fails as on a full disk."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     with pytest.raises(
@@ -73,11 +73,11 @@ def fills_the_disk(local_rank: int, path: str) -> None:
         idist.save_checkpoint({"w": torch.ones(2**20)}, path)
 
 
-# One that works comes first: what torch loads late may be readable for root alone.
+# A save that works comes first: only root may be able to read modules that torch imports late.
 WITHOUT_PERMISSION = """
 import os, sys, torch, unisono as idist
 idist.save_checkpoint({'w': torch.ones(10)}, sys.argv[2])
-if os.geteuid() == 0:  # who may write everywhere
+if os.geteuid() == 0:  # root may write everywhere
     os.setuid(65534)
 try:
     idist.save_checkpoint({'w': torch.ones(10)}, sys.argv[1])
@@ -102,7 +102,7 @@ def test_a_folder_without_permission_leaves_the_old_file(tmp_path: Path) -> None
 
 
 def test_a_killed_writer_leaves_a_whole_file(tmp_path: Path) -> None:
-    """Kill it at six moments of one writing."""
+    """Kill the writer at six moments of one save."""
     path, written = tmp_path / "model.pt", tmp_path / "written"
     for turn in range(6):
         with pytest.raises(WorkerFailedError, match="SIGALRM"):
@@ -117,7 +117,7 @@ def test_a_killed_writer_leaves_a_whole_file(tmp_path: Path) -> None:
 
 
 def writes_until_killed(local_rank: int, path: str, written: str, part: float) -> None:
-    """Write until a signal ends the process, after a part of the time that one writing takes."""
+    """Save until a signal ends the process, after a part of the duration of one save."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     with open(written, "a", buffering=1) as note:
         for value in range(1, 10_000):
@@ -139,7 +139,7 @@ while True:
 def test_writers_of_one_path_leave_each_other_s_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another one may begin at the last moment: between the end of this file and its new name."""
+    """Another writer may begin at the last moment, before this file is renamed."""
     path, replace = tmp_path / "both.pt", Path.replace
 
     def late(part: Path, target: Path) -> Path:
@@ -162,10 +162,10 @@ def test_the_next_writer_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     other = tmp_path / ".model.pt.other.0123456789abcdef.tmp"
     other.write_bytes(b"of a file model.pt.other")
     old = tmp_path / f".model.pt.{'0' * 32}.tmp"
-    old.touch()  # as one that can't be locked
+    old.touch()  # an empty file, as on a file system without locks
     os.utime(old, (0, 0))
     idist.save_checkpoint({"w": torch.ones(1)}, path)
-    assert part.exists() and not old.exists()  # the writer of one lives
+    assert part.exists() and not old.exists()  # the writer of `part` is still alive
     writer.kill()
     writer.wait()
     idist.save_checkpoint({"w": torch.ones(1)}, path)
@@ -193,7 +193,7 @@ def test_a_link_stays_and_a_file_keeps_its_mode(tmp_path: Path) -> None:
 
 
 def count_refusals(path: Path, times: int, draw: random.Random, load: Callable[[], None]) -> int:
-    """Damage a file many times; `load` refuses it, or fails for what isn't as it was saved."""
+    """Damage a file many times; `load` refuses it, or checks that the values are as saved."""
     data, refused = path.read_bytes(), 0
     for _ in range(times):
         path.write_bytes(damaged(data, draw))
@@ -207,7 +207,7 @@ def count_refusals(path: Path, times: int, draw: random.Random, load: Callable[[
 
 
 def damaged(data: bytes, draw: random.Random) -> bytes:
-    """Change bytes, leave some out, or cut the end off; or write something else."""
+    """Change bytes, leave some out, cut the end off, or return other data."""
     kind = draw.randrange(4)
     if kind == 0:
         return data[: draw.randrange(len(data))]
@@ -228,7 +228,7 @@ def test_no_damaged_file_is_loaded_with_other_content(tmp_path: Path) -> None:
 
     def load() -> None:
         loaded = idist.load_checkpoint(path)
-        assert torch.equal(loaded["w"], torch.arange(1000.0))  # dates and the like aren't content
+        assert torch.equal(loaded["w"], torch.arange(1000.0))  # a date may differ
         assert (loaded["s"], loaded["l"]) == ("x", [1, 2, {"a": 3}])
 
     assert count_refusals(path, 1500, random.Random(1), load) > 1000
@@ -257,7 +257,7 @@ class Touches:
         return os.mkdir, (self.path,)
 
 
-# A pickle that sets an attribute of a class that metadata consist of.
+# A pickle that sets an attribute of one of the classes of torch's metadata.
 CHANGES_A_CLASS = b"ctorch.distributed.checkpoint.metadata\nStorageMeta\n(N}Vhacked\nI1\nstb."
 
 

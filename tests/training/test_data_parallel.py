@@ -1,4 +1,4 @@
-"""Several workers end with the parameters of one process: nearly, or with exact sums to the bit."""
+"""Several workers end with the parameters of one process: nearly, or bitwise with exact sums."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ JOBS = [
 ]
 EPOCHS, INFINITE = 2, 4
 RATE = 0.05
-SHARDS = 4  # of each step, for exact sums
+SHARDS = 4  # shards of each step, for exact sums
 SHARE = 5  # samples of a batch on each rank
 CASES = list(itertools.product((False, True), (1, 2)))
 """Whether batch norms are synchronised, and how many batches a step takes."""
@@ -107,7 +107,7 @@ def update(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def reference(sync_bn: bool, accumulate: int, size: int) -> dict[str, Tensor]:
-    """Train in one process on the whole batch; without sync_bn normalised part by part."""
+    """Train in one process on whole batches; without sync_bn, normalise each rank's part."""
     data, model = dataset(), network(seed=0)
     optimizer, scaler = optimizer_of(model), torch.amp.GradScaler("cpu", init_scale=1024.0)
     samplers: list[Any] = [DistributedSampler(data, size, rank) for rank in range(size)]
@@ -149,7 +149,7 @@ def check_state(
 ) -> None:
     assert list(state) == list(expected)
     for name, item in expected.items():
-        # Without sync_bn the buffers are those of a part of the batch.
+        # Without sync_bn, buffers depend on the rank's part of the batch.
         if has_all_buffers or not ("running" in name or "num_batches" in name):
             torch.testing.assert_close(state[name], item, rtol=1e-5, atol=1e-9)
 
@@ -167,18 +167,18 @@ def with_options(local_rank: int) -> None:
         torch.optim.SGD(model.parameters(), lr=1.0), backward_passes_per_step=1
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Horovod's own, of the step that was left out
+        warnings.simplefilter("ignore")  # Horovod warns of the step that was left out
         for is_clipped in (True, False):
             optimizer.zero_grad()
             model(torch.ones(1, 1) * idist.get_rank()).sum().backward()
             if is_clipped:
                 idist.clip_grad_norm_(model, 1.0)
-        optimizer.step()  # the second one's gradients weren't averaged before
+        optimizer.step()  # the second gradients weren't averaged by clipping
     idist.assert_equal(model)
 
 
 def train_exactly(local_rank: int, folder: str) -> str:
-    """Train on fixed shards, save, and give the hash of the file. Collective over all ranks."""
+    """Train on fixed shards, save, and return the hash of the file. Collective over all ranks."""
     torch.set_num_threads(1)
     rank, size = idist.get_rank(), idist.get_world_size()
     model = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 1))
@@ -209,7 +209,7 @@ def train_exactly(local_rank: int, folder: str) -> str:
 def test_a_checkpoint_has_the_same_bytes_on_any_number_of_ranks(
     backend: str, sizes: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """With 3 one rank has two shards, with 5 one has none; 4 on gloo are in the recipe."""
+    """Of 3 ranks one has two shards, of 5 one has none; a recipe's test has 4 on gloo."""
     alone = train_exactly(0, str(tmp_path))
     for size in sizes:
         found = idist.spawn(backend, train_exactly, (str(tmp_path),), nproc_per_node=size)

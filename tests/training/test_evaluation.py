@@ -1,4 +1,4 @@
-"""Results of every sample once and in order; seeds and states; what a job agrees on and says."""
+"""Evaluation of every sample once and in order, seeds, random states, and batch sizes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_results_that_are_missing_are_named() -> None:
         for dst in (None, 0):
             with pytest.raises(CollectiveMismatchError, match=r"gather_results.*rank 1: "):
                 idist.gather_results(part, size, dst=dst)
-    empty = torch.tensor([5] if rank == 0 else [])  # which is of float32, but has nothing
+    empty = torch.tensor([5] if rank == 0 else [])  # an empty one has the dtype float32
     assert idist.gather_results(empty, 1).tolist() == [5]
     assert idist.gather_results([], 0) == []
     assert len(idist.gather_results(torch.ones(1, 2) if rank == 0 else torch.ones(0, 2), 1)) == 1
@@ -93,7 +93,7 @@ def test_seeds_and_measures() -> None:
     own = [torch.rand(1, generator=idist.rank_generator(seed)).item() for seed in (11, 11, None)]
     assert own[0] == own[1] != own[2]
     assert len({*idist.all_gather(own[0]), *idist.all_gather(own[2])}) == 2 * size
-    if idist.model_name() != "threads":  # which share the generators
+    if idist.model_name() != "threads":  # threads share the generators
         idist.seed_everything(11)
         drawn = (torch.rand(1).item(), random.random(), float(numpy.random.rand()))
         assert len(set(idist.all_gather(drawn))) == 1
@@ -133,7 +133,7 @@ def test_sums_and_means_are_right_or_refused() -> None:
         for mean in (idist.reduce_mean(tensor), idist.reduce_dict({"x": tensor})["x"]):
             assert mean.dtype is torch.float32
             torch.testing.assert_close(mean.item(), float(value), rtol=1e-6, atol=0)
-        if size == 1 or dtype.itemsize == 8:  # which wrap around
+        if size == 1 or dtype.itemsize == 8:  # sums of 64 bits wrap around
             assert torch.equal(idist.reduce_sum(tensor), tensor * size)
         else:
             for call in (idist.reduce_sum, lambda item: idist.reduce_dict({"x": item}, "sum")):
@@ -211,7 +211,7 @@ def test_alone_nothing_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "x 1\n"
     assert idist.get_device_memory_gb() == 0.0
     before = idist.get_current_memory_gb()
-    with mmap.mmap(-1, 2**26) as new:  # malloc may have 64 MiB that another test gave back
+    with mmap.mmap(-1, 2**26) as new:  # malloc might reuse memory of another test
         new.write(b"x" * 2**26)
         assert 0.05 < idist.get_current_memory_gb() - before < 0.5
 
@@ -302,7 +302,7 @@ def test_a_batch_that_is_too_large_within_evaluate_or_a_section_is_halved() -> N
         return idist.evaluate(lambda rows: (fn(rows), rows)[1], [1, 2], batch_size=2)
 
     uses: list[Callable[[int], object]] = [
-        lambda size: check(size) and evaluate(len),  # one rank has left, and the others are in it
+        lambda size: check(size) and evaluate(len),  # one rank has left, others evaluate
         lambda size: check(size) and evaluate(lambda _: idist.barrier()),
         lambda size: evaluate(lambda _: check(size)),
         lambda size: idist.run_on_rank(lambda: check(size)),
@@ -314,7 +314,7 @@ def test_a_batch_that_is_too_large_within_evaluate_or_a_section_is_halved() -> N
 
 @pytest.mark.ranks(2, on=("threads", "gloo"))
 def test_a_rank_out_of_memory_in_the_middle_of_a_step_halves_it_on_all() -> None:
-    """On gloo rank 0 has a result by then, which is freed as what a failed step holds is."""
+    """On gloo, rank 0 has a result by then, which is freed like the objects of a failed step."""
     is_without_sync = idist.backend() == "gloo"
     before: list[weakref.ref[nn.Module]] = []
     freed: list[bool] = []

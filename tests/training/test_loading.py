@@ -108,13 +108,13 @@ def epochs(_local_rank: int, data: Any, seed: int | None = None) -> list[list[in
     for epoch in (0, 0, 1):
         loader.sampler.set_epoch(epoch)
         orders.append([i for rows in loader for i in rows.tolist()])
-    plain: Any = DataLoader(data, batch_size=4, shuffle=True)  # nobody tells it of epochs
+    plain: Any = DataLoader(data, batch_size=4, shuffle=True)  # it has no epochs
     loader = idist.auto_dataloader(plain, generator=generator)
     return [*orders, *([i for rows in loader for i in rows.tolist()] for _ in range(2))]
 
 
 class Counting(Dataset[int]):
-    """A data set, or the indices of one, in another order in each epoch."""
+    """A dataset or a sampler, with another order in each epoch."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -177,7 +177,7 @@ def test_an_iterable_data_set_is_told_that_every_rank_reads_it(
 @several_here
 def test_shard_gives_each_rank_and_worker_its_part() -> None:
     rank, size = idist.get_rank(), idist.get_world_size()
-    for workers in (0, 2) if idist.backend() == "gloo" else (0,):  # forks and threads don't fit
+    for workers in (0, 2) if idist.backend() == "gloo" else (0,):  # threads shouldn't fork
         whole = idist.shard(range(7))
         loader = idist.auto_dataloader(whole, num_workers=workers, per_replica=True)
         assert sorted(rows.item() for rows in loader) == [*range(rank, 7, size)]
@@ -203,7 +203,7 @@ def test_the_proxy_deals_out_any_sampler() -> None:
 
 
 class Drawn(Sampler[int]):
-    """Draws in a way of its own."""
+    """A sampler that draws with a given function."""
 
     def __init__(self, draw: Callable[[], list[int]]) -> None:
         self.draw = draw
@@ -216,7 +216,7 @@ class Drawn(Sampler[int]):
 
 
 class Buckets:
-    """Batches in an order that is drawn, more of them in each epoch."""
+    """A batch sampler with random batches, and one more of them in each epoch."""
 
     def set_epoch(self, epoch: int) -> None:
         self.count = 4 + epoch
@@ -264,7 +264,7 @@ def test_a_sampler_that_draws_elsewhere_is_seeded_or_refused() -> None:
 
 
 class Drawing(Dataset[list[float]]):
-    """Changes its samples at random, as augmentation does."""
+    """A dataset with random samples, as under augmentation."""
 
     def __len__(self) -> int:
         return 16
@@ -290,7 +290,7 @@ def test_data_sets_draw_by_rank_and_the_program_and_streams_draw_alike() -> None
 
 
 class Asking(Dataset[str]):
-    """Says what a worker of a DataLoader knows of the rank, and whether it may call others."""
+    """A dataset that returns a DataLoader worker's rank, and whether it may call collectives."""
 
     def __len__(self) -> int:
         return 1
@@ -399,7 +399,7 @@ def test_a_ready_loader_keeps_what_its_batch_sampler_says() -> None:
     assert idist.evaluate(lambda rows: [len(rows)] * len(rows), whole)[0] == 2 * size
     weighted = WeightedRandomSampler([0.0] * 6 * size + [1.0], 4 * size)
     assert [rows.tolist() for rows in made(weighted)] == [[6 * size] * 2] * 2
-    unlike: Any = BatchSampler(range(4), 2, False)  # no Sampler deals these out
+    unlike: Any = BatchSampler(range(4), 2, False)  # a range is no Sampler
     kept = DataLoader(data, batch_sampler=unlike)
     dealt: Any = idist.auto_dataloader(kept).batch_sampler
     assert (dealt if size == 1 else dealt.sampler) is unlike
@@ -419,7 +419,7 @@ def test_everything_in_a_batch_is_moved() -> None:
     tensors = [made["a"][0], made["b"].x, made["b"].y[0], made["c"].data]
     assert {item.device for item in tensors} == {meta}
     assert (made["a"][1:], made["b"].y[1]) == (["text", 3], None)
-    assert made["c"].batch_sizes.device.type == "cpu"  # which is what its own `to` does
+    assert made["c"].batch_sizes.device.type == "cpu"  # its own `to` leaves it there
     assert batch["a"][0] is row
     assert moved(batch["a"][1:], meta) == ["text", 3]
 

@@ -1,4 +1,4 @@
-"""Checkpoints are loaded whole, in part or not at all, and the ones to keep are kept."""
+"""Checkpoints are loaded completely, in part or not at all; a manager keeps some of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unisono.errors import ArgumentError, PayloadError, PeerFailedError, Unisono
 
 
 class Average:
-    """Takes a half of a state before it refuses the other half."""
+    """An object that loads half of a state before it refuses the other half."""
 
     def __init__(self, refuses: bool = False) -> None:
         self.state: Any = {"low": torch.zeros(2), "high": 0}
@@ -74,7 +74,7 @@ def states_of(into: dict[str, Any]) -> dict[str, Any]:
 
 @alone_and_several
 def test_nothing_is_changed_where_loading_fails(tmp_path: Path) -> None:
-    """On every rank with `src`, though it fails on the last rank alone."""
+    """With `src`, this holds on every rank, though loading fails only on the last one."""
     path, size = tmp_path / "x.pt", idist.get_world_size()
     idist.save_checkpoint(everything(1.0), path)
     is_last = idist.get_rank() == size - 1
@@ -153,7 +153,7 @@ def test_a_part_is_loaded_by_its_name_or_as_far_as_it_fits(
 
 
 class Migrated(nn.Linear):
-    """Keeps a hundredth of the weights of its first version."""
+    """A layer that divides the weights of its first version by 100."""
 
     _version = 2
 
@@ -207,7 +207,7 @@ def test_shards_fill_what_was_saved_or_nothing(tmp_path: Path) -> None:
 
 
 def sharded(classes: int = 3) -> tuple[Any, torch.optim.Optimizer]:
-    """A model whose first layer is frozen, as after a first part of its training."""
+    """Create a sharded model whose first layer is frozen, and its optimizer."""
     model: Any = idist.auto_model(net(classes, 0.5), wrapper="fsdp")
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
@@ -245,7 +245,7 @@ def fills_shards(local_rank: int, folder: str) -> None:
 
 
 def fits_on_one_rank(local_rank: int, folder: str) -> None:
-    """Rank 0 could fill its part, and doesn't, as rank 1 can't."""
+    """Rank 0 could fill its part, but doesn't, because rank 1 can't."""
     model, optimizer = sharded()
     into: dict[str, Any] = {"model": model, "optimizer": optimizer}
     if local_rank == 1:
@@ -272,7 +272,7 @@ class Gathered(nn.Linear):
 
 
 def is_there_on_one_rank(local_rank: int, folder: str) -> None:
-    """Rank 1 lacks something each time; no rank waits for the other, or is out of step."""
+    """Rank 1 lacks an object each time; no rank waits for the other or gets out of step."""
     into, path = {"net": Gathered(1, 1)}, Path(folder, "gathered")
     idist.save_checkpoint(into, path, sharded=True)
     mine = Path(folder, f"disk{local_rank}")
@@ -295,7 +295,7 @@ def is_there_on_one_rank(local_rank: int, folder: str) -> None:
 
 
 def clips_by_the_largest(local_rank: int) -> None:
-    """Rank 1 has nothing of the last layer."""
+    """Rank 1's part of the last layer is empty."""
     alone, (model, _) = net(1, 0.5), sharded(1)
     for each in (alone, model):
         each(torch.arange(12.0).reshape(3, 4)).square().sum().backward()
@@ -323,7 +323,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     assert idist.load_checkpoint(best, src=0) == {"at": 1}
     idist.barrier()
     if idist.get_rank() == 0:
-        (tmp_path / "run" / "step=9").mkdir()  # what a killed job left of shards
+        (tmp_path / "run" / "step=9").mkdir()  # shards of a killed job, incomplete
         (tmp_path / "run" / "step=old").touch()
     for at, loss in enumerate(losses[5:], start=5):
         checkpoints.save({"at": at}, at, loss)

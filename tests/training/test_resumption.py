@@ -1,4 +1,4 @@
-"""A run that is interrupted in the middle of an epoch ends as one that never was."""
+"""A run that is interrupted within an epoch ends like one that isn't interrupted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 import unisono as idist
 from unisono.errors import ArgumentError, UnsupportedOperation, WorkerFailedError
 
-GLOBAL_BATCH, EPOCHS, SAMPLES = 12, 3, 130  # 11 batches, and the last one is short
+GLOBAL_BATCH, EPOCHS, SAMPLES = 12, 3, 130  # 11 batches, of which the last is short
 
 
 def network() -> nn.Module:
@@ -94,7 +94,7 @@ def loads(local_rank: int, path: str) -> list[bytes]:
 
 @pytest.mark.parametrize("sent", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_block_puts_handlers_back_and_loses_no_signal(sent: signal.Signals) -> None:
-    """SIGTERM is noted by a block for another signal too."""
+    """A block for another signal records SIGTERM, too."""
     came: list[int] = []
     before = signal.signal(sent, lambda number, _: came.append(number))
     try:
@@ -109,7 +109,7 @@ def test_a_block_puts_handlers_back_and_loses_no_signal(sent: signal.Signals) ->
         assert came == [sent]
         with idist.preemptible(signal.SIGUSR1):
             assert not idist.preemption_point()
-            signal.raise_signal(sent)  # and no point tells of it
+            signal.raise_signal(sent)  # no preemption_point reports it
         assert came == [sent] * 2
     finally:
         signal.signal(sent, before)
@@ -139,13 +139,13 @@ def test_a_signal_to_the_process_reaches_ranks_that_are_threads() -> None:
 
 
 def points(local_rank: int) -> int:
-    """Count the points until one tells of the signal, which rank 0 sends at the third."""
+    """Count the points until one reports the signal, which rank 0 sends after the third."""
     for count in range(1_000_000):
         if idist.preemption_point():
             return count
         if count == 2 and local_rank == 0:
             os.kill(os.getpid(), signal.SIGUSR1)
-    raise AssertionError("no point has told of the signal")
+    raise AssertionError("no preemption_point has reported the signal")
 
 
 @pytest.mark.ranks(2, on="gloo")
@@ -206,7 +206,7 @@ def test_a_position_goes_on_with_another_number_of_ranks() -> None:
 
 
 def together(parts: list[Any]) -> list[int]:
-    """Put what ranks saw into the order that it was dealt out in."""
+    """Merge the samples that ranks have seen, in the order of the epoch."""
     mine = [[i for batch in seen for i in batch] for seen, _ in parts]
     return [i for row in zip(*mine, strict=True) for i in row][:50]
 
@@ -265,7 +265,7 @@ def test_an_epoch_goes_on_after_an_error_of_the_data_set(workers: int) -> None:
     with pytest.raises(LookupError, match="a bad sample"):
         next(batches)
     state = loader.state_dict()
-    assert [rows.item() for rows in batches] == [3, 4, 5]  # as with torch's own loader
+    assert [rows.item() for rows in batches] == [3, 4, 5]  # as torch's loader does
     assert loader.state_dict() == {**state, "epoch": 1, "order": 1, "batches": 0}
     again = idist.auto_dataloader(data, shuffle=False)
     again.load_state_dict(state)
@@ -309,7 +309,7 @@ def test_a_look_at_the_first_batch_keeps_the_position() -> None:
     assert next(abandoned).tolist() == [4, 5]
     assert [rows.tolist() for rows in loader] == [[4, 5], [6, 7], [8, 9]]
     assert len(list(loader)) == 5
-    assert next(abandoned).tolist() == [6, 7]  # it moves the position no more
+    assert next(abandoned).tolist() == [6, 7]  # this iterator no longer moves the position
     assert loader.state_dict()["batches"] == 0
     loader.load_state_dict(state)
     loader.set_epoch(7)

@@ -1,4 +1,4 @@
-"""Checkpoints have the same keys, whatever wraps a model and however many ranks train it."""
+"""Checkpoints have the same keys for any wrapper of a model and any number of ranks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ KEYS = list(plain_net(0.0).state_dict())
 
 
 def saves(local_rank: int, path: str) -> None:
-    """Train one step, so that the optimizer has a state as well, and save all there is."""
+    """Train one step, so that the optimizer has a state, and save model and optimizer."""
     model = idist.auto_model(plain_net(0.5))
     optimizer = idist.auto_optim(momentum(model))
     model(FIRST_STEP).sum().backward()
@@ -107,7 +107,7 @@ def test_a_checkpoint_loads_under_any_number_of_ranks(
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one job of two ranks has saved that shard their models and optimizers."""
+    """Return the folder of what one job saved whose two ranks shard models and optimizers."""
     folder = tmp_path_factory.mktemp("saved")
     run_all(
         "gloo",
@@ -126,7 +126,7 @@ def adamw(net: nn.Module) -> torch.optim.Optimizer:
 
 
 def test_training_goes_on_from_shards_as_if_it_had_not_stopped(saved: Path) -> None:
-    """Also in a process alone, which fills a model with what two ranks have saved."""
+    """A single process, too, can load the shards of two ranks."""
     torch.manual_seed(0)
     alone, net = Net(), plain_net(0.0)
     step(alone, momentum(alone))
@@ -160,7 +160,7 @@ def stops_and_goes_on(local_rank: int, folder: str) -> None:
 
 
 def uneven_net(value: float) -> nn.Module:
-    net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))  # of a bias of 1, one rank has nothing
+    net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))  # the last bias has one element
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.copy_(torch.arange(parameter.numel()).view(parameter.shape) * value)
@@ -174,7 +174,7 @@ def adds_a_tensor(path: Path) -> None:
 
 
 def goes_on_sharded(local_rank: int, folder: str) -> None:
-    """Fill a sharded model and its optimizer from a file of whole tensors."""
+    """Load a file of full tensors into a sharded model and its optimizer."""
     for number, make in enumerate((momentum, adamw)):
         path = Path(folder, f"{number}.pt")
         model = idist.auto_model(uneven_net(0.1))
@@ -232,7 +232,7 @@ def test_shards_are_read_by_others_or_by_none(saved: Path) -> None:
     run_all("gloo", 2, (loads_shards, path), (one_asks_for_more, path))
     idist.load_checkpoint(path, into=net.state_dict())
     assert _numbers(net) == _numbers(plain_net(2.0))
-    assert len(list(Path(path).glob("shards-*"))) == 1  # the first one's are gone
+    assert len(list(Path(path).glob("shards-*"))) == 1  # older shards are gone
 
 
 def one_asks_for_more(local_rank: int, path: str) -> None:
@@ -244,7 +244,7 @@ def one_asks_for_more(local_rank: int, path: str) -> None:
     with pytest.raises(PayloadError, match="can't be pickled"):
         idist.save_checkpoint({"f": lambda: 0}, path, sharded=True)
     one = Path(path, "one.pt")
-    for what in (state, {"net": state if local_rank else {}}):  # which one rank alone may have
+    for what in (state, {"net": state if local_rank else {}}):  # also if one rank alone has shards
         with pytest.raises(PayloadError, match="sharded=False would write one rank's part"):
             idist.save_checkpoint(what, one, sharded=False)
     assert not one.exists()
@@ -281,7 +281,7 @@ def test_an_optimizer_gets_the_states_that_shards_have(tmp_path: Path) -> None:
     step(frozen, half)
     idist.save_checkpoint(half, tmp_path / "y", sharded=True)
     idist.load_checkpoint(tmp_path / "y", into=optimizer)
-    assert list(optimizer.state) == [net.weight]  # as it was saved
+    assert list(optimizer.state) == [net.weight]  # only this one had a state when it was saved
     idist.save_checkpoint({"optimizer": 1}, tmp_path / "x", sharded=True)
     with pytest.raises(PayloadError, match="optimizer was saved as a value"):
         idist.load_checkpoint(tmp_path / "x", into={"optimizer": optimizer})
@@ -295,7 +295,7 @@ def test_an_optimizer_gets_the_states_that_shards_have(tmp_path: Path) -> None:
         idist.load_checkpoint(tmp_path / "z", into={"scheduler": other})
     other = torch.optim.lr_scheduler.MultiStepLR(half, [30])
     idist.load_checkpoint(tmp_path / "z", into={"scheduler": other})
-    assert list(other.milestones) == [30]  # and no string beside it
+    assert list(other.milestones) == [30]  # the key is no string
 
 
 def test_shards_of_what_has_no_names_are_refused(tmp_path: Path) -> None:
@@ -372,7 +372,7 @@ def test_what_contains_itself_is_refused(tmp_path: Path) -> None:
 
 
 class Refuses:
-    """Has a state on some ranks alone."""
+    """An object that has a state on some ranks only."""
 
     def __init__(self, *ranks: int) -> None:
         self.ranks = ranks
@@ -387,7 +387,7 @@ class Refuses:
 
 
 class RefusingOptimizer(Refuses, torch.optim.Optimizer):
-    """As one whose parts were gathered on one rank."""
+    """An optimizer with a state on some ranks only, like one whose parts were gathered."""
 
     param_groups: list[dict[str, Any]] = []
 
@@ -418,7 +418,7 @@ def test_a_state_that_cannot_be_had_is_an_error_on_every_rank(tmp_path: Path) ->
 
 
 class Meter:
-    """Counts, and has seen; on each rank something else."""
+    """An object whose state differs between ranks."""
 
     def __init__(self, count: int = 0) -> None:
         self.state: Any = {"count": count, "seen": {"é", 2**70}, "mean": torch.ones(count % 4)}
@@ -432,7 +432,7 @@ class Meter:
 
 @alone_and_several
 def test_a_state_that_differs_is_refused_or_kept_by_rank(tmp_path: Path) -> None:
-    """In a file, and in shards where there are some."""
+    """Both in a file and, on backends that have them, in shards."""
     rank, size = idist.get_rank(), idist.get_world_size()
     mine = Meter(10 + rank)
     one, alike = Meter(), {"all": [Meter(3)], "one": Meter(rank) if rank == size - 1 else None}
@@ -483,7 +483,7 @@ def test_the_state_of_an_optimizer_gathered_on_the_writer_is_saved(saved: Path) 
 
 def gathers_its_state(local_rank: int, path: str) -> None:
     net = plain_net(0.5)
-    optim = importlib.import_module("torch.distributed.optim")  # which warns of parts of torch
+    optim = importlib.import_module("torch.distributed.optim")  # its import warns
     optimizer = optim.ZeroRedundancyOptimizer(net.parameters(), torch.optim.Adam, lr=0.1)
     step(net, optimizer)
     optimizer.consolidate_state_dict(to=0)
@@ -495,7 +495,7 @@ def test_the_state_dict_of_a_wrapper_is_loaded_without_it(tmp_path: Path) -> Non
     path = tmp_path / "x.pt"
     idist.save_checkpoint([idist.auto_model(plain_net(0.5)).state_dict()], path, rank=1)
     net = plain_net(0.0)
-    idist.load_checkpoint(path, into=[net])  # it is clear what the prefix is
+    idist.load_checkpoint(path, into=[net])  # all keys have the prefix of the wrapper
     assert _numbers(net) == _numbers(plain_net(0.5))
     other = nn.Sequential(nn.Linear(4, 8))
     with pytest.raises(PayloadError, match=r"(?s)x\.pt can't be read .*does not fit.*0\.weight"):
@@ -503,7 +503,7 @@ def test_the_state_dict_of_a_wrapper_is_loaded_without_it(tmp_path: Path) -> Non
 
 
 class Kept(nn.Module):
-    """Somebody's own wrapper, which may have more than the module."""
+    """A user's wrapper, which may have parameters besides the module's."""
 
     def __init__(self, net: nn.Module, has_more: bool = False) -> None:
         super().__init__()
@@ -563,7 +563,7 @@ def test_wrappers_within_others_leave_no_trace(tmp_path: Path) -> None:
 
 
 def test_checkpoints_of_the_first_version_are_read(tmp_path: Path) -> None:
-    """A file, shards of whole tensors, and shards of FSDP, which two ranks wrote with torch 2.6."""
+    """A file, shards of full tensors, and shards of FSDP, written by two ranks with torch 2.6."""
     run_all("gloo", 2, *((reads_old, name) for name in ("file.pt", "shards", "fsdp")))
     net, optimizer = small_net()
     into = {"model": net, "optimizer": optimizer}
@@ -600,7 +600,7 @@ def reads_old(local_rank: int, name: str) -> None:
 
 
 def assert_is_old(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Train a new model as the old one was, for one step, and compare."""
+    """Compare with a new model after the same single step of training."""
     torch.manual_seed(0)
     net, _ = small_net()
     adam = torch.optim.AdamW(net.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""What auto_model, auto_optim and the loaders do besides training right, and what they refuse."""
+"""Wrappers of models and optimizers: their averages, options, copies and errors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def with_drawn_weights(net: nn.Module) -> nn.Module:
 
 
 class Branches(nn.Module):
-    """Uses one branch on rank 0 alone, and one nowhere."""
+    """A model that uses one branch on rank 0 only, and one on no rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def test_the_facade_averages_whatever_has_a_gradient_somewhere(bucket_cap_mb: fl
     average.update_parameters(model)
     with torch.no_grad():
         torch.testing.assert_close(average(torch.ones(1, 2)), model(torch.ones(1, 2)))
-    copied: Any = copy.deepcopy(model)  # which averages by itself, as a copy of torch's does
+    copied: Any = copy.deepcopy(model)  # a copy averages, too, like that of torch's wrapper
     copied(torch.full((1, 2), rank + 1.0)).sum().backward()
     assert copied.module.always.weight.grad.tolist() == [[mean, mean]]
     assert net.always.weight.grad.tolist() == [[rank + 1.0] * 2]
@@ -92,7 +92,7 @@ def test_the_facade_averages_whatever_has_a_gradient_somewhere(bucket_cap_mb: fl
 
 
 class Checkpointed(nn.Module):
-    """Uses a layer within a checkpoint, and once more, or in another one, outside."""
+    """A model that uses a layer within a checkpoint, and a layer outside of it."""
 
     def __init__(self, is_reentrant: bool, is_last: bool) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ def grads(net: nn.Module) -> list[Tensor]:
 @pytest.mark.parametrize(("backend", "size"), [("threads", 3), ("gloo", 2)])
 def test_a_plain_module_outlives_its_wrapper(backend: str, size: int) -> None:
     for net in run(backend, size, outlives):
-        net(torch.ones(1, 2)).sum().backward()  # in the parent, where nothing is distributed
+        net(torch.ones(1, 2)).sum().backward()  # in the parent process, which has no ranks
 
 
 def outlives(local_rank: int) -> nn.Module:
@@ -155,7 +155,7 @@ def outlives(local_rank: int) -> nn.Module:
     known = weakref.ref(model)
     del model
     assert known() is None
-    if rank == 0:  # alone, as for a probe or an evaluation with gradients
+    if rank == 0:  # on one rank only, without the wrapper
         net(torch.ones(1, 2)).sum().backward()
         assert net.weight.grad.tolist() == [[mean + 1] * 2]
     idist.barrier()
@@ -196,15 +196,15 @@ def drawn_factors(draw: random.Random) -> list[int]:
 @pytest.mark.parametrize("wrapper", ["ddp", idist.Replicated])
 @pytest.mark.parametrize("seed", range(3))
 def test_gradients_accumulate_as_under_torch_s_wrapper(wrapper: Any, seed: int) -> None:
-    """What isn't zeroed stays and is averaged again, on ranks that don't use it now, too."""
+    """A gradient that isn't zeroed is averaged again, also on ranks without a new one."""
     rank, size, draw = idist.get_rank(), idist.get_world_size(), random.Random(seed)
     for _ in range(20):
         net = Scales()
         model = idist.auto_model(net, wrapper=wrapper, find_unused_parameters=True)
-        known: list[list[float | None]] = [[None] * 4 for _ in range(size)]  # by rank
+        known: list[list[float | None]] = [[None] * 4 for _ in range(size)]  # gradients by rank
         was_kept, touched = False, set[int]()
         for _ in range(6):
-            if not was_kept and draw.random() < 0.7:  # torch fails where those of no_sync go
+            if not was_kept and draw.random() < 0.7:  # torch fails if accumulated gradients go
                 is_none = draw.random() < 0.5
                 model.zero_grad(set_to_none=is_none)
                 known = [[None if is_none or x is None else 0.0 for x in row] for row in known]
@@ -229,7 +229,7 @@ def test_gradients_accumulate_as_under_torch_s_wrapper(wrapper: Any, seed: int) 
 @several
 @pytest.mark.parametrize("wrapper", ["ddp", idist.Replicated])
 def test_every_backward_outside_of_no_sync_is_averaged(wrapper: Any) -> None:
-    """Whatever its forward was: of the wrapper in no_sync, of the module inside, an earlier one."""
+    """The forward may be the wrapper's in no_sync, the inner module's, or an earlier one."""
     rank, size = idist.get_rank(), idist.get_world_size()
     net = nn.Linear(1, 1, bias=False)
     model = idist.auto_model(net, wrapper=wrapper)
@@ -289,7 +289,7 @@ def test_a_wrapper_s_own_no_sync_is_used() -> None:
 
 
 class InParts(nn.Sequential):
-    """Computes each part again in backward."""
+    """A model that recomputes each part in backward."""
 
     def __init__(self, parts: list[nn.Linear], is_reentrant: bool) -> None:
         super().__init__(*parts)
@@ -308,7 +308,7 @@ def test_what_torch_averages_is_averaged_once() -> None:
     options: list[Any] = [{}, {"static_graph": True}, {"find_unused_parameters": True}]
     for is_reentrant, kwargs in itertools.product((False, True), options):
         if is_reentrant and "find_unused_parameters" in kwargs:
-            continue  # torch refuses it
+            continue  # torch doesn't support both
         parts = [nn.Linear(2, 2) for _ in range(3)]
         model = idist.auto_model(InParts(parts, is_reentrant), **kwargs)
         for _ in range(3):
@@ -321,7 +321,7 @@ def test_what_torch_averages_is_averaged_once() -> None:
 @several_here
 @pytest.mark.parametrize("wrapper", ["ddp", idist.Replicated])
 def test_ranks_that_train_another_model_are_told_at_once(wrapper: Any) -> None:
-    """Also where it is as large; and where one of them calls something else meanwhile."""
+    """The other model may have the same size, and a rank may call another collective."""
     rank = idist.get_rank()
 
     def made(which: int) -> nn.Module:
@@ -362,7 +362,7 @@ def test_a_choice_by_a_rank_s_own_loss_ends_within_some_rounds(widths: tuple[int
         CollectiveMismatchError, match=r"(?s)rank \d.*gradients.*rank \d.*gradients"
     ):
         round_s(int(idist.get_rank() == 0))
-    assert time.monotonic() - begin < 500 * slowest_s  # mostly it is one
+    assert time.monotonic() - begin < 500 * slowest_s  # usually about slowest_s
 
 
 @pytest.mark.ranks(2, on="gloo")
@@ -415,7 +415,7 @@ def joins(local_rank: int, is_generic: bool, is_training: bool = True) -> None:
 
 @alone_and_several
 def test_batch_norm_over_uneven_batches() -> None:
-    """Compare with torch's batch norm over the whole batch, in both directions."""
+    """Compare with torch's batch norm over the whole batch, in forward and backward."""
     rank, size = idist.get_rank(), idist.get_world_size()
     all_rows, weights = drawn(5, 2, 7 * size, 3, 2).double()
     all_rows += 1e4
@@ -520,7 +520,7 @@ def test_wrappers_that_the_model_lacks_and_registered_ones() -> None:
 
 @pytest.mark.ranks(3, on="gloo")
 def test_ddp_averages_in_shared_memory() -> None:
-    """Compare with a wrapper that torch's own gloo serves, in every mode."""
+    """Compare with a wrapper over torch's own gloo group, in every mode."""
     rank = idist.get_rank()
     kinds: list[tuple[torch.dtype, dict[str, Any]]] = [
         (torch.float32, {}),
@@ -570,7 +570,7 @@ def test_ddp_with_its_hook_can_be_copied_and_saved() -> None:
         for made in (copy.deepcopy(model), torch.load(file, weights_only=False)):
             made(torch.ones(1, 2)).sum().backward()
             model.zero_grad()
-        model(torch.ones(1, 2)).sum().backward()  # has its hook from now on
+        model(torch.ones(1, 2)).sum().backward()  # this registers the communication hook
 
 
 @pytest.mark.ranks(2, on="gloo")
@@ -625,7 +625,7 @@ def test_fsdp_shards_and_trains_as_one_process() -> None:
 
 
 class Averaging(ThreadsModel, TrainingHooks):
-    """Averages gradients in the optimizer's step."""
+    """A model whose optimizers average gradients in their step."""
 
     name = "averaging"
     backends = ("averaging",)

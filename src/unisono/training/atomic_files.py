@@ -18,7 +18,8 @@ from typing import IO, Any
 from unisono.errors import PayloadError
 
 _DAY_S = 24 * 60 * 60.0
-_LONGEST = 50  # characters of the name that a temporary name keeps: file systems allow 255 bytes
+# How many characters of the target's name a temporary name keeps; file systems allow 255 bytes.
+_KEPT_CHARACTERS = 50
 
 
 class _ErrorRecorder:
@@ -37,42 +38,42 @@ class _ErrorRecorder:
             raise
 
     def flush(self) -> None:
-        """Do nothing: the file is flushed at the end."""
+        """Do nothing, because `_fill` flushes the file at the end."""
 
 
 def write_whole(target: Path, write: Callable[[Any], object]) -> None:
     """Write a temporary file, sync it to the disk, and rename it to `target`."""
-    # A symbolic link stays one, and its target is replaced; an old file's mode stays. Temporary
-    # files of killed writers of the same file are removed: they aren't locked, or are a day old.
+    # A symbolic link is kept, and the file it leads to is replaced, with the same mode. Temporary
+    # files of killed writers are removed; they are recognized by being unlocked or a day old.
     target = Path(os.path.realpath(target))
     old = target.stat() if target.exists() else None
-    # Renaming would turn a device, such as /dev/null, into a file.
+    # Renaming would replace a device, such as /dev/null, by a file.
     if old is not None and not stat.S_ISREG(old.st_mode):
         raise OSError(f"{target} isn't a regular file")
     if not target.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "there is no such folder", str(target.parent))
-    start = f".{target.name[:_LONGEST]}."
+    start = f".{target.name[:_KEPT_CHARACTERS]}."
     part = target.with_name(f"{start}{uuid.uuid4().hex}.tmp")
     try:
         with open(part, "xb") as file:
             _lock(file.fileno())
             _remove_leftovers(target.parent, start, part)
-            if old is not None:  # keeps the read permissions
+            if old is not None:  # the new file gets the old permissions
                 os.fchmod(file.fileno(), stat.S_IMODE(old.st_mode))
             _fill(file, write, target)
-            part.replace(target)  # while locked, as other writers remove unlocked ones
-    except BaseException:  # Ctrl-C too: no partial file remains
+            part.replace(target)  # still locked, as other writers remove unlocked files
+    except BaseException:  # after Ctrl-C, too, no partial file remains
         part.unlink(missing_ok=True)
         raise
     folder = os.open(target.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)  # else a crash of the system may undo the renaming
+        os.fsync(folder)  # otherwise a system crash could undo the renaming
     finally:
         os.close(folder)
 
 
 def _fill(file: IO[bytes], write: Callable[[Any], object], target: Path) -> None:
-    """Write a file and sync it to the disk; an OSError names `target`."""
+    """Write a file and sync it to the disk; raise OSErrors that name `target`."""
     recorder = _ErrorRecorder(file)
     try:
         write(recorder)
@@ -86,44 +87,44 @@ def _fill(file: IO[bytes], write: Callable[[Any], object], target: Path) -> None
         raise OSError(cause.errno, cause.strerror or str(cause), str(target)) from error
 
 
-def _lock(number: int) -> bool:
-    """Lock an open file; return False if it is locked, or its file system does not support it."""
+def _lock(descriptor: int) -> bool:
+    """Lock an open file; return False if a writer locked it, or its file system has no locks."""
     try:
-        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False
     return True
 
 
-def _remove_leftovers(folder: Path, start: str, own: Path) -> None:
-    """Remove temporary files of killed writers, whose names begin with `start`."""
-    # The digits are those of a UUID: other files may begin alike.
+def _remove_leftovers(folder: Path, start: str, current: Path) -> None:
+    """Remove other temporary files whose names begin with `start`, if their writers are gone."""
+    # The digits are those of a UUID; without them, other files may begin with the same characters.
     for path in folder.glob(f"{glob.escape(start)}{'[0-9a-f]' * 32}.tmp"):
-        if path != own:
-            with suppress(OSError):  # another writer removed it, or it is another user's
+        if path != current:
+            with suppress(OSError):  # another writer removed it, or it belongs to another user
                 if _is_abandoned(path):
                     path.unlink()
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Return whether a temporary file has no writer: it is a day old, or written and unlocked."""
+    """Return whether a temporary file is a day old, or unlocked and not empty."""
     if time.time() - path.stat().st_mtime > _DAY_S:
         return True
     with open(path, "r+b") as file:
-        # A new one is empty until it is locked.
+        # A new file is empty until its writer has locked it.
         return os.fstat(file.fileno()).st_size > 0 and _lock(file.fileno())
 
 
 def check_archive(file: IO[bytes], name: str) -> None:
-    """Check the checksums of a torch archive; other files are not checked."""
+    """Raise if a checksum in a torch archive is wrong; other files are not checked."""
     is_archive = file.read(4) == b"PK\3\4"
     file.seek(0)
-    if not is_archive:  # torch before 1.6 wrote such files, without checksums
+    if not is_archive:  # torch before 1.6 wrote other files, without checksums
         return
     try:
         with zipfile.ZipFile(file) as archive:
             damaged = archive.testzip()
-    except Exception as error:  # zipfile raises a dozen types on damaged headers
+    except Exception as error:  # zipfile raises a dozen types of errors on damaged headers
         raise PayloadError(f"{name} is damaged: {error}") from error
     if damaged is not None:
         raise PayloadError(f"{name} is damaged: checksum mismatch in {damaged}")

@@ -42,17 +42,17 @@ def all_reduce_params(
             same shapes and dtypes in the same order on every rank; changed without autograd.
         coalesce: whether small tensors are reduced together, in a flat buffer for each dtype and
             device, which the context keeps.
-        bucket_size_mb: size of that buffer in MiB; -1 for the fastest size, which is at most 16.
-        op: as in `all_reduce`. A mean of integers must be whole, as it is if all ranks have the
-            same.
+        bucket_size_mb: largest size of that buffer in MiB; -1 for the fastest size, at most 16.
+        op: as in `all_reduce`. A mean of integers must be a whole number, as the mean of equal
+            integers is.
         group: a Group, a list of ranks, or None for all ranks.
 
     Raises:
-        ArgumentError: an unknown operation, or something that isn't a tensor.
-        CollectiveMismatchError: the lists differ between ranks; the error names the first
+        ArgumentError: the operation is unknown, or an item isn't a tensor.
+        CollectiveMismatchError: the lists differ between ranks; the message shows the first
             difference (on every rank).
-        PayloadError: a tensor is sparse, a mean of integers isn't whole, or the mean of a uint64
-            tensor is asked for (on every rank).
+        PayloadError: a tensor is sparse, a mean of integers isn't a whole number, or `op` is the
+            mean and a tensor has the dtype uint64 (on every rank).
         CollectiveError: a peer failed or timed out.
 
     Example:
@@ -72,7 +72,7 @@ def reduce_params(
     of_grads: bool = False,
     cuts_means: bool = False,
 ) -> None:
-    """Reduce tensors or their gradients; cut means of integers towards 0 if `cuts_means`."""
+    """Reduce tensors or their gradients; if `cuts_means`, round means of integers towards 0."""
     # Collective over `group`.
     limit_bytes = _bucket_bytes(coalesce, bucket_size_mb)
     operation = parse_op(op)
@@ -81,12 +81,12 @@ def reduce_params(
         return
     name = "all_reduce_grads" if of_grads else "all_reduce_params"
     with context.calls.begin(name, group):
-        # Ranks compare the size, too, since buckets of other sizes mean other collectives.
+        # Ranks compare this text; it has the bucket size, as other sizes mean other collectives.
         call = f"{name} {operation.name} in buckets of {limit_bytes} bytes"
         works = agree(context, call, params, group, of_grads=of_grads)
         with torch.no_grad():
             if operation is ReduceOp.AVERAGE:
-                # Integers are averaged separately: buckets are scaled by a fraction before the sum.
+                # Integers are averaged separately, as buckets are multiplied by a fraction.
                 integers = [tensor for tensor, _ in works if _is_integer(tensor)]
                 if integers:
                     _average_integers(context, integers, group, cuts_means)
@@ -107,17 +107,17 @@ def all_reduce_grads(
 
     Args:
         params: a module (its parameters), a dict or an iterable of parameters; the same on every
-            rank. Those that are frozen or have a gradient on no rank are skipped on all ranks
-            alike. If only some ranks have a gradient, it counts as zero on the other ranks, which
-            get one as well.
+            rank. Parameters that are frozen, or have no gradient on any rank, are skipped on all
+            ranks. If only some ranks have a gradient of a parameter, it counts as zero on the other
+            ranks, where the parameter then gets a gradient.
         coalesce: as in `all_reduce_params`.
         bucket_size_mb: as in `all_reduce_params`.
         op: as in `all_reduce`.
         group: a Group, a list of ranks, or None for all ranks.
 
     Raises:
-        ArgumentError: an unknown operation, or something that isn't a tensor.
-        CollectiveMismatchError: the lists differ between ranks; the error names the first
+        ArgumentError: the operation is unknown, or an item isn't a tensor.
+        CollectiveMismatchError: the lists differ between ranks; the message shows the first
             difference (on every rank).
         PayloadError: a gradient is sparse on some rank (on every rank).
         CollectiveError: a peer failed or timed out.
@@ -132,7 +132,7 @@ def all_reduce_grads(
 
 
 def _bucket_bytes(coalesce: bool, bucket_size_mb: float) -> int:
-    """Return the most bytes that a bucket of several tensors may have."""
+    """Return the size limit of a bucket of several tensors; 0 allows no such bucket."""
     if not coalesce:
         return 0
     if bucket_size_mb == -1:
@@ -150,9 +150,9 @@ def _is_integer(tensor: Tensor) -> bool:
 
 
 def _average_integers(
-    context: ContextState, tensors: Sequence[Tensor], group: Group | None, is_cut: bool
+    context: ContextState, tensors: Sequence[Tensor], group: Group | None, cuts_means: bool
 ) -> None:
-    """Average integers in place; cut means towards 0, or raise if one isn't whole."""
+    """Average integers in place; if a mean isn't whole, round it towards 0 or raise."""
     size = context.model.topology.size(group)
     if any(tensor.dtype is torch.uint64 for tensor in tensors):
         raise PayloadError("there is no mean of uint64: convert it to int64, or to a float")
@@ -165,14 +165,14 @@ def _average_integers(
     rows = zip(tensors, totals[: len(tensors)], totals[len(tensors) :], strict=True)
     for i, (tensor, total, rest) in enumerate(rows):
         mean, is_whole = total + torch.div(rest, size, rounding_mode="floor"), rest % size == 0
-        if not is_cut and not bool(is_whole.all()):
+        if not cuts_means and not bool(is_whole.all()):
             raise PayloadError(
                 f"the mean over {size} ranks of integer tensor {i} ({tensor.dtype}"
-                f"{list(tensor.shape)}) isn't whole: leave it out, or reduce it with MAX or SUM"
+                f"{list(tensor.shape)}) isn't whole: leave the tensor out, or use MAX or SUM"
             )
         # The mean was rounded down; cutting towards 0 rounds a negative mean up.
         means.append(mean + ((mean < 0) & ~is_whole))
-    # Written only now, so that the error above leaves all tensors unchanged.
+    # Copied only now, so that the error above leaves all tensors unchanged.
     for tensor, mean in zip(tensors, means, strict=True):
         tensor.detach().copy_(mean)
 
@@ -184,14 +184,14 @@ def broadcast_params(params: Params, src: int = 0, group: GroupLike = None) -> N
 
     Args:
         params: a module (its parameters and buffers), a state dict, a tensor, or an iterable of
-            dense tensors; the same shapes and dtypes in the same order on every rank. In a dict,
-            other values are replaced by those of `src`.
+            dense tensors; the same shapes and dtypes in the same order on every rank. A dict's
+            values besides tensors are replaced by those of `src`, too.
         src: global rank whose values are sent.
         group: a Group, a list of ranks, or None for all ranks.
 
     Raises:
         ArgumentError: `src` isn't a rank of the group, or a value isn't a tensor.
-        CollectiveMismatchError: the lists differ between ranks; the error names the first
+        CollectiveMismatchError: the lists differ between ranks; the message shows the first
             difference (on every rank).
         PayloadError: a tensor is sparse (on every rank).
         CollectiveError: a peer failed or timed out.
@@ -211,13 +211,13 @@ def broadcast_params(params: Params, src: int = 0, group: GroupLike = None) -> N
     elif isinstance(params, MutableMapping):
         tensors = [item for item in params.values() if isinstance(item, Tensor)]
         others = {key: item for key, item in params.items() if not isinstance(item, Tensor)}
-    # Ranks compare whether there are other values, which a second collective sends.
+    # Ranks compare this text; it tells whether a second collective sends other values.
     call = f"broadcast_params from {src}{' with values besides tensors' if others else ''}"
     works = agree(context, call, tensors, group)
     with torch.no_grad():
         buckets.broadcast_all(context, works, src, group)
     if isinstance(params, MutableMapping) and others:
-        # This comes last: a value that can't be decoded raises on the receiving ranks only.
+        # Last, because a value that can't be decoded raises only on the ranks that receive it.
         params.update(broadcast(others, src, group))
 
 
@@ -227,8 +227,8 @@ def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0, group: GroupLi
     Collective over `group`.
 
     Args:
-        optimizer: over parameters of the same shapes in the same groups on every rank; its state
-            may exist on `src` only, as after loading a checkpoint on one rank.
+        optimizer: an optimizer over parameters of the same shapes in the same groups on every
+            rank. Only `src` needs a state, for example after it has loaded a checkpoint.
         src: global rank whose state is sent.
         group: a Group, a list of ranks, or None for all ranks.
 
@@ -255,26 +255,26 @@ def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0, group: GroupLi
         if sizes != expected:
             raise CollectiveMismatchError(
                 f"broadcast_optimizer_state: rank {other} has groups of {sizes} parameters, but "
-                f"rank {src} has groups of {expected}: make the same optimizer on every rank"
+                f"rank {src} has groups of {expected}: create the same optimizer on every rank"
             )
     if rank != src:
         state = _blank_state(context, plain, heads)
     tensors = [leaf for leaf in flatten(state)[0] if isinstance(leaf, Tensor)]
-    # Strides aren't sent: the tensors of the other ranks are contiguous.
+    # Strides aren't sent, so the other ranks have created contiguous tensors.
     works = [(tensor.contiguous(), True) for tensor in tensors]
     with torch.no_grad():
         buckets.broadcast_all(context, works, src, group)
-    if rank != src:  # last, as the user's optimizer may refuse the state on this rank alone
+    if rank != src:  # last, as a class of the user may reject the state on this rank alone
         optimizer.load_state_dict(state)
         _keep_dtypes(optimizer, state)
 
 
 def _keep_dtypes(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Restore values that ``load_state_dict`` has cast to a parameter's dtype, such as momentum."""
+    """Restore values that ``load_state_dict`` cast to a parameter's dtype, such as a momentum."""
     parameters = [each for entry in optimizer.param_groups for each in entry["params"]]
     keys = [key for entry in state["param_groups"] for key in entry["params"]]
     parameter_of = dict(zip(keys, parameters, strict=True))
-    # Not for all parameters, because indexing with one that has no state would create a state.
+    # Not all parameters: indexing `optimizer.state` would create a state for those without one.
     for key, values in state["state"].items():
         loaded = optimizer.state[parameter_of[key]]
         for name, value in values.items():
@@ -284,7 +284,7 @@ def _keep_dtypes(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 def _described(state: dict[str, Any], is_src: bool) -> tuple[None, Any]:
     """Return an optimizer's group sizes, and on `src` its plain state and tensor headers."""
-    # The first item, None, is what `together` returns to this rank alone.
+    # `together` returns None, this rank's value, and the second item of every rank.
     leaves, _ = flatten(state)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if any(map(is_sharded, tensors)):
@@ -305,7 +305,7 @@ def _described(state: dict[str, Any], is_src: bool) -> tuple[None, Any]:
 def _blank_state(
     context: ContextState, plain: dict[str, Any], heads: dict[int, bytes]
 ) -> dict[str, Any]:
-    """Build a state with uninitialised tensors."""
+    """Build an optimizer state with uninitialised tensors."""
     leaves, _ = flatten(plain)
     for i, packed in heads.items():
         head, _ = TensorHeader.unpack(packed)

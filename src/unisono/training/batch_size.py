@@ -23,7 +23,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _GIB = 2**30
 _NAME = "find_executable_batch_size"
-# In plain RuntimeErrors of the host, cuBLAS, cuDNN and XLA. cuDNN's can mean a lack of memory.
+# Texts in RuntimeErrors of the host, cuBLAS, cuDNN and XLA. CUDNN_STATUS_NOT_SUPPORTED has other
+# causes, too, but can mean a lack of memory.
 _TEXTS = (
     "out of memory",
     "can't allocate memory",
@@ -39,24 +40,24 @@ def find_executable_batch_size(
     """Decorate a function so that it gets the largest batch size that fits on every rank.
 
     Collective over all ranks, at each call. The function begins with `starting_batch_size`. If any
-    rank is out of memory, all ranks retry with half of it. Create in it the objects to be
-    freed between tries: model, optimizer, loader.
+    rank is out of memory, all ranks retry with half of it. Create the model, the optimizer and the
+    loader within the function, so that they are freed between tries.
 
-    A rank that is out of memory while others wait for it in a collective is noticed where ranks
-    compare calls: in those of the facade, and in backward under `Replicated`. In backward under
-    ``DistributedDataParallel``, and on accelerators, they wait until the deadline: there, let the
-    function run a step in `no_sync` and return its batch size.
+    If a rank runs out of memory while others wait for it in a collective, these notice it where
+    ranks compare calls: in the facade's collectives, and in backward under `Replicated`. In
+    backward under ``DistributedDataParallel``, and on accelerators, they wait until the deadline;
+    let the function run a step in `no_sync` there, and return its batch size.
 
     Args:
-        starting_batch_size: the first one, the same on every rank.
+        starting_batch_size: the first batch size to try, the same on every rank.
 
     Returns:
         A decorator. The function's first argument is the batch size, which callers leave out.
 
     Raises:
         ArgumentError: `starting_batch_size` isn't an int of at least 1.
-        CollectiveMismatchError: `starting_batch_size` differs between ranks; names each rank's (at
-            the call, on every rank).
+        CollectiveMismatchError: `starting_batch_size` differs between ranks; the message shows each
+            rank's value (at the call, on every rank).
         MemoryError: even a batch of 1 doesn't fit (at the call, on every rank).
         PeerFailedError: the function raised another error on another rank (at the call).
 
@@ -77,7 +78,7 @@ def find_executable_batch_size(
         def search(*args: P.args, **kwargs: P.kwargs) -> T:
             size = begin
             context = communicator()
-            # Checked first, because `_try` waits through any number of mismatches.
+            # Ranks compare the first size here, as `_try` ignores any number of mismatches.
             with context.calls.begin(_NAME):
                 exchange(context, f"{_NAME} from {size}", None)
             while size:
@@ -102,23 +103,23 @@ def _try(call: Callable[[], T], size: int) -> tuple[bool, T]:
         value = call()
     except Exception as raised:
         has_room = not _is_out_of_memory(raised)
-        error = raised if has_room else None  # a reference would keep its frames' objects
+        error = raised if has_room else None  # a reference would keep the objects of its frames
     context = communicator()
     with context.calls.begin(_NAME):
-        # A rank out of memory calls this while others are in the function's collectives: these fail
-        # with a mismatch, each of which is a miss, until the others call this, too.
+        # A rank out of memory calls this while others are in collectives of the function. Each of
+        # these fails with a mismatch, which counts as a miss, until all ranks have called this.
         replies = exchange(context, f"{_NAME}: {size}", has_room, misses=math.inf)
     if not all(replies):
-        if error is not None:  # the raising thread may still hold it and its frames
+        if error is not None:  # its thread may still hold the error and its frames
             traceback.clear_frames(error.__traceback__)
         return False, None  # type: ignore[return-value]
     try:
         agreed(context, f"a function with batch size {size}", error)
     except PeerFailedError as failed:
-        # A rank raises its own error below, with its own cause; but not a mismatch that only
-        # followed from the failure of another rank.
-        is_named = failed.rank == context.model.topology.rank
-        if error is None or (isinstance(error, CollectiveMismatchError) and not is_named):
+        # A rank with an error raises it below, unless the error is a mismatch that another rank's
+        # failure has caused.
+        is_this_rank = failed.rank == context.model.topology.rank
+        if error is None or (isinstance(error, CollectiveMismatchError) and not is_this_rank):
             raise
     if error is not None:
         raise error
@@ -129,7 +130,7 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
     """Return whether an error means that the host or a device is out of memory."""
     if isinstance(error, CollectiveMismatchError):
         return False
-    while isinstance(error, UnisonoError):  # such as evaluate's, whose cause is the original
+    while isinstance(error, UnisonoError):  # such as evaluate's error, whose cause is the original
         error = error.__cause__
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
@@ -150,8 +151,8 @@ def get_current_memory_gb() -> float:
     """Measure the host memory that only this process uses.
 
     Returns:
-        GiB: the process's unique set size, or its resident set size where the system doesn't
-        report that.
+        In GiB, the process's unique set size, or its resident set size where the system doesn't
+        report the unique one.
 
     Example:
         >>> import unisono as idist
@@ -173,7 +174,7 @@ def get_device_memory_gb(peak: bool = False) -> float:
         peak: whether to return the maximum so far.
 
     Returns:
-        GiB; 0.0 on a CPU, and where this torch doesn't report it.
+        GiB; 0.0 on a CPU, and on devices whose memory use torch doesn't report.
 
     Example:
         >>> import unisono as idist

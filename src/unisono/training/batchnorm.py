@@ -38,10 +38,10 @@ class _Normalize(torch.autograd.Function):
         x, mean, invstd, count = ctx.saved_tensors
         grad = grads[0]
         normal = (x - _wide(mean, x)) * _wide(invstd, x)
-        sums = torch.stack([_channels(grad), _channels(grad * normal)])
+        sums = torch.stack([_channel_sums(grad), _channel_sums(grad * normal)])
         mean_grad, mean_dot = all_reduce_(sums, "SUM", ctx.group) / count
         back = grad - _wide(mean_grad, grad) - normal * _wide(mean_dot, grad)
-        # The gradient of x includes those of the statistics, which depend on x.
+        # The gradient of x includes that of the statistics, since they depend on x.
         return back * _wide(invstd, grad), None, None, None, None
 
 
@@ -50,24 +50,24 @@ def _wide(values: Tensor, like: Tensor) -> Tensor:
     return values.view(1, -1, *[1] * (like.dim() - 2))
 
 
-def _channels(x: Tensor) -> Tensor:
+def _channel_sums(x: Tensor) -> Tensor:
     """Sum [n, channels, ...] to [channels]."""
     return x.sum([dim for dim in range(x.dim()) if dim != 1])
 
 
 def _statistics(x: Tensor, group: GroupLike) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean, biased variance [channels] and count; batches may differ in size."""
+    """Return mean and biased variance [channels], and the count, of batches of any sizes."""
     channels = x.shape[1]
     count = x.new_tensor([x.numel() // channels if channels else 0])
-    mean = _channels(x) / count.clamp(min=1)  # a rank's batch may be empty
-    squares = _channels((x - _wide(mean, x)) ** 2)
+    mean = _channel_sums(x) / count.clamp(min=1)  # a rank's batch may be empty
+    squares = _channel_sums((x - _wide(mean, x)) ** 2)
     mine = torch.cat([mean, squares, count])
     size = len(group.ranks) if group is not None else current_model().topology.world_size
     rows = torch.stack(all_gather_tensors_with_shapes(mine, [mine.shape] * size, group))
     means, parts, counts = torch.split(rows, [channels, channels, 1], dim=1)
     total = counts.sum(0)
     mean = (means * counts).sum(0) / total
-    # Sums of squares would cancel where the mean is large.
+    # A difference of sums of squares would lose precision if the mean is large.
     squares = (parts + counts * (means - mean) ** 2).sum(0)
     return mean, squares / total, total
 
@@ -75,9 +75,9 @@ def _statistics(x: Tensor, group: GroupLike) -> tuple[Tensor, Tensor, Tensor]:
 class SyncBatchNorm(_BatchNorm):
     """Batch norm over any dimensions with statistics over all ranks, on every model.
 
-    Collective over `group` in training, in forward and in backward. As
-    ``torch.nn.SyncBatchNorm``, but on any device; ranks may have batches of different size. Double
-    backward isn't supported.
+    Collective over `group` in training, in forward and in backward. It is like
+    ``torch.nn.SyncBatchNorm``, but works on any device, and ranks may have batches of different
+    sizes. Double backward isn't supported.
 
     Args:
         num_features: channels.
@@ -109,7 +109,7 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalize [n, channels, ...]. Collective over `group` in training."""
         self._check_input_dim(input)
-        # Without running statistics evaluation uses this rank's batch, as torch's does.
+        # In evaluation without running statistics, the batch of this rank counts, as in torch.
         if (
             not self.training
             or context_and_group(self.group)[0].model.topology.size(self.group) == 1
@@ -127,7 +127,7 @@ class SyncBatchNorm(_BatchNorm):
             x, mean, invstd, count, self.group
         )
         for apply, parameter in ((torch.mul, self.weight), (torch.add, self.bias)):
-            if parameter is not None:  # torch 2.13 has affine ones without bias
+            if parameter is not None:  # since torch 2.13 an affine batch norm may lack a bias
                 normal = apply(normal, _wide(parameter.to(kind), x))
         return normal.to(input.dtype)
 
@@ -137,7 +137,7 @@ class SyncBatchNorm(_BatchNorm):
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
         rate = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        unbiased = variance * (count / (count - 1).clamp(min=1))  # one value gives 0, not NaN
+        unbiased = variance * (count / (count - 1).clamp(min=1))  # a single value gives 0, not NaN
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), rate)
 
@@ -145,22 +145,22 @@ class SyncBatchNorm(_BatchNorm):
 def convert_sync_batchnorm(
     model: nn.Module, implementation: str | Converter | None = None
 ) -> nn.Module:
-    """Convert the batch norms of a model to statistics over all ranks.
+    """Convert a model's batch norms into ones with statistics over all ranks.
 
     Args:
         model: changed in place; its batch norms keep their parameters and buffers.
         implementation: ``"unisono"`` works on every model; ``"torch"`` is
             ``torch.nn.SyncBatchNorm``, which works on native with an accelerator; a name passed to
             `register_sync_batchnorm` or an entry point of the group ``unisono.batchnorms``; or a
-            callable from module to module. None takes torch's where it works, else
-            unisono's.
+            callable from module to module. None chooses ``"torch"`` where that works, else
+            ``"unisono"``.
 
     Returns:
         `model`; a new module if it is itself a batch norm.
 
     Raises:
-        ArgumentError: unknown implementation; lists the known ones.
-        UnsupportedOperation: ``"torch"`` where torch's doesn't work.
+        ArgumentError: the implementation is unknown; the message lists the known ones.
+        UnsupportedOperation: the implementation is ``"torch"``, which doesn't work here.
 
     Example:
         >>> import torch, unisono as idist
@@ -187,17 +187,17 @@ def convert_sync_batchnorm(
 
 
 def _convert(
-    module: nn.Module, made: dict[nn.Module, nn.Module], convert_norm: Converter
+    module: nn.Module, converted: dict[nn.Module, nn.Module], convert_norm: Converter
 ) -> nn.Module:
-    """Convert all batch norms in a module; one that is there twice stays one."""
+    """Convert all batch norms in a module; one that is used twice is converted once."""
     if isinstance(module, _BatchNorm):
-        made[module] = made.get(module) or convert_norm(module)
-    elif module not in made:
-        made[module] = module
+        converted[module] = converted.get(module) or convert_norm(module)
+    elif module not in converted:
+        converted[module] = module
         for name, child in module._modules.items():
             if child is not None:
-                setattr(module, name, _convert(child, made, convert_norm))
-    return made[module]
+                setattr(module, name, _convert(child, converted, convert_norm))
+    return converted[module]
 
 
 def _synchronised(module: nn.Module) -> nn.Module:
@@ -208,7 +208,7 @@ def _synchronised(module: nn.Module) -> nn.Module:
     made = SyncBatchNorm(
         module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats
     )
-    made._parameters = module._parameters  # the same objects, as an optimizer may hold them
+    made._parameters = module._parameters  # the same objects, because an optimizer may hold them
     made._buffers = module._buffers
     made.training = module.training
     return made

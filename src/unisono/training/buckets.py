@@ -18,25 +18,24 @@ from unisono.model.reduction import ReduceOp, mean_factors
 from unisono.topology import Group
 
 MEGABYTE = 2**20
-# Measured on gloo with the tensors of a ResNet-50: copying larger tensors into a bucket costs more
-# than a collective for each, and more operations in flight gain nothing.
+# Measured on gloo with the tensors of a ResNet-50. Above _LARGE_BYTES a copy costs more than one
+# more collective; more than _IN_FLIGHT collectives at a time gain nothing.
 _LARGE_BYTES = MEGABYTE
 _IN_FLIGHT = 8
 BUCKET_BYTES = 16 * MEGABYTE
 
 Work = tuple[Tensor, bool]
-"""A tensor, and whether its elements have one order and no gaps in the memory of all ranks, which
-can then be sent as it is."""
+"""A tensor, and whether its memory can be sent: it has no gaps, and one order on all ranks."""
 
 
 def _in_memory_order(work: Work) -> Tensor | None:
-    """Return a view [numel] of a tensor, or None if the ranks' memory orders differ."""
+    """Return a view [numel] of a tensor's memory, or None if that can't be sent."""
     tensor, is_ordered_alike = work
     return tensor.detach().as_strided((tensor.numel(),), (1,)) if is_ordered_alike else None
 
 
 def buckets(tensors: Sequence[Tensor], limit_bytes: int) -> Iterator[list[Tensor]]:
-    """Split tensors into runs of one dtype and device, each up to `limit_bytes` or one tensor."""
+    """Split tensors into runs of one dtype and device: one tensor, or at most `limit_bytes`."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -56,9 +55,9 @@ def buckets(tensors: Sequence[Tensor], limit_bytes: int) -> Iterator[list[Tensor
 def packed(
     context: ContextState, tensors: Sequence[Tensor], *, copies_back: bool = True
 ) -> Iterator[Tensor]:
-    """Copy tensors of one dtype and device into a flat buffer for exclusive use, and back."""
-    # The context keeps one buffer for each dtype and device, and lends it to one call at a
-    # time, as threads with different groups may average concurrently. After an error it is dropped,
+    """Copy tensors of one dtype and device into a flat buffer, and back after the block."""
+    # The context keeps one buffer for each dtype and device. A call removes it from there, as
+    # another thread may average over another group meanwhile; after an error the buffer is dropped,
     # as the failed operation may still write to it.
     sizes = [tensor.numel() for tensor in tensors]
     first, count = tensors[0], sum(sizes)
@@ -72,20 +71,20 @@ def packed(
     if copies_back:
         for tensor, part in zip(tensors, torch.split(flat, sizes), strict=True):
             tensor.detach().copy_(part.view(tensor.shape))
-    if len(tensors) > 1 or buffer.nbytes <= BUCKET_BYTES:  # else a huge buffer would be kept
+    if len(tensors) > 1 or buffer.nbytes <= BUCKET_BYTES:  # a huge buffer isn't kept
         context.flat_buffers[key] = buffer
 
 
 def _split(
     context: ContextState, works: Sequence[Work], bucket_bytes: int
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Split tensors into large ones, as memory [numel], and those for buckets."""
+    """Return large tensors, as views [numel], and the tensors to copy into buckets."""
     alone, together = [], []
     model = context.model
     for work in works:
         tensor, memory = work[0], _in_memory_order(work)
         is_large = tensor.nbytes >= min(_LARGE_BYTES, bucket_bytes)
-        # Other tensors must be copied anyway, so they may as well go into a bucket.
+        # A large tensor that isn't ready must be copied anyway, so it may go into a bucket.
         is_ready = tensor.dtype in model.dtypes and tensor.device == model.transport_device
         if memory is not None and is_large and is_ready:
             alone.append(memory)
@@ -101,9 +100,9 @@ def _reduce_on_host(
     bucket_bytes: int,
     group: Group | None,
 ) -> list[Work]:
-    """Reduce tensors that shared memory supports, without a copy; return the others."""
+    """Reduce the tensors that shared memory supports, without a copy; return the rest."""
     # Collective over `group`.
-    if context.model.device.type != "cpu":  # a tensor may be on different devices by rank
+    if context.model.device.type != "cpu":  # ranks may have a tensor on different devices
         return list(works)
     large: list[Tensor] = []
     small: list[Tensor] = []
@@ -112,8 +111,8 @@ def _reduce_on_host(
     for work in works:
         tensor, memory = work[0], _in_memory_order(work)
         plane = context.control.memory(group) if tensor.is_cpu else None
-        is_native = plane is not None and tensor.numel() and reduces_natively(plane, tensor, op)
-        if plane is None or memory is None or not is_native:
+        is_supported = plane is not None and tensor.numel() and reduces_natively(plane, tensor, op)
+        if plane is None or memory is None or not is_supported:
             others.append(work)
             continue
         host = plane

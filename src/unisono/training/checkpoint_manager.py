@@ -24,14 +24,14 @@ _Kept = tuple[int, float, Path]
 class CheckpointManager:
     """Writes a run's checkpoints to one folder, and keeps the newest and the best.
 
-    A name contains the step and the score, as ``step=20,score=0.91``; the folder is the only
-    state. Incomplete checkpoints of a killed job don't count, and the next save removes them.
+    A checkpoint's name contains the step and the score, as in ``step=20,score=0.91``; all state is
+    in the folder. Incomplete checkpoints of a killed job don't count; the next save removes them.
 
     Args:
-        folder: on a disk that rank 0 can write to, and every rank for sharded models. Created if
-            missing.
+        folder: a folder that rank 0 can write to, and every rank for sharded models. It is created
+            if missing.
         keep: number of newest checkpoints to keep, at least 1.
-        mode: ``"max"`` where the best has the largest score, ``"min"`` where it has the smallest.
+        mode: ``"max"`` if the best score is the largest, ``"min"`` if it is the smallest.
 
     Raises:
         ArgumentError: invalid `keep` or `mode`.
@@ -67,18 +67,18 @@ class CheckpointManager:
 
         Args:
             obj: as in `save_checkpoint`.
-            step: number of the epoch or batch, from 0. An existing one is replaced.
-            score: its quality; None or NaN for unknown. Rank 0's counts.
+            step: number of the epoch or batch, from 0. A checkpoint of the same step is replaced.
+            score: the checkpoint's quality; None or NaN if unknown. Rank 0's score counts.
             sharded: as in `save_checkpoint`.
 
         Returns:
-            Its path: a file, or a folder of shards.
+            The checkpoint's path: a file, or a folder of shards.
 
         Raises:
             ArgumentError: `step` isn't a number of at least 0.
             PeerFailedError: rank 0's `score` isn't a number, or the folder can't be created (on
                 every rank).
-            UnisonoError: as in `save_checkpoint`. The old ones are untouched.
+            UnisonoError: as in `save_checkpoint`. The old checkpoints are untouched.
         """
         if type(step) is not int or step < 0:
             raise ArgumentError(f"step={step!r} should be a number, at least 0")
@@ -88,16 +88,16 @@ class CheckpointManager:
         return path
 
     def latest(self) -> Path | None:
-        """Find the complete checkpoint of the largest step; None if there are none.
+        """Find the complete checkpoint with the largest step; None if there is none.
 
-        Collective over all ranks: rank 0 looks.
+        Collective over all ranks; rank 0 reads the folder.
         """
         return self._chosen(lambda found: found[-1:])
 
     def best(self) -> Path | None:
-        """Find the complete checkpoint of the best score, the newest of equals; None without one.
+        """Find the complete checkpoint with the best score; None if no checkpoint has a score.
 
-        Collective over all ranks: rank 0 looks.
+        Collective over all ranks; rank 0 reads the folder. Of equal scores the newest is the best.
         """
         return self._chosen(self._best)
 
@@ -107,7 +107,7 @@ class CheckpointManager:
         return self._folder / names[0] if names else None
 
     def _prepare(self, step: int, score: float | None) -> str:
-        """Create the folder, and return the name of a checkpoint."""
+        """Create the folder, and return the new checkpoint's name."""
         self._folder.mkdir(parents=True, exist_ok=True)
         return f"step={step}" if score is None else f"step={step},score={float(score)!r}"
 
@@ -122,13 +122,13 @@ class CheckpointManager:
         return sorted(found, key=lambda each: each[0])
 
     def _best(self, found: list[_Kept]) -> list[_Kept]:
-        """Return a list of the checkpoint with the best score, empty if there are no scores."""
-        # NaN, an unknown score, would make the order undefined.
+        """Return the checkpoint with the best score in a list; an empty list without scores."""
+        # NaN stands for an unknown score, and can't be sorted.
         scored = [each for each in found if not math.isnan(each[1])]
         return sorted(scored, key=lambda each: (self._sign * each[1], each[0]))[-1:]
 
     def _remove_others(self, path: Path, step: int) -> None:
-        """Remove all but the newest and the best; of this step only `path` counts."""
+        """Remove all checkpoints but the newest and the best; of `step`, keep only `path`."""
         # An older checkpoint of this step may have another score in its name, and is removed.
         found = [each for each in self._found() if each[0] != step or each[2] == path]
         kept = {each[2] for each in (*found[-self._keep :], *self._best(found))}

@@ -54,7 +54,7 @@ _POINTER = "CURRENT"  # file of a sharded checkpoint with the name of the curren
 
 
 def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | None = None) -> None:
-    """Write a checkpoint atomically: at any time the old or the new one is complete.
+    """Write a checkpoint atomically: at any time, the old or the new one is complete.
 
     Collective over all ranks. A file is written under another name in the same folder, synced to
     the disk, and renamed. Shards are written to a new folder within `path`; a file with the name of
@@ -64,7 +64,7 @@ def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | Non
     Args:
         obj: a module, an optimizer or another object with a state dict, which is saved instead of
             the object; a dict, list or tuple of these; or any value that ``torch.save`` accepts.
-            For any number of replicas, a module's keys are those without `auto_model`'s wrapper.
+            A module's keys lack the prefix of `auto_model`'s wrapper.
             Only the state of `rank` is written; shards are written by every rank. Every rank
             computes the states of all objects except optimizers.
         path: the file; for shards a folder that every rank can reach.
@@ -75,11 +75,11 @@ def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | Non
 
     Raises:
         ArgumentError: `rank` isn't a rank of the job (on every rank).
-        CollectiveMismatchError: a state differs between ranks, of which only one would be saved;
-            or some ranks lack a `ByRank` (on every rank).
+        CollectiveMismatchError: an object's state differs between ranks, and only one rank's would
+            be saved; or some ranks lack a `ByRank` (on every rank).
         PayloadError: `obj` has a value that can't be pickled, or contains itself, or has sharded
             tensors with ``sharded=False``; or several ranks would save shards under
-            ``UNISONO_NO_PICKLE=1``, as they exchange pickles; or `obj` has shards and is neither a
+            ``UNISONO_NO_PICKLE=1``, as ranks exchange pickles; or `obj` has shards and is neither a
             dict nor a module (on every rank).
         PeerFailedError: a file couldn't be written, or a state dict couldn't be read (on every
             rank; on the rank that failed, the original error is the cause). The old checkpoint is
@@ -107,7 +107,7 @@ def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | Non
         _save_shards(context, obj, states, target, refusal)
         return
     _save_file(context, obj, states, target, rank)
-    # An existing file keeps its mode, which may forbid its writer to read it.
+    # The file may have kept the mode of an older one, which may forbid reading.
     is_writer = context.model.topology.rank == rank
     unread = _why_unread(target) if is_writer and os.access(target, os.R_OK) else ""
     if unread:
@@ -115,7 +115,7 @@ def save_checkpoint(obj: Any, path: PathLike, rank: int = 0, sharded: bool | Non
 
 
 def _states_and_digests(obj: Any, sharded: bool | None) -> tuple[tuple[dict[int, Any], bool], Any]:
-    """Return states and whether to shard, and for the other ranks digests and states by rank."""
+    """Return states and whether to shard; for the other ranks, digests and `ByRank` states."""
     states = own_states(obj)
     named = entries(obj, states)
     split = {name: item.state() for name, item in named.items() if isinstance(item, ByRank)}
@@ -123,8 +123,8 @@ def _states_and_digests(obj: Any, sharded: bool | None) -> tuple[tuple[dict[int,
     is_sharded = bool(sharded) or has_shards(obj, states)
     if is_sharded and sharded is False:
         raise PayloadError(
-            "sharded=False would write one rank's part of its tensors that are sharded: leave "
-            "sharded out, which writes a folder, or give whole tensors, such as those of torch's "
+            "sharded=False would write one rank's part of each sharded tensor: leave sharded out "
+            "to write a folder of shards, or pass full tensors, such as those of torch's "
             "get_model_state_dict with full_state_dict=True"
         )
     return (states, is_sharded), (digests, split)
@@ -133,7 +133,7 @@ def _states_and_digests(obj: Any, sharded: bool | None) -> tuple[tuple[dict[int,
 def _merge_ranks(
     context: ContextState, obj: Any, states: dict[int, Any], of_ranks: list[Any]
 ) -> None:
-    """Raise if states differ between ranks; set all ranks' states for each `ByRank`."""
+    """Raise if states differ between ranks; add the states of all ranks for each `ByRank`."""
     named = entries(obj, states)
     values = {name: states[id(item)] for name, item in named.items()}
     found = differing(context, _SAVE, values, [digests for digests, _ in of_ranks])
@@ -150,29 +150,31 @@ def _merge_ranks(
                 f"save_checkpoint has {name} in ByRank, but not on ranks {without}: wrap it in "
                 "ByRank on every rank"
             )
-        # A tuple, since shards store a tuple as one value, for items of any type.
+        # In a tuple, which shards store as one value, with items of any type.
         states[id(named[name])] = {BY_RANK: tuple(split[name] for split in splits)}
 
 
 def _save_file(
     context: ContextState, obj: Any, states: dict[int, Any], target: Path, rank: int
 ) -> None:
+    """Write a file on one rank; if that fails, raise on all ranks. Collective over all ranks."""
     check_rank(context, None, rank, "rank")
     error: BaseException | None = None
     try:
         if context.model.topology.rank == rank:
             _write_state(target, plain(obj, states), rank)
-    except BaseException as raised:  # of any kind: the other ranks must not wait forever
+    except BaseException as raised:  # of any type: the other ranks must not wait forever
         error = raised
     agreed(context, _SAVE, error, call=f"{_SAVE} by rank {rank}", refusal="")
 
 
 def _write_state(target: Path, state: Any, rank: int) -> None:
+    """Write a state with torch.save; raise a PayloadError if it can't be pickled."""
     try:
         write_whole(target, partial(torch.save, state))
     except OSError:
         raise
-    except Exception as error:  # raised by the value's classes
+    except Exception as error:  # raised by the classes of saved values
         text = f"{type(error).__qualname__}: {error}"
         raise PayloadError(f"{target} can't be saved by rank {rank}: {text}") from error
 
@@ -208,7 +210,7 @@ def _save_shards(
     def replace_old_shards() -> None:
         library.seal(folder)
         write_whole(target / _POINTER, lambda file: file.write(name.encode()))
-        # After the pointer, so that an interruption leaves one folder complete.
+        # Removed after the pointer is written, so that an interruption leaves a complete folder.
         for other in target.glob(f"{_SHARDS}*"):
             if other != folder:
                 shutil.rmtree(other, ignore_errors=True)
@@ -222,16 +224,17 @@ def is_whole(target: Path) -> bool:
 
 
 def remove(target: Path) -> None:
-    """Remove a checkpoint, complete or not; an interrupted removal leaves it incomplete."""
+    """Remove a checkpoint, complete or not; it is incomplete if removal is interrupted."""
     if not target.is_dir():
         target.unlink(missing_ok=True)
         return
-    # First, so that the folder counts as incomplete even if the rest can't be removed.
+    # Removed first, so that the folder counts as incomplete even if the rest stays.
     (target / _POINTER).unlink(missing_ok=True)
     shutil.rmtree(target, ignore_errors=True)
 
 
 def _shard_library() -> Any:
+    """Import `shards`; raise if ranks have no process group of torch."""
     context = current()
     # torch writes shards over its own process group.
     if context.model.topology.world_size > 1 and not torch.distributed.is_initialized():
@@ -256,15 +259,15 @@ def load_checkpoint(
     """Read a checkpoint that `save_checkpoint` wrote, onto this rank's device.
 
     Local for a file: each calling rank reads it. Collective over all ranks for shards, and with
-    `src`. If it fails on any of these ranks, `into` is unchanged.
+    `src`. If loading fails on one of these ranks, `into` is unchanged on all.
 
     Args:
         path: the file or folder.
         into: the object to load in place: a module, wrapped or not, an optimizer, or a dict like
             the saved one. Objects with a state dict are loaded, tensors are filled and other values
             are replaced, also within lists that contain an object to load. A dict may name the
-            submodules of a module instead of the module. Sharded tensors take their parts of full
-            tensors. Required for shards, which may be split differently than when they were saved.
+            submodules of a module instead of the module. Sharded tensors are filled with their
+            parts of saved full tensors. Required for shards, whose split may have changed since.
         weights_only: whether only tensors and plain values are read, from shards too. False can
             run code from the file: use it only for files that you trust. It is rejected under
             ``UNISONO_NO_PICKLE=1``.
@@ -272,8 +275,8 @@ def load_checkpoint(
         strict: False keeps values that the checkpoint lacks or has in another shape, and logs a
             warning with their names; optimizers are always loaded whole, and shards must have the
             same shapes.
-        src: global rank that reads a file and sends it to all ranks, if others can't reach its
-            disk.
+        src: global rank that reads a file and sends it to all ranks, for a disk that other ranks
+            can't reach.
 
     Returns:
         `into`, or a new tuple in its place; the saved value if `into` is None.
@@ -308,7 +311,7 @@ def load_checkpoint(
             file = _open_file(target, src, sent)
             read = partial(_read, file, weights_only, map_location)
             plan = step(lambda: Plan(into, read(), strict, undo))
-        # No rank has failed, and filling can't fail.
+        # From here on nothing is undone: no rank has failed, and filling can't fail.
         undo.pop_all()
     return plan.fill()
 
@@ -321,7 +324,7 @@ def _step(where: str, is_together: bool, call: Callable[[], T]) -> T:
         try:
             return call(), None
         except Exception as error:
-            # Our other errors don't mean that the file is damaged.
+            # Other errors of unisono don't mean that the file is damaged.
             if isinstance(error, UnisonoError) and not isinstance(error, PayloadError):
                 raise
             kind = "" if isinstance(error, PayloadError) else f"{type(error).__qualname__}: "
@@ -354,12 +357,13 @@ def _content(target: Path) -> Any:
     """Return a file's bytes as a tensor, True for a folder, None if missing."""
     if target.is_dir() or not target.exists():
         return target.is_dir() or None
-    # frombuffer() rejects empty data.
     data = bytearray(target.read_bytes())  # tensors are sent faster than bytes
+    # frombuffer() rejects empty data.
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def _read(file: IO[bytes], weights_only: bool, map_location: Any) -> Any:
+    """Read a file onto a device; raise a PayloadError if `weights_only` forbids a value."""
     untyped: Any = torch
     device = map_location
     if map_location is None:
@@ -367,7 +371,7 @@ def _read(file: IO[bytes], weights_only: bool, map_location: Any) -> Any:
         try:
             untyped.serialization.default_restore_location(untyped.UntypedStorage(0), str(device))
             map_location = device
-        except RuntimeError:  # torch can't load onto XLA's devices
+        except RuntimeError:  # torch.load doesn't support XLA's devices
             map_location = "cpu"
     with file:
         check_archive(file, "it")
@@ -402,13 +406,13 @@ def _from_shards(
     library = _shard_library()
     point = partial(_current_shards, target, into)
     name, refusals = together(communicator(), "load_checkpoint", point)
-    # Errors come as texts, since `together` would turn an ArgumentError into a PeerFailedError.
+    # Errors are returned as texts: `together` would turn an ArgumentError into a PeerFailedError.
     if any(refusals):
         raise ArgumentError(next(filter(None, refusals)))
 
     def read() -> Any:
         states = own_states(into)  # first, as it may be collective
-        # A path could lead out of the checkpoint's folder.
+        # A path in place of a name could lead out of the checkpoint's folder.
         if not name.startswith(_SHARDS) or os.path.basename(name) != name:
             raise PayloadError(
                 f"{target / _POINTER} contains an invalid shard folder name: {name!r}"
@@ -423,7 +427,7 @@ def _current_shards(target: Path, into: Any) -> tuple[str, str]:
     """Return the name of the current shards, or an error text."""
     topology = current_model().topology
     try:
-        # `_from_shards` rejects a damaged name; decoding it mustn't fail.
+        # Decoding mustn't fail, as `_from_shards` rejects a damaged name on all ranks.
         name = (target / _POINTER).read_text(errors="replace")
     except OSError as error:
         rank = f"rank {topology.rank} of {topology.world_size}"

@@ -19,7 +19,7 @@ from unisono.model.training import hooks_of
 from unisono.training.same_tensors import as_tensors, is_sharded
 from unisono.training.wrapping import averaging_optimizers
 
-# Optimizers whose gradients were averaged here, with the function that re-enables averaging.
+# Optimizers whose gradients `_settle` averaged; each with the function that lets its step average.
 _settled: weakref.WeakKeyDictionary[Optimizer, Callable[[], None] | None]
 _settled = weakref.WeakKeyDictionary()
 
@@ -52,8 +52,8 @@ def clip_grad_norm_(
         The norm of all gradients before clipping, 0-dim, the same on every rank.
 
     Raises:
-        ArgumentError: a scaler without an optimizer, or `parameters` has other values.
-        UnsupportedOperation: a scaler, and gradients that are sharded.
+        ArgumentError: a scaler is given without an optimizer, or `parameters` has other values.
+        UnsupportedOperation: a scaler is given, and the gradients are sharded.
 
     Example:
         >>> import torch, unisono as idist
@@ -102,21 +102,22 @@ def _largest(tensors: list[Tensor]) -> Tensor:
 
 
 def _settle(model: ComputationModel, optimizer: Optimizer) -> None:
-    """Average now instead of in the optimizer's next step, unless a gradient arrives first."""
-    _unsettle(optimizer)  # of an earlier call without a step since
+    """Average gradients now; the next step averages again only if new gradients arrive."""
+    _unsettle(optimizer)  # undo an earlier call that no step has followed
     undo = hooks_of(model).settle_gradients(optimizer)
-    if undo is None:  # its step doesn't average
+    if undo is None:  # the optimizer's step doesn't average
         return
-    if optimizer not in _settled:  # its hooks stay, and so does its entry
+    if optimizer not in _settled:  # hooks are registered once, and stay
         optimizer.register_step_post_hook(lambda each, *_: _unsettle(each))
-        reference = weakref.ref(optimizer)  # parameters must not keep it alive
+        reference = weakref.ref(optimizer)  # parameters must not keep the optimizer alive
         for item in [item for entry in optimizer.param_groups for item in entry["params"]]:
-            if item.requires_grad:  # a scaler may skip the step
+            if item.requires_grad:  # a scaler may skip the step, and its hook
                 item.register_post_accumulate_grad_hook(lambda _: _unsettle(reference()))
     _settled[optimizer] = undo
 
 
 def _unsettle(optimizer: Optimizer | None) -> None:
+    """Let the optimizer's step average again, if `_settle` stopped that."""
     undo = None if optimizer is None else _settled.get(optimizer)
     if undo is not None and optimizer is not None:
         _settled[optimizer] = None

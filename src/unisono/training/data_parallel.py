@@ -31,36 +31,37 @@ from unisono.training.buckets import MEGABYTE, buckets
 
 
 class _Bucket:
-    """Gradients that are reduced together, how many ranks have each, and some further counts."""
+    """Gradients that are reduced together, with counts of the ranks that have each of them."""
 
-    # The counts show, without another collective, which parameters have a gradient on some rank:
-    # it counts as zero on the others. A parameter without a gradient on any rank keeps None.
+    # The counts show, without another collective, which parameters have a gradient on some rank; it
+    # counts as zero on the others. A parameter without a gradient on any rank keeps None. The last
+    # bucket also has `late_counts`: for each bucket, the ranks that sent it too early.
 
-    def __init__(self, name: str, parameters: Sequence[Tensor], notes: int) -> None:
+    def __init__(self, name: str, parameters: Sequence[Tensor], late_counts: int) -> None:
         first = parameters[0]
         self.name, self.parameters = name, parameters
-        sizes = [*(p.numel() for p in parameters), len(parameters), notes]
+        sizes = [*(p.numel() for p in parameters), len(parameters), late_counts]
         self.flat = torch.zeros(
             sum(sizes), dtype=first.dtype, device=first.device, requires_grad=False
         )
-        *parts, self.counts, self.notes = torch.split(self.flat, sizes)
+        *parts, self.counts, self.late_counts = torch.split(self.flat, sizes)
         self.parts = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
         self.handle: Handle[Tensor] | None = None
 
-    def start(self, touched: set[int] | None, size: int, notes: Sequence[bool] = ()) -> None:
+    def start(self, touched: set[int] | None, size: int, late: Sequence[bool] = ()) -> None:
         """Copy the gradients into the buffer and start their sum. Collective over all ranks."""
-        # `touched` is None where this rank only joins the others' backward.
+        # `touched` is None if this rank only takes part in the backward of other ranks.
         for parameter, part in zip(self.parameters, self.parts, strict=True):
-            if touched is not None and parameter.grad is not None:  # of an earlier backward, too
-                # Divided before the sum, which could overflow where the mean doesn't.
+            if touched is not None and parameter.grad is not None:  # also of an earlier backward
+                # Divided before the sum, which could overflow even if the mean doesn't.
                 torch.div(parameter.grad, size, out=part)
             else:
                 part.zero_()
         has = [id(p) in (touched or ()) and p.grad is not None for p in self.parameters]
-        # torch's default device may be another than the CPU.
+        # On the CPU explicitly, as torch's default device may be another one.
         self.counts.copy_(torch.tensor(has, device="cpu"))
-        if self.notes.numel():
-            self.notes.copy_(torch.tensor(notes, device="cpu"))
+        if self.late_counts.numel():
+            self.late_counts.copy_(torch.tensor(late, device="cpu"))
         with called(self.name):
             self.handle = all_reduce_(self.flat, "SUM", async_op=True)
 
@@ -77,7 +78,7 @@ class _Bucket:
             if id(parameter) in touched and parameter.grad is not None:
                 parameter.grad.copy_(part)
                 continue
-            # Not read unless needed, since reading waits for an accelerator.
+            # Read only if needed, since reading waits for an accelerator.
             counts = self.counts.tolist() if counts is None else counts
             if counts[i]:
                 if parameter.grad is None:
@@ -86,7 +87,7 @@ class _Bucket:
 
 
 def name_of_gradients(context: ContextState, module: nn.Module, group: Group | None) -> str:
-    """Return a name for the gradients, equal on ranks that wrapped the same models in order."""
+    """Return a name for gradients, equal on ranks that wrap the same models in the same order."""
     number = context.control.steps.count_model(group)
     return f"gradients of backward of {type(module).__name__} (model {number})"
 
@@ -94,11 +95,11 @@ def name_of_gradients(context: ContextState, module: nn.Module, group: Group | N
 class Averager:
     """Averages the gradients of a module in one context."""
 
-    # Collective at creation in that every rank makes one, with the same parameters.
-    # A bucket is sent once each of its parameters has a gradient, except the last, which is sent at
-    # the end of backward. By then it is known which parameters got another gradient after their
-    # bucket was sent, as under reentrant checkpointing; the last bucket carries the number of ranks
-    # that saw this for each bucket, and such a bucket is sent again.
+    # Every rank must create one, with the same parameters, though creation sends nothing.
+    # A bucket is sent once each of its parameters has a gradient, except the last bucket, which is
+    # sent at the end of backward. By then the rank knows which parameters got another gradient
+    # after their bucket was sent, as under reentrant checkpointing. For each bucket, the last one
+    # carries the number of ranks that saw this; if there are any, the bucket is sent again.
 
     def __init__(self, module: nn.Module, bucket_bytes: int, name: str | None = None) -> None:
         context = current()
@@ -114,8 +115,8 @@ class Averager:
         self.release: weakref.finalize[..., Any]
         self.release = hook_gradients(self.on_gradient, parameters, self)
         self.is_syncing = True
-        self._touched: set[int] = set()  # since the last sum, also while not syncing
-        self._fired: set[int] = set()  # in this backward
+        self._touched: set[int] = set()  # with a gradient since the last sum, also in `no_sync`
+        self._fired: set[int] = set()  # with a gradient in this backward
         self._late: set[int] = set()  # buckets of this backward that were sent too early
         self._is_running = False
         self._missing: list[int] = []
@@ -123,12 +124,12 @@ class Averager:
 
     @cached_property
     def _buckets(self) -> list[_Bucket]:
-        # Made late, since a copy for averages of weights has no backward and needs no memory. The
-        # last one has a count of late gradients for each.
-        notes = [0] * (len(self._runs) - 1) + [len(self._runs)]
+        # Created in the first backward: a module without any, such as a copy with averages of
+        # weights, needs no memory for buckets.
+        late_counts = [0] * (len(self._runs) - 1) + [len(self._runs)]
         return [
             _Bucket(f"{self.name}, bucket {i}", run, count)
-            for i, (run, count) in enumerate(zip(self._runs, notes, strict=False))
+            for i, (run, count) in enumerate(zip(self._runs, late_counts, strict=False))
         ]
 
     @property
@@ -137,7 +138,7 @@ class Averager:
         return current().context_id == self._context_id
 
     def reset(self) -> None:
-        """Wait for buckets in flight of an interrupted backward, and discard its state."""
+        """Wait for buckets that an interrupted backward sent, and discard its state."""
         if self._is_running:
             for bucket in self._buckets:
                 with suppress(CollectiveError):
@@ -145,8 +146,8 @@ class Averager:
         self._is_running = False
 
     def on_gradient(self, parameter: Tensor) -> None:
-        """Record a gradient, and start the sum of its bucket once that is complete."""
-        # Collective over all ranks in the context of its creation; else a no-op.
+        """Record a gradient, and start the sum of its bucket once the bucket is complete."""
+        # Collective over all ranks; nothing happens outside the context of creation.
         if not self.is_current:
             return
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
@@ -178,23 +179,25 @@ class Averager:
     def _start_next(self, touched: set[int] | None) -> None:
         """Start the sum of the next bucket; the last one also reports late buckets."""
         bucket = self._buckets[self._next]
-        late = [index in self._late for index in range(bucket.notes.numel())]
+        late = [index in self._late for index in range(bucket.late_counts.numel())]
         bucket.start(touched, self._size, late)
         self._next += 1
 
     def _end(self) -> None:
+        """Finish the averages at the end of a backward."""
         if self._is_running:
             self._finish(self._touched)
 
     def _finish(self, touched: set[int] | None) -> None:
+        """Send the remaining buckets, and copy all averages back to the parameters."""
         with torch.no_grad():
             while self._next < len(self._buckets):
                 self._start_next(touched)
             for bucket in self._buckets:
                 bucket.wait()
-            # The same on every rank, as it was summed: all send these buckets again, or none does.
-            again = self._buckets[-1].notes.tolist() if len(self._buckets) > 1 else []
-            for bucket, count in zip(self._buckets, again, strict=False):
+            # The counts were summed, so that all ranks send the same buckets again.
+            late_counts = self._buckets[-1].late_counts.tolist() if len(self._buckets) > 1 else []
+            for bucket, count in zip(self._buckets, late_counts, strict=False):
                 if count:
                     bucket.start(touched, self._size)
                     bucket.wait()
@@ -205,7 +208,7 @@ class Averager:
         self._touched.clear()
 
     def shadow(self) -> None:
-        """Join the others' backward without gradients. Collective over all ranks."""
+        """Take part in other ranks' backward without gradients. Collective over all ranks."""
         self._late.clear()
         self._next = 0
         self._finish(None)
@@ -214,8 +217,8 @@ class Averager:
 def hook_gradients(
     on_gradient: Callable[[Tensor], None], parameters: Sequence[Tensor], owner: object
 ) -> weakref.finalize[..., Any]:
-    """Call a method after each gradient, until the returned function is called or `owner` ends."""
-    method = weakref.WeakMethod(on_gradient)  # the parameters must not keep its object alive
+    """Call a method after each gradient, until `owner` is deleted or the result is called."""
+    method = weakref.WeakMethod(on_gradient)  # parameters must not keep its object alive
 
     def call(parameter: Tensor) -> None:
         alive = method()
@@ -232,7 +235,7 @@ def hook_gradients(
             hook.remove()
 
     finalizer = weakref.finalize(owner, remove)
-    finalizer.atexit = False  # useless at exit
+    finalizer.atexit = False  # at exit there is no need to remove hooks
     return finalizer
 
 
@@ -242,10 +245,10 @@ def call_after_backward(call: Callable[[], None]) -> None:
 
 
 _JOIN = "a step of join"
-# In turn: a forward whose backward averages; such a forward in evaluation mode, which sends no
-# buffers; one in `no_sync`; a rank that has no batches left.
+# The marks that ranks exchange in it: a forward whose backward averages; such a forward in
+# evaluation mode, which sends no buffers; a forward in `no_sync`; a rank without batches left.
 _SYNCS, _SYNCS_IN_EVAL, _ACCUMULATES, _HAS_ENDED = b"s", b"v", b"a", b"e"
-# DistributedDataParallel's options that always hold here, or make no difference.
+# Options of DistributedDataParallel that always hold here, or have no effect.
 _NEEDLESS = frozenset(
     {"find_unused_parameters", "gradient_as_bucket_view", "static_graph", "check_reduction"}
 )
@@ -267,7 +270,8 @@ class Replicated(nn.Module):
         options: options of ``DistributedDataParallel`` without effect here.
 
     Raises:
-        CollectiveMismatchError: the modules differ between ranks; names where (on every rank).
+        CollectiveMismatchError: the modules differ between ranks; the message shows the first
+            difference (on every rank).
         PayloadError: an embedding has sparse gradients.
         UnsupportedOperation: an option of ``DistributedDataParallel`` that isn't supported here.
     """
@@ -285,7 +289,7 @@ class Replicated(nn.Module):
             raise UnsupportedOperation(
                 current_model().name, f"option {unsupported} of auto_model", "leave it out"
             )
-        # DistributedDataParallel's default.
+        # 25 is DistributedDataParallel's default.
         size_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
         if not size_mb > 0:  # includes NaN
             raise ArgumentError(f"bucket_cap_mb={bucket_cap_mb!r} should be over 0")
@@ -304,7 +308,7 @@ class Replicated(nn.Module):
         _alive.add(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module. Collective over all ranks in training, where it has buffers."""
+        """Run the module. Collective over all ranks in training, if the module has buffers."""
         # Without gradients no backward follows, and a rank may run alone.
         if torch.is_grad_enabled():
             if not self._averager.is_current:
@@ -325,7 +329,7 @@ class Replicated(nn.Module):
 
     def _first_active(self, marks: list[bytes]) -> int:
         """Record and return the first rank with batches left, of which there must be one."""
-        # At the end of `join` all ranks get its parameters.
+        # At the end of `join` all ranks get the parameters of the rank recorded last.
         self._leader = next(rank for rank, mark in enumerate(marks) if mark != _HAS_ENDED)
         return self._leader
 
@@ -336,7 +340,7 @@ class Replicated(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on this rank; the first backward outside averages them."""
+        """Accumulate gradients on this rank; the first backward after the block averages them."""
         before = self._averager.is_syncing
         self._averager.is_syncing = False
         try:
@@ -358,7 +362,7 @@ class Replicated(nn.Module):
         finally:
             self._is_joining = False
         while True:
-            # Without batches, this rank takes part in the steps of the others until all have ended.
+            # Without batches, this rank takes part in other ranks' steps until all have ended.
             marks = exchange_blobs(communicator(), _JOIN, _HAS_ENDED, None)
             if all(mark == _HAS_ENDED for mark in marks):
                 break
@@ -377,7 +381,7 @@ class Replicated(nn.Module):
         made = memo[id(self)] = type(self).__new__(type(self))
         state = {name: item for name, item in self.__dict__.items() if name != "_averager"}
         made.__dict__.update(copy.deepcopy(state, memo))
-        # Its name is kept: a new one would count the copy, which other ranks may not make.
+        # The name is kept, as a new name would count the copy, which other ranks may not make.
         averager = self._averager
         made._averager = Averager(made.module, averager.bucket_bytes, averager.name)
         _alive.add(made)

@@ -1,4 +1,4 @@
-"""Gradients of ``DistributedDataParallel``: in shared memory, named, averaged every time."""
+"""Averages of the gradients of ``DistributedDataParallel``, after every backward."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def average_gradients(
 class DDPAverager:
     """Averages the gradients of a ``DistributedDataParallel`` in every backward."""
 
-    # It is the state of a communication hook, `average`, unless the user registers one. On one host
-    # buckets go through shared memory, and are compared with other ranks' calls; between hosts
-    # torch's group reduces them, with our call name and deadline. Gradients on an accelerator are
-    # left to torch, as host memory cannot hold such tensors.
-    # torch averages in the first backward after the module's forward outside of ``no_sync``. If the
+    # It is also the state of the communication hook `average`, unless the user registers a hook.
+    # On one host, buckets go through shared memory, and are compared with other ranks' calls;
+    # between hosts, torch's group reduces them, with unisono's call name and deadline. Gradients on
+    # an accelerator are left to torch, as host memory cannot hold such tensors.
+    # torch averages in the first backward after the module's forward outside of ``no_sync``. If a
     # forward ran in ``no_sync``, or on the inner module, or was an earlier one, gradients would
-    # silently stay local: they are averaged after such a backward, as `Replicated` does.
-    # It keeps no context, but looks up the active one at each call.
+    # silently stay local. This class averages them after such a backward, as `Replicated` does.
+    # The active context is looked up at each call.
 
     def __init__(self, group: Group | None = None, name: str = "") -> None:
         self.group: Group | None = group
@@ -57,15 +57,15 @@ class DDPAverager:
         self._is_live = False  # whether this rank has inputs in this step
         self._started: list[tuple[Handle[Tensor], torch.futures.Future[Tensor]]] = []
         self._is_announced = False  # whether torch will average in the next backward
-        self._announced = 0
-        self._backward = -1  # the one whose end is waited for
+        self._announced = 0  # forwards so far after which torch averages
+        self._backward = -1  # torch's id of the latest backward
 
     def __call__(self, module: Any, inputs: Any) -> None:
         """Record a forward with gradients; register the communication hook at the first one."""
         if not torch.is_grad_enabled():
             return
         self._is_live = True
-        self._started.clear()  # of a backward that failed
+        self._started.clear()  # left by a backward that failed
         if module.require_backward_grad_sync:
             self._is_announced = True
             self._announced += 1
@@ -76,8 +76,8 @@ class DDPAverager:
         if not module._comm_hooks and all(p.device.type == "cpu" for p in module.parameters()):
             try:
                 module.register_comm_hook(self, average)
-            except RuntimeError as error:  # torch's own hooks aren't in that list
-                # torch has already listed our hook when it raises; the user's stays registered.
+            except RuntimeError as error:  # torch's built-in hooks aren't in `_comm_hooks`
+                # torch lists this hook before it raises; the user's hook stays registered.
                 module._comm_hooks.clear()
                 if "once" not in str(error):
                     raise
@@ -86,12 +86,12 @@ class DDPAverager:
         """Queue an average for the end of this backward, unless torch averages."""
         backward: int = torch._C._current_graph_task_id()
         module = self.module()
-        # One average for each backward, though each parameter has this hook.
+        # Each parameter has this hook, but a backward needs only one average.
         if backward == self._backward or module is None or not module.require_backward_grad_sync:
             return
         self._backward = backward
         if self._is_announced:
-            # Twice: torch queues its own callback after this hook, and before the second one.
+            # Queued twice, to run after torch's callback, which torch queues after this hook.
             call_after_backward(lambda: call_after_backward(self._note_end))
         else:
             call_after_backward(self._average_all)
@@ -100,12 +100,13 @@ class DDPAverager:
         """Record that torch has averaged; within reentrant checkpointing it has not yet."""
         module = self.module()
         if module is None or (module.static_graph and self._announced == 1):
-            return  # the end of the first backward of a static graph is unknown
-        with suppress(RuntimeError):  # not finished yet
+            return  # when torch averages in the first backward of a static graph is unknown
+        with suppress(RuntimeError):  # torch has not averaged yet
             module._check_reducer_finalized()
             self._is_announced = False
 
     def _average_all(self) -> None:
+        """Average all gradients after a backward in which torch didn't."""
         module = self.module()
         # In torch's join, ranks without batches only take part in torch's own averages.
         if module is not None and not module._join_config.enable:
@@ -114,7 +115,7 @@ class DDPAverager:
     def reduce(
         self, index: int, flat: Tensor, op: ReduceOp, host: HostCollectives | None
     ) -> torch.futures.Future[Tensor]:
-        """Reduce one bucket in place; only start it between hosts. Collective over the group."""
+        """Reduce a bucket in place, between hosts in the background. Collective over the group."""
         context, done = communicator(self.group), torch.futures.Future[Tensor]()
         call = f"{self._name}, bucket {index}"
         with called(call):
@@ -123,7 +124,7 @@ class DDPAverager:
                 compare_calls(context, call, flat, self.group, host)
                 if host is None:
                     handle = context.start_all_reduce(flat, op, self.group)
-                    # `end_step` waits for it, so that buckets overlap.
+                    # `end_step` waits for the handle, so that buckets overlap.
                     self._started.append((token.started(handle), done))
                     return done
                 plane_is("memory")
@@ -136,7 +137,7 @@ class DDPAverager:
 
     def divisor(self, host: HostCollectives | None) -> Tensor | None:
         """Return the number of ranks with inputs if torch divides by it, else None."""
-        # Collective over the group if so: in ``join(divide_by_initial_world_size=False)``.
+        # torch does in ``join(divide_by_initial_world_size=False)``; only then this is collective.
         module = self.module()
         if module is None or not module._join_config.enable:
             return None
@@ -153,7 +154,7 @@ class DDPAverager:
         for handle, done in started:
             done.set_result(handle.wait())
 
-    # A copy of the module calls the hook, too, but its parameters lose theirs.
+    # A copied module keeps a copy as forward hook, but its parameters lose their hooks.
     def __deepcopy__(self, memo: object) -> Self:
         return type(self)(self.group, self._name)
 
@@ -162,12 +163,12 @@ class DDPAverager:
 
 
 def average(state: DDPAverager, bucket: Any) -> torch.futures.Future[Tensor]:
-    """Average one bucket of gradients in place: a communication hook. Collective over the group."""
+    """Average a bucket of gradients in place, as communication hook. Collective over the group."""
     flat, group = bucket.buffer(), state.group
     if flat.layout is not torch.strided:  # sparse gradients
         module = state.module()
         return default_hooks.allreduce_hook(module and module.process_group, bucket)
-    # Waits for background calls. The ranks' shared memory; None between hosts.
+    # `communicator` waits for background calls; `host` is shared memory, None between hosts.
     host, op = communicator(group).control.host(group), ReduceOp.SUM
     with torch.no_grad():
         divisor = state.divisor(host)
@@ -183,4 +184,4 @@ def average(state: DDPAverager, bucket: Any) -> torch.futures.Future[Tensor]:
     return done
 
 
-average.__annotations__.clear()  # torch compares them with its classes; these are strings
+average.__annotations__.clear()  # torch expects classes there, not strings

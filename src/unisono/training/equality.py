@@ -39,13 +39,13 @@ def assert_equal(tree: Any, group: GroupLike = None) -> None:
     Args:
         tree: a tensor, number, string or other object, a module, an optimizer or another object
             with a state dict, and dicts, lists, tuples and dataclasses of these. Tensors are equal
-            if dtype, shape and bits are, on any device; sets if their items are; other objects if
-            their pickles are. Of a DTensor only dtype and shape are compared.
+            if dtype, shape and bits are equal, on any device; sets, if their items are equal; other
+            objects, if their pickles are equal. Of a DTensor only dtype and shape are compared.
         group: a Group, a list of ranks, or None for all ranks.
 
     Raises:
-        CollectiveMismatchError: values differ; names them by path, with the ranks that have each
-            (on every rank).
+        CollectiveMismatchError: values differ; the message shows their paths, and the ranks that
+            have each value (on every rank).
         PayloadError: a value can't be pickled, or a container contains itself (on every rank).
         CollectiveError: a peer failed or timed out.
 
@@ -64,7 +64,7 @@ def assert_equal(tree: Any, group: GroupLike = None) -> None:
         except RecursionError as error:
             text = "a container contains itself, or is nested too deep"
             raise PayloadError(text) from error
-        trees[""] = plain(opened, own_states(opened))  # stateful objects as their states
+        trees[""] = plain(opened, own_states(opened))  # with states in place of stateful objects
         return encode(digest(trees[""]))
 
     frame = frame_or_reason(described)
@@ -93,7 +93,7 @@ def differing(
     group: Group | None = None,
 ) -> str:
     """Return a text about the values that differ between ranks; empty if none."""
-    # Collective over `group` where digests differ.
+    # Collective over `group` if digests differ.
     names = [
         name
         for name in dict.fromkeys(name for each in digests for name in each)
@@ -117,7 +117,7 @@ def differing(
         count += len(paths)
         for path in paths:
             column = {rank: leaves.get(path, _NOTHING) for rank, leaves in there.items()}
-            if len({known for _, known in column.values()}) > 1:
+            if len({hashed for _, hashed in column.values()}) > 1:
                 lines.append(_line(name + path, column))
     more = f"; and {len(lines) - _NAMED} others differ" if len(lines) > _NAMED else ""
     text = f"{len(lines)} of {count} values differ between ranks: "
@@ -142,12 +142,13 @@ def _with_fields_as_dicts(node: Any) -> Any:
 
 
 def _leaf(value: Any) -> Leaf:
+    """Return a short text about a value, and its digest."""
     if isinstance(value, Tensor) and (is_dense(value) or is_sharded(value)):
-        look = f"{str(value.dtype)[6:]}{list(value.shape)}"
+        shown = f"{str(value.dtype)[6:]}{list(value.shape)}"
         if is_sharded(value):
-            return look, _hash(look.encode())
+            return shown, _hash(shown.encode())
         data = plain_tensor(value.detach()).cpu().resolve_conj().resolve_neg().contiguous()
-        return look, _hash(look.encode(), view_bytes(data))
+        return shown, _hash(shown.encode(), view_bytes(data))
     ordered = _in_order(value)
     shown = type(value).__qualname__ if isinstance(value, Tensor) else reprlib.repr(value)
     if ordered is not value:
@@ -160,7 +161,7 @@ def _in_order(value: Any) -> Any:
     if type(value) not in (set, frozenset):
         return value
     items = [_in_order(item) for item in value]
-    # Sorted by their pickles, as items of several types have no order.
+    # Sorted by their pickles, since items of different types have no order.
     return type(value).__name__, sorted(items, key=lambda item: b"".join(dump(item)))
 
 
@@ -173,13 +174,14 @@ def _hash(*data: Any) -> bytes:
 
 def _line(path: str, column: Mapping[int, Leaf]) -> str:
     """Return a text with each rank's value at a path."""
-    looks: dict[bytes, str] = {}
-    for look, known in column.values():
-        looks.setdefault(known, look)
-    # Different values may have one text, such as long tensors: digests tell them apart.
-    is_seen = len(set(looks.values())) > 1
+    text_of: dict[bytes, str] = {}
+    for text, hashed in column.values():
+        text_of.setdefault(hashed, text)
+    # Different values, such as two long tensors, may have the same text; then digests are shown.
+    texts_differ = len(set(text_of.values())) > 1
     shown = []
-    for each, look in looks.items():
-        where = [rank for rank, (_, known) in column.items() if known == each]
-        shown.append(f"ranks {where}: {look}{'' if is_seen else f' with digest {each.hex()[:8]}'}")
+    for each, text in text_of.items():
+        where = [rank for rank, (_, hashed) in column.items() if hashed == each]
+        digest_text = "" if texts_differ else f" with digest {each.hex()[:8]}"
+        shown.append(f"ranks {where}: {text}{digest_text}")
     return f"{path or 'the value'} ({' | '.join(shown)})"

@@ -28,7 +28,7 @@ from unisono.errors import ArgumentError, CollectiveMismatchError
 from unisono.training.loading import DistributedProxySampler, auto_dataloader
 
 Columns = dict[str | None, Any]
-Kind = tuple[str, tuple[int, ...]] | None  # dtype and shape of a sample's result; None in lists
+Kind = tuple[str, tuple[int, ...]] | None  # dtype and shape of a sample's result; None for lists
 
 
 class EvaluationSampler(Sampler[int]):
@@ -40,7 +40,7 @@ class EvaluationSampler(Sampler[int]):
     Args:
         dataset: anything with a length, the same on every rank.
         num_replicas: number of replicas; None for the job's.
-        rank: of this one; None for the job's.
+        rank: this replica's rank; None for the rank in the job.
 
     Raises:
         ArgumentError: `rank` isn't below `num_replicas`.
@@ -65,7 +65,7 @@ class EvaluationSampler(Sampler[int]):
         return len(self._indices)
 
     def set_epoch(self, epoch: int) -> None:
-        """Accept the epoch for loops that set it on any sampler, without effect."""
+        """Accept the epoch, without effect, as loops may set it on any sampler."""
 
 
 @overload
@@ -121,10 +121,10 @@ def gather_results(part: Sequence[Any] | Tensor, size: int, dst: int | None = No
         described = [(len(item), _kind(item)) for item in parts]
     else:
         check_rank(context, None, dst, "dst")
-        # In lists, as `gather` joins tensors of one shape only.
+        # Within lists, as `gather` would join tensors, which needs one shape.
         lists = gather([mine], dst=dst)
         parts = None if lists is None else [item for (item,) in lists]
-        # All ranks need the counts, to raise together.
+        # All ranks need the counts, so that they raise together.
         described = all_gather((len(mine), _kind(mine)))
     counts = [count for count, _ in described]
     short = [rank for rank in range(n) if counts[rank] < len(range(rank, size, n))]
@@ -142,13 +142,14 @@ def gather_results(part: Sequence[Any] | Tensor, size: int, dst: int | None = No
 
 
 def _kind(part: Sequence[Any] | Tensor) -> Kind:
+    """Return the dtype and shape of a sample's result in a tensor, None for a list."""
     return (str(part.dtype), tuple(part.shape[1:])) if isinstance(part, Tensor) else None
 
 
 def _check_alike(described: Sequence[tuple[int, Kind]]) -> None:
     """Check that all ranks have lists, or tensors that can be joined."""
     all_kinds = {kind for _, kind in described}
-    kinds = {kind for count, kind in described if count}  # an empty tensor may be of any
+    kinds = {kind for count, kind in described if count}  # an empty tensor may be of any kind
     if len(kinds) > 1 or (None in all_kinds and len(all_kinds) > 1):
         shown = "; ".join(
             f"rank {rank}: {'a list' if kind is None else f'{kind[0][6:]}[{count}, *{kind[1]}]'}"
@@ -158,7 +159,7 @@ def _check_alike(described: Sequence[tuple[int, Kind]]) -> None:
 
 
 def _interleaved(parts: Sequence[Tensor], size: int) -> Tensor:
-    """Merge [k, ...] of each of n ranks in order; rank r has the samples r, r + n, ..."""
+    """Merge the tensors [k, ...] of n ranks; rank r has the samples r, r + n, ..."""
     like = next((item for item in parts if len(item)), parts[0])
     joined = like.new_empty((size, *like.shape[1:]))
     for rank, item in enumerate(parts):
@@ -173,17 +174,17 @@ def evaluate(fn: Callable[[Any], Any], data: Any, dst: int | None = None, **kwar
 
     Collective over all ranks. Each rank gets its part of the samples. All ranks call `fn` equally
     often, so that it may call collectives, as a sharded model does; a rank that has fewer samples
-    computes one again, whose result is left out. If `fn` raises on one rank, others that wait for
-    it in collectives of the facade raise too; in torch's own they wait until the deadline.
+    computes one again, whose result is left out. If `fn` raises on one rank, ranks that wait for it
+    in the facade's collectives raise, too; in torch's own collectives they wait until the deadline.
 
     Args:
         fn: called with a batch, on this rank's device, without gradients. Returns a result for each
             sample: a tensor [b, ...], a list or tuple of b values, or a dict of these. A module
             runs in evaluation mode.
         data: a dataset with a length, or a ``DataLoader`` of all its samples, whose order is
-            ignored; also one from `auto_dataloader`.
+            ignored; also a loader from `auto_dataloader`.
         dst: global rank that gets the results; None for all.
-        kwargs: those of `auto_dataloader` that don't choose an order, such as ``batch_size``.
+        kwargs: arguments of `auto_dataloader` that don't choose an order, such as ``batch_size``.
 
     Returns:
         The results in the order of the dataset: a tensor [samples, ...], a list, or a dict of
@@ -218,13 +219,13 @@ def evaluate(fn: Callable[[Any], Any], data: Any, dst: int | None = None, **kwar
         columns = _joined(_results(fn, loader))
         return columns, {name: _kind(part) for name, part in columns.items()}
 
-    # One miss: an absent rank has left evaluate by then, for instance as its batch was too large.
+    # One miss only: a rank that is absent again has left evaluate, as its batch was too large.
     columns, kinds = together(context, "evaluate", results, misses=1)
-    # Before the first gather, which would wait for ranks that have no results of this name.
+    # Compared before the first gather, which would wait for ranks without results of this name.
     if any(other != kinds[0] for other in kinds):
         raise CollectiveMismatchError(f"evaluate: results differ in kind between ranks: {kinds}")
     made: Columns = dict.fromkeys(columns)
-    for name in sorted(columns, key=str):  # ranks may have made them in another order
+    for name in sorted(columns, key=str):  # ranks may have results in different orders
         made[name] = gather_results(columns[name], len(dataset), dst)
     if dst not in (None, context.model.topology.rank):
         return None
@@ -258,7 +259,7 @@ def _results(fn: Callable[[Any], Any], loader: Any) -> list[Columns]:
     left = len(loader.sampler)
     with torch.no_grad(), _in_evaluation_mode(fn):
         for batch in loader:
-            count = min(loader.batch_size or 1, left)  # None for single samples
+            count = min(loader.batch_size or 1, left)  # without a batch size, one sample
             left -= count
             results = fn(batch)
             named = results if isinstance(results, dict) else {None: results}
@@ -274,6 +275,8 @@ def _results(fn: Callable[[Any], Any], loader: Any) -> list[Columns]:
 
 
 def _check_results(name: str | None, part: Any, count: int) -> None:
+    """Raise unless `part` has one result for each of `count` samples."""
+
     def is_column(value: Any) -> bool:
         return isinstance(value, Tensor) and value.dim() > 0 and len(value) == count
 
@@ -306,6 +309,7 @@ def _joined(batches: list[Columns]) -> Columns:
 
 @contextmanager
 def _in_evaluation_mode(fn: Any) -> Iterator[None]:
+    """Put a module into evaluation mode in a block, and restore the modes of its parts."""
     modules = [part for part in fn.modules() if part.training] if isinstance(fn, nn.Module) else []
     if modules:
         fn.eval()

@@ -41,7 +41,7 @@ class ReplicaLoader(DataLoader[Any]):
         kwargs: as ``DataLoader``'s, for this replica.
     """
 
-    sampler: Any  # torch's type has no set_epoch, which most have here
+    sampler: Any  # torch's type lacks set_epoch, which most samplers here have
     generator: torch.Generator | None
 
     def __init__(self, dataset: Any, to_device: torch.device | None = None, **kwargs: Any) -> None:
@@ -53,9 +53,9 @@ class ReplicaLoader(DataLoader[Any]):
         samplers = (self.batch_sampler, getattr(self.batch_sampler, "sampler", None), self.sampler)
         ordering = (each for each in samplers if hasattr(each, "set_epoch"))
         self._position = _Position(next(ordering, None))
-        self._begin = (self._position.order, 0)  # epoch and batch at which training begins
+        self._begin = (self._position.order, 0)  # epoch and batch at which training starts
         self._passed = 0  # passes before the first epoch
-        self._counts = False  # whether passes are epochs from now on
+        self._counts = False  # whether each pass from now on counts as an epoch
 
     @property
     def epoch(self) -> int:
@@ -75,7 +75,7 @@ class ReplicaLoader(DataLoader[Any]):
         set's ``set_epoch``, if it has one; then even persistent workers restart for each pass.
         """
         check_count("epoch", epoch, 0)
-        # The same epoch keeps its position; after passes before training, the one that was loaded.
+        # The same epoch keeps its position, or the loaded one after passes before training.
         if epoch != self.epoch or self._passed:
             begin, start = self._begin
             self._position.begin(epoch, start if self._passed and epoch == begin else 0)
@@ -90,21 +90,22 @@ class ReplicaLoader(DataLoader[Any]):
     @property
     def _index_sampler(self) -> Any:  # read by torch's loader and its iterators
         batches = super()._index_sampler
-        # A stream has no indices to leave out: `_Batches` leaves out its batches.
+        # A stream has no indices to leave out, so `_Batches` leaves out its first batches.
         is_stream = isinstance(self.dataset, IterableDataset)
         return batches if is_stream else _Rest(self._position, batches)
 
     def __iter__(self) -> Any:
-        at = self._position
-        if at.epoch_of_sampler != at.epoch_passed_on:  # the program called the sampler's set_epoch
-            self.set_epoch(at.epoch_of_sampler)
+        position = self._position
+        epoch = position.epoch_of_sampler
+        if epoch != position.epoch_passed_on:  # the program called the sampler's set_epoch
+            self.set_epoch(epoch)
         # Also keeps earlier iterators from moving the position.
-        at.begin(at.order, at.start)
-        left_out = at.start if isinstance(self.dataset, IterableDataset) else 0
+        position.begin(position.order, position.start)
+        left_out = position.start if isinstance(self.dataset, IterableDataset) else 0
         if _with_epochs(self.dataset):
             self._iterator = None  # persistent workers would keep the old epoch
         batches = super().__iter__()
-        return _Batches(batches, at, left_out, self._target, self.pin_memory)
+        return _Batches(batches, position, left_out, self._target, self.pin_memory)
 
     def _get_iterator(self) -> Any:  # called by torch's loader
         # torch's iterator draws the workers' seed from `generator`, when it is created.
@@ -113,9 +114,9 @@ class ReplicaLoader(DataLoader[Any]):
             made: Any = super()._get_iterator()
         finally:
             self.generator = given
-        is_dealt = self._world_size > 1 and not isinstance(self.dataset, IterableDataset)
+        is_split = self._world_size > 1 and not isinstance(self.dataset, IterableDataset)
         # The seeds of workers differ by rank already.
-        if is_dealt and self._owns_generators and self.num_workers == 0:
+        if is_split and self._owns_generators and self.num_workers == 0:
             made._dataset_fetcher = _Fetcher(made._dataset_fetcher, self._rank)
         return made
 
@@ -130,22 +131,22 @@ class ReplicaLoader(DataLoader[Any]):
             generator = torch.Generator()
             generator.set_state((self.generator or torch.default_generator).get_state())
         if self._rank == 0 or isinstance(self.dataset, IterableDataset):
-            return generator  # a stream may shuffle equally on all ranks, and then take a part
-        return torch.Generator().manual_seed(_drawn(generator) + self._rank)
+            return generator  # ranks may shuffle a stream alike, and then take their parts
+        return torch.Generator().manual_seed(_draw_seed(generator) + self._rank)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position for a checkpoint.
 
-        After the same batch it is equal on every rank.
+        After the same batch, the position is equal on every rank.
 
         Returns:
-            Plain numbers.
+            A dict of plain numbers.
 
         Raises:
             UnsupportedOperation: an epoch is under way, and the sampler can't repeat its order.
         """
-        at = self._position
-        if at.batches and not self._order_is_repeatable():
+        position = self._position
+        if position.batches and not self._order_is_repeatable():
             if self._has_own_batches():
                 kind = type(self.batch_sampler)
                 remedy = "give it a set_epoch that chooses the order"
@@ -159,9 +160,9 @@ class ReplicaLoader(DataLoader[Any]):
                 remedy,
             )
         return {
-            "epoch": at.order - self._passed,
-            "order": at.order,
-            "batches": at.batches,
+            "epoch": position.order - self._passed,
+            "order": position.order,
+            "batches": position.batches,
             "is_dealt_in_turn": self._is_dealt_in_turn(),
             **self._sizes(),
         }
@@ -170,7 +171,7 @@ class ReplicaLoader(DataLoader[Any]):
         return type(self.batch_sampler) not in (BatchSampler, type(None))
 
     def _sizes(self) -> dict[str, int | None]:
-        """Return the batch size over all ranks, the number of ranks, and that of samples."""
+        """Return the batch size over all ranks, and the numbers of ranks and samples."""
         return {
             "batch_size": None if self.batch_size is None else self.batch_size * self._world_size,
             "world_size": self._world_size,
@@ -184,7 +185,7 @@ class ReplicaLoader(DataLoader[Any]):
             inner = getattr(self.batch_sampler, "sampler", self.sampler)
             is_in_order = isinstance(inner, SequentialSampler) and not self._has_own_batches()
             return is_in_order or isinstance(self.dataset, IterableDataset)
-        # A sampler's own generator goes on from pass to pass, unless set_epoch seeds it.
+        # The state of a sampler's own generator differs in each pass, unless set_epoch seeds it.
         while getattr(sampler, "generator", None) is None or hasattr(sampler, "set_epoch"):
             if not hasattr(sampler, "sampler"):
                 return True
@@ -199,7 +200,7 @@ class ReplicaLoader(DataLoader[Any]):
                 `auto_dataloader`, and if the samples seen fill whole batches.
 
         Raises:
-            ArgumentError: it isn't a position, or belongs to other data or batches.
+            ArgumentError: `state` isn't a position, or belongs to other data or batches.
             UnsupportedOperation: the order differs with the number of ranks.
         """
         _check_position(state)
@@ -211,10 +212,10 @@ class ReplicaLoader(DataLoader[Any]):
 
     def _batches_here(self, state: dict[str, Any]) -> int:
         """Convert the number of saved batches to this loader's batches of the same samples."""
-        here = self._sizes()
         batches: int = state["batches"]
         if not batches:
             return 0
+        here = self._sizes()
         if state["samples"] != here["samples"]:
             raise ArgumentError(
                 f"the position is for {state['samples']} samples, but the dataset has "
@@ -246,6 +247,7 @@ class ReplicaLoader(DataLoader[Any]):
 
 
 def _check_position(state: Any) -> None:
+    """Raise unless a state has the keys and types of a position."""
     if not isinstance(state, dict) or set(state) != set(_KEYS):
         raise ArgumentError(f"invalid position {state!r}: expected the keys {', '.join(_KEYS)}")
     for key, value in state.items():
@@ -273,7 +275,7 @@ class _Position:
     sampler: Any = None  # the sampler with set_epoch, if any
     start: int = 0  # batches that an iterator of this epoch skips
     batches: int = 0  # batches skipped or seen
-    turn: int = 0  # number of the iterator that moves the position: the latest
+    turn: int = 0  # number of the latest iterator, which alone moves the position
 
     def __post_init__(self) -> None:
         self.order = self.epoch_passed_on = self.epoch_of_sampler  # the epoch whose order is used
@@ -297,7 +299,7 @@ class _Position:
 
 @dataclass(eq=False)
 class _Batches:
-    """Iterator over an epoch's batches on the device; like torch's, usable after an error."""
+    """Iterator over an epoch's batches on the device; usable after an error, like torch's."""
 
     inner: Any
     position: _Position
@@ -316,7 +318,7 @@ class _Batches:
 
     def __next__(self) -> Any:
         position = self.position
-        is_new = False  # `begin` has counted the batches left out
+        is_new = False  # `_Position.begin` has counted the batches left out
         try:
             while self.left_out:
                 self.left_out -= 1
@@ -328,7 +330,7 @@ class _Batches:
                 position.begin(position.order + 1, 0)
                 position.set_epoch_of_sampler()
             raise
-        except Exception:  # raised by the dataset: the next call returns the next batch
+        except Exception:  # raised by the dataset; the next call returns the next batch
             self._count(is_new)
             raise
         self._count(is_new)
@@ -349,11 +351,12 @@ class _Fetcher:
 
     def fetch(self, indices: Any) -> Any:
         """Fetch the samples of some indices, as torch's fetcher does."""
-        with seeded(_drawn() + self.rank):
+        with seeded(_draw_seed() + self.rank):
             return self.inner.fetch(indices)
 
 
-def _drawn(generator: torch.Generator | None = None) -> int:
+def _draw_seed(generator: torch.Generator | None = None) -> int:
+    """Draw a seed, from the global generator if none is given."""
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
 
 
@@ -376,7 +379,7 @@ def moved(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=non_blocking)
     if callable(getattr(batch, "to", None)) and not isinstance(batch, type):
-        # Its `to` may lack the option non_blocking.
+        # The `to` of another class may lack the option non_blocking.
         return batch.to(device)
     if isinstance(batch, (dict, list, tuple)):
         return mapped(batch, lambda item: moved(item, device, non_blocking))
@@ -390,7 +393,7 @@ def moved(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
         return batch
     new = copy.copy(batch)
     for name, value in made.items():
-        object.__setattr__(new, name, value)  # it may be frozen
+        object.__setattr__(new, name, value)  # the dataclass may be frozen
     return new
 
 
@@ -398,7 +401,7 @@ def shard(iterable: Iterable[T]) -> IterableDataset[T]:
     """Split an iterable over the ranks, and over the workers of their loaders.
 
     Each worker reads the whole iterable and keeps its part. With n ranks, rank r gets the items r,
-    r + n, ..., for any number of workers; it may get one item fewer than other ranks.
+    r + n, ..., for any number of workers; a rank may get one item fewer than another.
 
     Args:
         iterable: yields the same items on every rank, such as a stream, or a generator within the

@@ -52,24 +52,26 @@ def auto_dataloader(
     local.
 
     ``batch_size`` is that of all replicas together and is divided by their number; ``num_workers``
-    is that of a node and is divided among its replicas. Without ``sampler`` the loader shuffles
-    (unless ``shuffle=False``), each pass in another order, and these are the same on every run,
-    alone as with several replicas; ``loader.set_epoch(epoch)`` chooses one, and ``generator``, of
-    one seed on every rank, others by that seed. Several replicas put a sampler of yours into a
-    `DistributedProxySampler`; a distributed one is used as it is. A batch sampler's batches go to
-    the replicas in turn, whole. Random draws of a
-    map-style dataset differ by rank, if replicas are processes. Memory is pinned where
-    that helps the device.
+    is that of a node and is divided among its replicas.
+
+    Without ``sampler`` the loader shuffles, unless ``shuffle=False``. Each pass has another order;
+    the orders are the same on every run, for any number of replicas. ``loader.set_epoch(epoch)``
+    chooses one of them. The seed of a ``generator``, the same on every rank, gives other orders.
+    With several replicas, a sampler that isn't distributed is wrapped in a
+    `DistributedProxySampler`, and whole batches of a batch sampler go to the replicas in turn.
+
+    Random draws of a map-style dataset differ by rank, if replicas are processes. Memory is pinned
+    where that helps the device.
 
     Args:
         dataset: the same on every rank, a list for example; an iterable one must yield only
-            this rank's part, as `shard` does. Or a ``DataLoader``, from which a new one is made:
-            its arguments count as `kwargs`, and those given here take precedence; torch's
-            ``BatchSampler`` counts as its size, order and ``drop_last``. A `ReplicaLoader`
-            keeps its batches, if `batch_size` isn't given.
+            this rank's part, as `shard` does. From a ``DataLoader`` a new loader is made: the
+            arguments of the old one are used where `kwargs` has none; torch's ``BatchSampler``
+            counts as its size, order and ``drop_last``. A `ReplicaLoader` keeps its batches, if
+            ``batch_size`` isn't given.
         per_replica: whether ``batch_size`` and ``num_workers`` are those of each replica.
         to_device: whether batches are moved to `device`, from pinned memory in the background.
-        kwargs: those of ``DataLoader``.
+        kwargs: arguments of ``DataLoader``.
 
     Returns:
         A `ReplicaLoader`, which is a ``DataLoader`` with a position for checkpoints; or the
@@ -88,20 +90,19 @@ def auto_dataloader(
     context = current()
     hooks, world_size = hooks_of(context.model), context.model.topology.world_size
     if isinstance(dataset, DataLoader):
-        dataset, kwargs = _taken_apart(dataset, kwargs, 1 if per_replica else world_size)
+        dataset, kwargs = _dataset_and_arguments(dataset, kwargs, 1 if per_replica else world_size)
     batch_size = kwargs.get("batch_size", 1)
     is_count = isinstance(batch_size, int) and not isinstance(batch_size, bool) and batch_size > 0
     if batch_size is not None and not is_count:
         raise ArgumentError(f"batch_size={batch_size!r} should be an int of at least 1, or None")
     if world_size > 1:
-        introduce(context, "auto_dataloader")  # for the number of ranks of this node
+        introduce(context, "auto_dataloader")  # so that the number of ranks on this node is known
         if not per_replica:
             # Only a given size is divided, not the default of 1.
             if kwargs.get("batch_size") is not None:
                 kwargs["batch_size"] = _share(batch_size, world_size)
             n_local, workers = facts.get_nproc_per_node(), kwargs.get("num_workers", 0)
-            # If there are fewer workers than ranks, each rank has that number, as in
-            # ignite.distributed.
+            # A number of workers below that of ranks isn't divided, as in ignite.distributed.
             if workers >= n_local:
                 kwargs["num_workers"] = math.ceil(workers / n_local)
     _set_sampler(dataset, kwargs, world_size)
@@ -111,24 +112,24 @@ def auto_dataloader(
     return loader
 
 
-_TAKEN = (
+_COPIED = (
     "num_workers", "collate_fn", "timeout", "worker_init_fn", "multiprocessing_context",
     "generator", "prefetch_factor", "persistent_workers",
 )  # fmt: skip
 
 
-def _taken_apart(
+def _dataset_and_arguments(
     loader: DataLoader[Any], given: dict[str, Any], world_size: int
 ) -> tuple[Any, dict[str, Any]]:
-    """Return a loader's dataset and arguments, scaled to be divided by `world_size` again."""
+    """Return a loader's dataset and arguments, with counts that `world_size` will divide again."""
     if type(loader) not in (DataLoader, ReplicaLoader):
         raise ArgumentError(
             f"cannot recreate a {type(loader).__qualname__} for this rank: pass the dataset, or a "
             "torch DataLoader"
         )
-    kwargs: dict[str, Any] = {name: getattr(loader, name) for name in _TAKEN}
+    kwargs: dict[str, Any] = {name: getattr(loader, name) for name in _COPIED}
     kwargs["in_order"] = getattr(loader, "in_order", True)
-    # False may be DataLoader's default; then the device decides.
+    # False may be DataLoader's default, so the device decides instead.
     if loader.pin_memory:
         kwargs["pin_memory"] = True
     kwargs |= _batches_of(loader)
@@ -152,7 +153,7 @@ def _batches_of(loader: DataLoader[Any]) -> dict[str, Any]:
     is_given = batches is not None and (loader.batch_size is None or not is_of_torch)
     if is_given and not (is_of_torch and isinstance(batches.sampler, Sampler)):
         return {"batch_sampler": batches}
-    # Beside a given one, the loader's batch_size, drop_last and sampler mean nothing.
+    # The loader's batch_size, drop_last and sampler aren't used beside a given batch sampler.
     source: Any = batches if is_given else loader
     made = {"batch_size": source.batch_size, "drop_last": source.drop_last}
     is_iterable = isinstance(loader.dataset, IterableDataset)
@@ -188,7 +189,7 @@ def _set_sampler(dataset: Any, kwargs: dict[str, Any], world_size: int) -> None:
 
 def _share(batch_size: int, world_size: int) -> int:
     """Return the batch size of each replica; warn if these don't add up to `batch_size`."""
-    # As in ignite.distributed, each replica takes a size below the number of replicas whole.
+    # As in ignite.distributed, a size below the number of replicas isn't divided.
     share = batch_size // world_size if batch_size >= world_size else batch_size
     if share * world_size != batch_size:
         warnings.warn(
@@ -227,7 +228,8 @@ def _sampler(dataset: Any, kwargs: dict[str, Any]) -> Any:
     if sampler is None:
         is_shuffled = kwargs.pop("shuffle", True)
         generator: torch.Generator | None = kwargs.get("generator")
-        seed = 0 if generator is None else generator.initial_seed() % (1 << 62)  # epochs are added
+        # Below 2**62, as the epoch is added.
+        seed = 0 if generator is None else generator.initial_seed() % (1 << 62)
         if topology.world_size == 1:
             return _Shuffled(dataset, seed) if is_shuffled else _InOrder(dataset)
         return DistributedSampler(dataset, *share, shuffle=is_shuffled, seed=seed)
@@ -250,7 +252,7 @@ def _sampler(dataset: Any, kwargs: dict[str, Any]) -> Any:
 class _Shuffled(RandomSampler):
     """The order of a ``DistributedSampler`` for one replica."""
 
-    # A RandomSampler, which is the type that idist's loaders have alone.
+    # Derived from the type of sampler that ignite.distributed's loaders have with one replica.
     epoch = 0
     deals_in_turn = True
 
@@ -268,9 +270,9 @@ class _Shuffled(RandomSampler):
 
 
 class _InOrder(SequentialSampler):
-    """The order of the dataset, with an epoch."""
+    """The order of the dataset, with a set_epoch that loaders can call."""
 
-    # Not a DistributedSampler, which can't be divided again, and lists all indices.
+    # Not a DistributedSampler, which couldn't be split again, and lists all indices.
     epoch = 0
     deals_in_turn = True
 
@@ -283,16 +285,16 @@ class DistributedProxySampler(DistributedSampler[Any]):
     """Wraps any sampler with a length, and distributes its indices to the replicas in turn.
 
     Every rank draws all indices of the sampler, with the generators of torch, Python and numpy
-    seeded by the epoch, and keeps its part; the generators are restored. Collective over all ranks
-    when an epoch begins, unless it is one of torch's samplers without its own generator:
-    then ranks compare their draws. Like torch's ``DistributedSampler``, it starts over at the end
-    until all ranks have equally many. A loader of `auto_dataloader` sets each epoch; with another
-    loader call ``set_epoch``, which is passed on to a sampler that has it.
+    seeded by the epoch, and keeps its part; the generators are restored. When an epoch begins,
+    ranks compare their draws, which is collective over all ranks, unless the sampler is torch's own
+    and has no generator. Like torch's ``DistributedSampler``, it starts over at the end until all
+    ranks have equally many. A loader of `auto_dataloader` sets each epoch; with another loader call
+    ``set_epoch``, which is passed on to a sampler that has it.
 
     Args:
         sampler: any ``Sampler`` with a length that isn't distributed.
         num_replicas: number of replicas; None for the job's.
-        rank: of this one; None for the job's.
+        rank: this replica's rank; None for the rank in the job.
 
     Raises:
         ArgumentError: `sampler` isn't such a sampler.
@@ -301,12 +303,12 @@ class DistributedProxySampler(DistributedSampler[Any]):
     deals_in_turn = True
     num_samples: int
     total_size: int
-    _takes: ClassVar[type] = Sampler
+    _sampler_type: ClassVar[type] = Sampler
 
     def __init__(
         self, sampler: Sampler[Any], num_replicas: int | None = None, rank: int | None = None
     ) -> None:
-        if not isinstance(sampler, self._takes):
+        if not isinstance(sampler, self._sampler_type):
             raise ArgumentError(f"a Sampler is needed, not a {type(sampler).__qualname__}")
         if isinstance(sampler, DistributedSampler):
             raise ArgumentError("the sampler is distributed already: use it as it is")
@@ -329,7 +331,7 @@ class DistributedProxySampler(DistributedSampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         with _drawing, seeded(self.epoch):  # replicas that are threads share the generators
-            indices = list(self.sampler)  # their number may differ by epoch
+            indices = list(self.sampler)  # the number of indices may differ by epoch
             if not indices:
                 raise ArgumentError("the sampler has a length, but yields no indices")
             self.num_samples = math.ceil(len(indices) / self.num_replicas)
@@ -339,21 +341,21 @@ class DistributedProxySampler(DistributedSampler[Any]):
         return islice(cycle(indices), self.rank, self.total_size, self.num_replicas)
 
     def _compare(self, indices: list[Any]) -> None:
-        """Raise on all ranks if their draws differ, as parts would overlap."""
+        """Raise on all ranks if their draws differ, as their parts would overlap."""
         context = communicator()
         if context.model.topology.world_size != self.num_replicas:
-            return  # not a sampler for this job's ranks
+            return  # the replicas aren't this job's ranks
         digest = hashlib.blake2b(repr(indices).encode(), digest_size=16).digest()
         name = type(self.sampler).__qualname__
         if len(set(exchange_blobs(context, f"an epoch of a {name}", digest, None))) > 1:
             raise CollectiveMismatchError(
                 f"the sampler, a {name}, draws other indices on other ranks, so their parts would "
-                "overlap and leave samples out: use torch's default generator, or seed "
-                "its generator equally on every rank"
+                "overlap and leave samples out: use torch's default generator, or give "
+                "the sampler's generator the same seed on every rank"
             )
 
 
 class _DealtInTurn(DistributedProxySampler):
     """Distributes the indices or batches of any iterable with a length."""
 
-    _takes = object
+    _sampler_type = object

@@ -31,8 +31,8 @@ def print(*args: Any, all: bool = False, **kwargs: Unpack[_PrintOptions]) -> Non
         args: as the built-in's.
         all: whether every rank prints; else the one with local rank 0 does.
         kwargs: ``sep``, ``end``, ``file`` and ``flush``, as the built-in's. With several replicas
-            each line begins with ``[rank N]``, unless a pool or ``unisono run`` adds the
-            rank, and is written in one call.
+            the text begins with ``[rank N]``, unless a pool or ``unisono run`` adds the rank to
+            each line, and is written in one call.
 
     Example:
         >>> import unisono as idist
@@ -49,7 +49,7 @@ def print(*args: Any, all: bool = False, **kwargs: Unpack[_PrintOptions]) -> Non
     text = io.StringIO()
     builtins.print(*args, file=text, **options)
     out: TextIO | None = sys.stdout if file is None else file
-    if out is None:  # there is no console; print() ignores that, too
+    if out is None:  # there is no console; the built-in print ignores that, too
         return
     prefixed_rank = os.environ.get(PREFIXED) if out in (sys.stdout, sys.stderr) else None
     is_marked = isinstance(out, RankStream) or prefixed_rank == str(topology.rank)

@@ -15,7 +15,7 @@ from unisono.errors import ArgumentError, UnsupportedOperation
 
 _watched: dict[int, Any] = {}  # recorded signals, with their previous handlers
 _received: set[int] = set()  # signals received
-_reported: set[int] = set()  # signals reported by a preemption_point, received or not
+_reported: set[int] = set()  # signals that a preemption_point reported for any rank
 _NO, _YES, _CANNOT = b"n", b"y", b"c"
 
 
@@ -23,12 +23,12 @@ _NO, _YES, _CANNOT = b"n", b"y", b"c"
 def preemptible(*signals: int) -> Iterator[None]:
     """Record signals in a block instead of exiting; `preemption_point` reports them to all ranks.
 
-    For signals other than SIGTERM, for ranks that are threads, and for programs that continue
-    afterwards. Previous handlers are restored at the end; a signal received that no
-    `preemption_point` has reported is raised again then.
+    It is needed for signals other than SIGTERM, for ranks that are threads, and for programs that
+    continue after the block. At its end previous handlers are restored, and a received signal that
+    no `preemption_point` has reported is raised again.
 
     Args:
-        signals: such as ``signal.SIGUSR1``; SIGTERM is always recorded.
+        signals: numbers such as ``signal.SIGUSR1``; SIGTERM is always recorded.
 
     Yields:
         None.
@@ -61,19 +61,20 @@ def preemptible(*signals: int) -> Iterator[None]:
                 signal.signal(number, _watched.pop(number))
         _received.intersection_update(_watched)
         _reported.intersection_update(_watched)
-        # Sent again to the handler that is back, unless an outer block watches the signal.
+        # Sent again, to the restored handler, unless an outer block watches the signal.
         for number in unreported - _watched.keys():
             os.kill(os.getpid(), number)
 
 
 def _watch(number: int) -> None:
+    """Record a signal from now on, and keep its previous handler."""
     if number in _watched:
         return
     try:
         before = signal.signal(number, _record)
     except (OSError, TypeError, ValueError) as error:
         raise ArgumentError(f"signal {number!r} can't be handled: {error}") from error
-    # None is a handler of C, which Python can't set again.
+    # None means a handler that C code has set, which Python can't restore.
     _watched[number] = signal.SIG_DFL if before is None else before
 
 
@@ -127,7 +128,7 @@ def preemption_point() -> bool:
     context = communicator()
     if not _watched and _is_main():
         _watch(signal.SIGTERM)
-    # Later signals count in the next call, as this one's answer is sent now.
+    # A signal received later counts in the next call, as this call's answer is sent now.
     _reported.clear()
     _reported.update(_received)
     mark = _CANNOT if not _watched else _YES if _reported else _NO
@@ -138,10 +139,10 @@ def preemption_point() -> bool:
         raise UnsupportedOperation(
             context.model.name,
             f"preemption_point without preemptible: ranks {ranks} are threads, which get no signal",
-            "open `with preemptible():` in the main thread, around what starts the ranks; where "
-            "these are threads of a process that spawn started, as on xla-cpu, check for a "
-            "file on rank 0 and broadcast the result: idist.broadcast(path.exists())",
+            "open `with preemptible():` in the main thread, around the call that starts the ranks. "
+            "If ranks are threads of a process that spawn started, as on xla-cpu, check for a file "
+            "on rank 0 and broadcast the result: idist.broadcast(path.exists())",
         )
     if _YES in marks:
-        _reported.update(_watched)  # a signal sent to all ranks may reach some later
+        _reported.update(_watched)  # a signal sent to all ranks may reach some of them later
     return _YES in marks

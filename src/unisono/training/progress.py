@@ -24,7 +24,8 @@ def progress(
         iterable: any iterable.
         total: number of items; None for the iterable's length, if it has one.
         label: text before the bar.
-        file: the output, stderr by default: a bar on a terminal, else a line for each tenth.
+        file: the output, stderr by default. A terminal shows a bar; other files get a line for
+            each tenth.
 
     Yields:
         The items.
@@ -62,7 +63,7 @@ def _logged(iterable: Iterable[T], total: int | None, label: str, out: TextIO) -
     begin, count = time.monotonic(), 0
 
     def write(progress: str) -> None:
-        rate = count / max(time.monotonic() - begin, 1e-9)  # a clock may not have moved
+        rate = count / max(time.monotonic() - begin, 1e-9)  # the clock may not have advanced
         out.write(f"{label}{progress}, {rate:.1f}/s\n")
         out.flush()
 

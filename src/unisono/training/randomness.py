@@ -125,15 +125,15 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def rank_generator(seed: int | None = None, device: torch.device | str = "cpu") -> torch.Generator:
-    """Return a generator for this rank only, even where replicas are threads.
+    """Return a generator that only this rank uses, even if replicas are threads.
 
     Args:
         seed: the rank is added to it; None draws one from the system.
         device: the generator's device.
 
     Returns:
-        A new one, for ``torch.rand(..., generator=...)``, samplers and loaders. With a seed its
-        numbers equal those of ``seed_everything(seed, per_rank=True)`` in a separate process.
+        A new generator, for ``torch.rand(..., generator=...)``, samplers and loaders. With a seed
+        its numbers equal those of ``seed_everything(seed, per_rank=True)`` in a separate process.
 
     Raises:
         ArgumentError: the seed isn't an int from 0 to 2**32 - 1.
@@ -160,7 +160,7 @@ def get_rng_state() -> dict[str, Any]:
 
     Returns:
         Plain values and tensors, which ``load_checkpoint`` reads with ``weights_only=True``. Each
-        rank has different ones: ``ByRank(get_rng_state, set_rng_state)`` saves all.
+        rank has different states: ``ByRank(get_rng_state, set_rng_state)`` saves all of them.
 
     Example:
         >>> import torch, unisono as idist
@@ -171,7 +171,7 @@ def get_rng_state() -> dict[str, Any]:
         True
     """
     state = {name: get() for name, (get, _, _) in _generators().items()}
-    # Lists and numbers can be loaded with weights_only=True.
+    # Converted to lists and numbers, which weights_only=True can load.
     version, internal, gauss = state["python"]
     state["python"] = [version, list(internal), gauss]
     if "numpy" in state:
@@ -184,10 +184,10 @@ def set_rng_state(state: dict[str, Any]) -> None:
     """Restore the states that `get_rng_state` returned.
 
     Args:
-        state: this rank's.
+        state: this rank's result of `get_rng_state`.
 
     Raises:
-        ArgumentError: `state` isn't such a state.
+        ArgumentError: `state` isn't a result of `get_rng_state`.
 
     Example:
         >>> import unisono as idist

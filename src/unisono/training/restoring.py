@@ -35,7 +35,7 @@ Step = Callable[[], object]
 
 
 class Plan:
-    """A planned load: steps that may fail have run already, and are reverted by `undo`."""
+    """A planned load: steps that may fail have run already, and `undo` reverts them."""
 
     def __init__(
         self,
@@ -49,9 +49,9 @@ class Plan:
         self.trials: list[tuple[Step, Step]] = []
         self.fills: list[Step] = []
         self.left_out: list[str] = [_place(path) for path in absent]
-        self.made: Any = self.of(into, saved, "the checkpoint")
+        self.made: Any = self._plan(into, saved, "the checkpoint")
         for load, revert in self.trials:
-            undo.callback(revert)  # before the load, which may fail half-way
+            undo.callback(revert)  # registered first, as the load may fail half-way
             load()
 
     def fill(self) -> Any:
@@ -62,7 +62,7 @@ class Plan:
             _log.warning("strict=False left out %s", ", ".join(self.left_out))
         return self.made
 
-    def of(self, into: Any, saved: Any, where: str) -> Any:
+    def _plan(self, into: Any, saved: Any, where: str) -> Any:
         """Plan the load of `saved` into `into`; return the object that replaces `into`."""
         _check_by_rank(into, isinstance(saved, Mapping) and saved.keys() == {BY_RANK}, where)
         load: Step
@@ -73,7 +73,7 @@ class Plan:
             self._module(hidden_module(into), saved, where)
         elif isinstance(into, torch.optim.Optimizer):
             load = partial(into.load_state_dict, optimizer_parts(into, saved, where))
-            # Loading replaces these objects, so they need no copy.
+            # Loading replaces these two objects, so that they need no copy.
             kept = {name: getattr(into, name) for name in ("state", "param_groups")}
             self._add_trial(load, partial(vars(into).update, kept), where)
         elif has_state(into):
@@ -90,16 +90,17 @@ class Plan:
         return into
 
     def _add_trial(self, load: Step, revert: Step, where: str) -> None:
-        """Add a step that may fail half-way, as one of the user's classes may."""
+        """Add a step that may fail half-way, for example in a class of the user."""
 
         def undo() -> None:
-            # The other steps must be reverted, too; the first error is raised.
+            # An error here must neither keep other steps from being reverted nor hide the first.
             with suppress(Exception):
                 revert()
 
         self.trials.append((_with_place(load, where), undo))
 
     def _module(self, module: nn.Module, saved: Any, where: str) -> None:
+        """Plan the load of a module; its old values are copied only if the load may fail."""
         current = module.state_dict()
         made = with_own_keys(module, current, saved, where)
         if not self.is_strict:
@@ -111,9 +112,9 @@ class Plan:
         for key in made:
             made[key] = local_part(current.get(key), made[key], f"{where}[{key!r}]")
         load = partial(module.load_state_dict, made, strict=self.is_strict)
-        is_sure = all(_fits(current.get(key), item) for key, item in made.items())
-        if is_sure and (not self.is_strict or made.keys() == current.keys()):
-            self.fills.append(_with_place(load, where))  # without a copy of the module in memory
+        fits = all(_fits(current.get(key), item) for key, item in made.items())
+        if fits and (not self.is_strict or made.keys() == current.keys()):
+            self.fills.append(_with_place(load, where))  # it can't fail, so needs no copy
             return
         before = {
             key: item.detach().clone() if isinstance(item, Tensor) else copy.deepcopy(item)
@@ -128,7 +129,7 @@ class Plan:
             raise PayloadError(f"{where} has no {', '.join(map(repr, missing[:5]))}")
         self.left_out += [f"{where}[{key!r}]" for key in missing]
         made = {
-            key: self.of(item, parts[key], f"{where}[{key!r}]")
+            key: self._plan(item, parts[key], f"{where}[{key!r}]")
             for key, item in into.items()
             if parts[key] is not _MISSING
         }
@@ -137,7 +138,7 @@ class Plan:
     def _items(self, into: Any, saved: Any, where: str) -> Any:
         if not isinstance(saved, (list, tuple)) or len(saved) != len(into):
             raise PayloadError(f"{where} should have {len(into)} values: {_was_saved(saved)}")
-        items = [self.of(item, saved[i], f"{where}[{i}]") for i, item in enumerate(into)]
+        items = [self._plan(item, saved[i], f"{where}[{i}]") for i, item in enumerate(into)]
         if isinstance(into, list):
             self.fills.append(partial(into.__setitem__, slice(None), items))
             return into
@@ -163,7 +164,7 @@ def _place(path: Sequence[Any]) -> str:
 
 
 def _loads_copy(state: Callable[[], Any], load: Callable[[Any], object]) -> Step:
-    """Return a step that loads the present state again, if there is one that can be copied."""
+    """Return a step that restores the present state, if that can be copied."""
     try:
         return partial(load, copy.deepcopy(state()))
     except Exception:  # raised by the user's classes
@@ -176,14 +177,14 @@ def _with_place(load: Step, where: str) -> Step:
     def step() -> None:
         try:
             load()
-        except Exception as error:  # classes raise different types
+        except Exception as error:  # load_state_dict of a class may raise any type
             raise PayloadError(f"{where} does not fit: {error}") from error
 
     return step
 
 
 def _fits(current: Any, saved: Any) -> bool:
-    """Return whether a module certainly accepts a saved tensor for its current one."""
+    """Return whether a module is sure to accept a saved tensor in place of its current one."""
     if not (isinstance(current, Tensor) and isinstance(saved, Tensor)):
         return False
     return current.shape == saved.shape
@@ -209,7 +210,7 @@ def _entry(saved: Any, key: Any) -> Any:
 
 
 def _check_by_rank(into: Any, is_by_rank: bool, where: str) -> None:
-    """Raise unless a state that was saved by rank is loaded into a `ByRank`, and no other is."""
+    """Raise if only one of the saved state and the object to load is by rank."""
     if is_by_rank and has_state(into):
         raise PayloadError(f"{where} was saved by rank: load it into ByRank(...)")
     if isinstance(into, ByRank) and not is_by_rank:
@@ -228,6 +229,7 @@ def _state_of_this_rank(states: Sequence[Any], where: str) -> Any:
 
 
 def _was_saved(saved: Any) -> str:
+    """Return the end of an error text about a value of the wrong type."""
     return f"a value of type {type(saved).__qualname__} was saved"
 
 
@@ -237,22 +239,22 @@ def local_part(like: object, saved: Any, where: str) -> Any:
         return saved
     target: Any = like
     if target.shape != saved.shape:
-        return saved  # loading raises for it
+        return saved  # loading raises an error about the shape
     spread: Any = importlib.import_module("torch.distributed.tensor")
     # Derived classes, such as torch's strided shards, split tensors in other ways.
     if any(type(each) not in (spread.Shard, spread.Replicate) for each in target.placements):
-        raise _unknown(where, target)
+        raise _unsupported_placements(where, target)
     everywhere = [spread.Replicate()] * target.device_mesh.ndim
     whole = spread.DTensor.from_local(
         saved.detach(), target.device_mesh, everywhere, run_check=False
     )
     part = whole.redistribute(placements=target.placements)
     if part.to_local().shape != target.to_local().shape:
-        raise _unknown(where, target)
+        raise _unsupported_placements(where, target)
     return part
 
 
-def _unknown(where: str, target: Any) -> PayloadError:
+def _unsupported_placements(where: str, target: Any) -> PayloadError:
     return PayloadError(
         f"{where} does not fit: a full tensor cannot be split for placements "
         f"{target.placements}: save it with this model, or load it before the model is sharded"
@@ -266,9 +268,9 @@ def optimizer_parts(optimizer: torch.optim.Optimizer, saved: Any, where: str) ->
     if not is_known or not any(map(is_sharded, params)):
         return saved
     names = [name for group in saved.get("param_groups", ()) for name in group["params"]]
-    likes = dict(zip(names, params, strict=False))  # the optimizer checks the number
+    param_of = dict(zip(names, params, strict=False))  # loading checks their number
     state = {
-        key: _state_parts(likes.get(key), item, f"{where}['state'][{key!r}]")
+        key: _state_parts(param_of.get(key), item, f"{where}['state'][{key!r}]")
         for key, item in saved["state"].items()
     }
     return {**saved, "state": state}
@@ -288,13 +290,13 @@ def _state_parts(param: Any, state: Any, where: str) -> Any:
     return {name: local_part(param, item, f"{where}[{name!r}]") for name, item in state.items()}
 
 
-def refuse_lost_states(into: Any, there: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Raise if a saved part of a state would not be read from shards."""
+def refuse_lost_states(into: Any, state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raise if shards have a part of a state that `state`, which is filled from them, lacks."""
     for path, leaf in leaves(into):
         start = "".join(f"{key}." for key in path)
         _check_by_rank(leaf, start + BY_RANK in saved, _place(path))
         if has_state(leaf) and not isinstance(leaf, nn.Module):
-            lost = [key for key in saved if key.startswith(start) and key not in there]
+            lost = [key for key in saved if key.startswith(start) and key not in state]
             if lost:
                 raise PayloadError(
                     f"{type(leaf).__qualname__} has no state for {', '.join(lost[:3])} yet: "

@@ -21,7 +21,7 @@ OVERLAPS = -1
 """The owner of a tensor that overlaps another in part, or itself."""
 
 
-class _Span(NamedTuple):  # made for each tensor of a step, and faster than a dataclass
+class _Span(NamedTuple):  # faster than a dataclass, as each step creates one for each tensor
     """The memory of a tensor in a list."""
 
     device: str
@@ -31,10 +31,11 @@ class _Span(NamedTuple):  # made for each tensor of a step, and faster than a da
     tensor: Tensor
 
 
-def aliases(names: Sequence[object], tensors: Sequence[Tensor | None]) -> list[int]:
+def aliases(items: Sequence[object], tensors: Sequence[Tensor | None]) -> list[int]:
     """Return for each tensor the index of the tensor that owns its memory, or `OVERLAPS`."""
+    # `items` are the listed objects, such as parameters; `tensors` may be their gradients.
     first_with: dict[int, int] = {}
-    owners = [first_with.setdefault(id(name), index) for index, name in enumerate(names)]
+    owners = [first_with.setdefault(id(item), index) for index, item in enumerate(items)]
     spans = []
     for index, tensor in enumerate(tensors):
         if tensor is None or owners[index] != index or not tensor.numel():
@@ -44,7 +45,7 @@ def aliases(names: Sequence[object], tensors: Sequence[Tensor | None]) -> list[i
             owners[index] = OVERLAPS
         elif begin:  # tensors without an address are compared by identity only
             spans.append(_Span(str(tensor.device), begin, begin + size, index, tensor))
-    # Of spans with one begin the longest comes first, as it owns the others.
+    # Of spans with the same begin, the longest comes first, as it owns the memory of the others.
     spans.sort(key=lambda span: (span.device, span.begin, -span.end, span.position))
     owner: _Span | None = None
     for span in spans:
@@ -52,7 +53,7 @@ def aliases(names: Sequence[object], tensors: Sequence[Tensor | None]) -> list[i
             owner = span
             continue
         is_within = span.end <= owner.end and span.tensor.dtype is owner.tensor.dtype
-        # An owner with gaps, such as a column, doesn't hold all elements within its span.
+        # An owner with gaps, such as a column, doesn't own all memory within its span.
         has_no_gaps = owner.end - owner.begin == owner.tensor.nbytes
         owners[span.position] = owner.position if is_within and has_no_gaps else OVERLAPS
     # A tensor that is listed twice has the owner of its first entry.
@@ -70,11 +71,11 @@ _REFUSED = {
     ),
     _NO_MEMORY: ("has no memory of its own", "give a plain tensor"),
     _OVERLAPPING: (
-        "overlaps another one of the list in memory, or itself",
-        "leave one of them out, or give a clone(), or the tensor that both are views of",
+        "overlaps another tensor of the list in memory, or itself",
+        "leave one of the two out, or give a clone(), or the tensor that both are views of",
     ),
 }
-_ORDERS = (  # code, memory format, and the number of dimensions that it needs
+_ORDERS = (  # code, memory format, and the number of dimensions that the format needs
     (b"c", torch.contiguous_format, None),
     (b"l", torch.channels_last, 4),
     (b"d", torch.channels_last_3d, 5),
@@ -109,7 +110,7 @@ def as_tensors(params: object) -> list[Tensor]:
     return tensors
 
 
-def _state(tensor: Tensor | None, owner: int) -> bytes:
+def _code(tensor: Tensor | None, owner: int) -> bytes:
     """Return the code of a tensor's memory order, or of the reason to reject it."""
     if tensor is None:
         return _NONE
@@ -126,6 +127,7 @@ def _state(tensor: Tensor | None, owner: int) -> bytes:
 
 
 def _line(index: int, like: Tensor, owner: int) -> str:
+    """Describe a tensor of the list; ranks compare these lines."""
     text = f"{like.dtype}{'[nested]' if like.is_nested else list(like.shape)}"
     return text if owner in (index, OVERLAPS) else f"{text}, the memory of tensor {owner}"
 
@@ -138,8 +140,8 @@ def agree(
     *,
     of_grads: bool = False,
 ) -> list[Work]:
-    """Check that all ranks list the same tensors; return these, or their gradients, to be sent."""
-    # Collective over `group`: one exchange, and another one where the lists differ.
+    """Check that all ranks list the same tensors; return the tensors, or gradients, to send."""
+    # Collective over `group`: one exchange, and a second one if the lists differ.
     likes: list[Tensor] = []
     error: ArgumentError | None = None
     try:
@@ -147,17 +149,17 @@ def agree(
     except ArgumentError as raised:
         error = raised
     except Exception as raised:  # the user's own iterable may raise anything
-        error = ArgumentError(f"it can't be listed: {type(raised).__name__}: {raised}")
+        error = ArgumentError(f"the tensors can't be listed: {type(raised).__name__}: {raised}")
     tensors: list[Tensor | None] = [*likes]
     if of_grads:
         tensors = [like.grad if like.requires_grad else None for like in likes]
     owners = aliases(likes, [item if is_dense(item) else None for item in tensors])
     lines = [_line(i, *each) for i, each in enumerate(zip(likes, owners, strict=True))]
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=_DIGEST_BYTES).digest()
-    blob = _LIST + digest + b"".join(map(_state, tensors, owners))
+    blob = _LIST + digest + b"".join(map(_code, tensors, owners))
     frames = exchange_blobs(context, call, blob if error is None else failure(str(error)), group)
     if error is not None:
-        # Only now, so that the other ranks raise, too.
+        # Raised after the exchange, so that the other ranks raise, too.
         raise error
     ranks = list(context.model.topology.members(group))
     raise_failures(frames, lambda: ranks, call)
@@ -180,7 +182,7 @@ def _works(
         codes = set(column)
         if owners[index] != index or codes == {_NONE[0]}:
             continue
-        if of_grads and like.grad is None:  # another rank has one
+        if of_grads and like.grad is None:  # another rank has a gradient
             like.grad = torch.zeros_like(like)
         tensor: Any = like.grad if of_grads else like
         works.append((tensor, len(codes) == 1 and _OTHER_ORDER[0] not in codes))
@@ -198,6 +200,7 @@ def _check(column: Sequence[int], name: str, call: str, ranks: Sequence[int]) ->
 
 
 def _difference(call: str, lists: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:
+    """Return an error text about the first tensor that differs between the ranks' lists."""
     longest = max(len(lines) for lines in lists)
     padded = [[*lines, *["nothing"] * (longest - len(lines))] for lines in lists]
     index = next(i for i, column in enumerate(zip(*padded, strict=True)) if len(set(column)) > 1)

@@ -28,7 +28,7 @@ from unisono.training.restoring import refuse_lost_states
 from unisono.training.same_tensors import is_sharded
 from unisono.training.states import refuse_lost_shards
 
-KeyPath = tuple[Any, ...]  # keys from a state to a value in it
+KeyPath = tuple[Any, ...]  # the keys that lead from a state to a value in it
 _Unpickler: Any = vars(pickle)["_Unpickler"]
 _METADATA = ".metadata"
 _SEAL = "metadata.sha256"
@@ -88,7 +88,7 @@ def _blank(obj: Any, path: KeyPath, states: Mapping[int, Any], shards: metadata.
 def _state_of_optimizer(
     optimizer: torch.optim.Optimizer, path: KeyPath, shards: metadata.Metadata
 ) -> dict[str, Any]:
-    """Return an optimizer's state with the entries that were saved, which a new one lacks."""
+    """Return an optimizer's state with all saved entries, which a new optimizer lacks."""
     own = optimizer.state_dict()
     params = [item for group in optimizer.param_groups for item in group["params"]]
     names = [name for group in own["param_groups"] for name in group["params"]]
@@ -103,7 +103,7 @@ def _state_of_optimizer(
             set_element(made, part, _memory_for(shards.state_dict_metadata[key], param))
     if not made:
         return own
-    # The optimizer moves states to the device of their parameters, but not options, such as a rate.
+    # The optimizer moves states to the device of their parameters, but not options, such as lr.
     for group, current in zip(made.get("param_groups", ()), own["param_groups"], strict=False):
         for name, item in group.items():
             if isinstance(item, Tensor) and isinstance(current.get(name), Tensor):
@@ -143,7 +143,8 @@ def read(
             raise PayloadError(f"a shard can't be in another folder: {name!r}")
         with open(folder / name, "rb") as file:
             file.seek(info.offset)
-            data = io.BytesIO(file.read(max(info.length, 0)))  # a negative length would read all
+            # A negative length would read the rest of the file.
+            data = io.BytesIO(file.read(max(info.length, 0)))
         check_archive(data, f"shard {name}")
         value = torch.load(data, weights_only=weights_only)
         if item.type is LoadItemType.BYTE_IO:
@@ -158,7 +159,7 @@ def _set_at(state: Any, path: KeyPath, value: Any) -> None:
     """Set a value by torch's path, which has strings for keys of any type."""
     for depth, key in enumerate(path, 1):
         if isinstance(state, Mapping) and key not in state:
-            key = next(name for name in state if str(name) == key)  # the path is made of these
+            key = next(name for name in state if str(name) == key)  # torch converted it to str
         if depth == len(path):
             state[key] = value
         else:
@@ -168,7 +169,7 @@ def _set_at(state: Any, path: KeyPath, value: Any) -> None:
 class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
     """Unpickles only the classes of torch's metadata."""
 
-    # Derived from the unpickler in Python, whose BUILD can be restricted.
+    # Derived from the unpickler that is written in Python, whose BUILD can be restricted.
 
     dispatch = dict(_Unpickler.dispatch)
 

@@ -17,15 +17,16 @@ from unisono.training.data_parallel import Replicated
 from unisono.training.same_tensors import is_sharded
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, Replicated)
-_COMPILED = "_orig_mod"  # where torch.compile keeps the module
+_COMPILED = "_orig_mod"  # torch.compile's name for the module
 _PREFIXES = ("module.", f"{_COMPILED}.")
 BY_RANK = "by_rank"
-"""The key in a checkpoint beside the states of all ranks."""
-_custom: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # where custom wrappers keep it
+"""The key under which a checkpoint has the states of all ranks."""
+# The names of the children in which custom wrappers keep their modules.
+_custom: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 def remember_wrapper(wrapper: nn.Module, module: nn.Module) -> None:
-    """Record under which name a custom wrapper keeps the module as a child, if it does."""
+    """Record the name of the child in which a custom wrapper keeps the module, if any."""
     if wrapper is not module:
         names = [name for name, part in wrapper.named_children() if part is module]
         if names:
@@ -64,6 +65,7 @@ def hidden_module(module: nn.Module) -> nn.Module:
 
 
 def _within(module: nn.Module, inner_name: Callable[[nn.Module], str | None]) -> nn.Module:
+    """Return the module inside wrappers; `inner_name` returns the name of a wrapper's child."""
     name = inner_name(module)
     while name is not None:
         inner = module._modules[name]
@@ -92,7 +94,7 @@ def _without_wrappers(module: nn.Module) -> Callable[[str], str]:
         if inner is not None:
             start = f"{path}." if path else ""
             prefixes.append((f"{start}{inner}.", start))
-    # Longest first: the prefixes of outer wrappers are still there within those of inner ones.
+    # Longest first, because prefixes of inner wrappers contain those of outer wrappers.
     prefixes.sort(key=lambda pair: len(pair[0]), reverse=True)
 
     def unwrapped(key: str) -> str:
@@ -105,10 +107,10 @@ def _without_wrappers(module: nn.Module) -> Callable[[str], str]:
 
 
 def _renamed(state: Mapping[str, Any], rename: Callable[[str], str]) -> OrderedDict[str, Any]:
-    """Return a state dict with renamed keys, also in its ``_metadata``, the modules' versions."""
+    """Return a state dict with renamed keys, also in ``_metadata``, which has modules' versions."""
     renamed: Any = OrderedDict((rename(key), value) for key, value in state.items())
     versions: Any = getattr(state, "_metadata", None)
-    if versions is not None:  # by module path, which is a prefix of keys with a final dot
+    if versions is not None:  # by module paths: with a final dot, prefixes of keys
         renamed._metadata = OrderedDict(
             (rename(f"{path}.")[:-1] if path else path, version)
             for path, version in versions.items()
@@ -127,7 +129,7 @@ def with_own_keys(
     unwrapped = _without_wrappers(module)
     paths = [f"{path}." for path in getattr(own, "_metadata", ()) if path]
     own_key_of = {unwrapped(key): key for key in (*own, *paths)}
-    while saved and not own_key_of.keys() & saved.keys():  # it has prefixes of other wrappers
+    while saved and not own_key_of.keys() & saved.keys():  # saved with prefixes of other wrappers
         starts = [text for text in _PREFIXES if all(str(key).startswith(text) for key in saved)]
         if not starts:
             break
@@ -177,18 +179,18 @@ class ByRank:
 
 def own_states(obj: Any) -> dict[int, Any]:
     """Return the states of modules and other stateful objects, by the objects' ids."""
-    # Local, unless a module's state_dict() is collective. Without optimizers, as some have their
-    # whole state on one rank only.
+    # Local, unless a module's state_dict() is collective. Optimizers are left out, as some have
+    # their whole state on one rank only.
     states: dict[int, Any] = {}
     found = [leaf for _, leaf in leaves(obj)]
-    for leaf in found:  # first, as it may be collective; the rest may fail on one rank alone
+    for leaf in found:  # first, as state_dict() may be collective; later steps may fail on one rank
         if isinstance(leaf, nn.Module) and id(leaf) not in states:
             module = hidden_module(leaf)
             state = module.state_dict()
             states[id(leaf)] = _renamed(state, _without_wrappers(module))
     for leaf in found:
         if isinstance(leaf, ByRank):
-            states[id(leaf)] = {BY_RANK: ()}  # all ranks' states are known later
+            states[id(leaf)] = {BY_RANK: ()}  # `save_checkpoint` adds the states of all ranks
         elif has_state(leaf) and not isinstance(leaf, (nn.Module, torch.optim.Optimizer)):
             states[id(leaf)] = leaf.state_dict()
     return states
@@ -223,7 +225,7 @@ def _walk(path: tuple[Any, ...], obj: Any) -> Iterator[tuple[tuple[Any, ...], An
 
 
 def has_shards(obj: Any, states: Mapping[int, Any]) -> bool:
-    """Return whether any tensor is sharded; only modules' states are read."""
+    """Return whether any tensor is sharded; of objects with states, only modules are read."""
     for _, leaf in leaves(obj):
         tensors = [leaf]
         if isinstance(leaf, nn.Module):
@@ -236,7 +238,7 @@ def has_shards(obj: Any, states: Mapping[int, Any]) -> bool:
 
 
 def plain(obj: Any, states: Mapping[int, Any]) -> Any:
-    """Replace stateful objects by their state dicts, modules' without wrapper prefixes."""
+    """Replace stateful objects by their state dicts, without prefixes of wrappers."""
     if id(obj) in states:
         return states[id(obj)]
     if has_state(obj):
@@ -257,6 +259,7 @@ def refuse_lost_shards(obj: Any, state: Any) -> None:
 
 
 def _has_full_tuple(obj: Any) -> bool:
+    """Return whether a tuple contains objects that are loaded in place."""
     if isinstance(obj, tuple):
         return is_kept(obj)
     items = obj.values() if isinstance(obj, dict) else obj if isinstance(obj, list) else ()

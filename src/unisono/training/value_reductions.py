@@ -44,12 +44,12 @@ def reduce_sum(value: Any) -> Any:
         value: a number, a tensor on any device, or a container of these; it isn't changed.
 
     Returns:
-        The sum, of the same type, dtype and device, on every rank; of bools their number, as an int
-        or an int64 tensor.
+        The sum on every rank, of the same type, dtype and device as `value`; for bools, the number
+        of true ones, as an int or an int64 tensor.
 
     Raises:
-        PayloadError: it can't be reduced, or a sum of integers of fewer than 64 bits doesn't fit
-            into their type (on every rank).
+        PayloadError: `value` can't be reduced, or a sum of integers of fewer than 64 bits doesn't
+            fit into their type (on every rank).
         CollectiveError: a peer failed or timed out.
 
     Example:
@@ -78,11 +78,11 @@ def reduce_mean(value: Any, nprocs: int | None = None) -> Any:
         nprocs: divisor of the sum; None for the number of ranks.
 
     Returns:
-        The mean on every rank; of integers and bools a float, or a float32 tensor.
+        The mean on every rank; for integers and bools, a float or a float32 tensor.
 
     Raises:
         ArgumentError: `nprocs` isn't an int of at least 1.
-        PayloadError: it can't be reduced (on every rank).
+        PayloadError: `value` can't be reduced (on every rank).
         CollectiveError: a peer failed or timed out.
 
     Example:
@@ -153,7 +153,7 @@ def _reduced(value: Any, op: ReduceOp) -> Any:
         return all_reduce(unflatten(value, leaves), op)
     try:
         sent = [_widened(leaf, op) for leaf in leaves]
-    except Exception:  # as above
+    except Exception:  # also raised by the value's class
         return all_reduce(value, op)
     totals, _ = flatten(all_reduce(unflatten(value, sent), op))
     rows = zip(totals, leaves, strict=True)
@@ -165,7 +165,7 @@ def _with_full_tensors(leaves: list[Any], paths: list[str]) -> list[Any]:
     sharded = [path for leaf, path in zip(leaves, paths, strict=True) if is_sharded(leaf)]
     if not sharded:
         return leaves
-    # full_tensor() would hang if other ranks had no DTensors at these paths.
+    # Ranks compare the paths, since full_tensor() would hang if other ranks had no DTensors there.
     exchange_blobs(communicator(), f"a reduction of DTensors at {', '.join(sharded)}", b"", None)
     return [leaf.full_tensor() if is_sharded(leaf) else leaf for leaf in leaves]
 
@@ -193,20 +193,20 @@ def _widened(value: Any, op: ReduceOp) -> Any:
 
 
 def _narrowed(total: Any, like: Any, op: ReduceOp) -> Any:
-    """Convert a result to the type and device for a value like `like`; raise if it overflows."""
+    """Convert a result to the type and device of the value `like`; raise if it overflows."""
     if _is_half(like):
         return total.to(like.dtype)
     if not _is_integer(like):
         return total
     if op is ReduceOp.AVERAGE:
         return total.to(torch.float32).to(like.device)
-    # Sums of these stay as they are: 64 bits aren't widened, and bools are counted in int64.
+    # These sums stay as they are: int64 and uint64 weren't widened, and bools are counted in int64.
     if like.dtype in (torch.bool, torch.int64, torch.uint64):
         return total
     limits = torch.iinfo(like.dtype)
     if bool(((total < limits.min) | (total > limits.max)).any()):
         raise PayloadError(
-            f"a sum of {like.dtype}{list(like.shape)} over all ranks doesn't fit into it: convert "
-            "it to a wider type, or to a float"
+            f"a sum of {like.dtype}{list(like.shape)} over all ranks doesn't fit into that dtype: "
+            "convert it to a wider type, or to a float"
         )
     return total.to(like.dtype)

@@ -42,7 +42,7 @@ _averaging: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictiona
 _wrappers: PluginRegistry[Wrapper | None] = PluginRegistry(
     "wrapper",
     "unisono.wrappers",
-    {"ddp": None, "fsdp": None},  # made by the model of the context
+    {"ddp": None, "fsdp": None},  # the model of the context creates these
     check_callable,
 )
 
@@ -58,9 +58,9 @@ def auto_model(
         model: the module; moved to `device` in place. The same on every rank, except its values.
         sync_bn: whether batch norms take their statistics over all ranks.
         wrapper: ``"ddp"``: each rank has the whole model, and backward averages the gradients:
-            ``DistributedDataParallel`` on native, else `Replicated`, or the model's
-            wrapper; ``"fsdp"``: ``fully_shard`` where the model has it; a name passed to
-            `register_wrapper` or an entry point of the group ``unisono.wrappers``; or a callable
+            ``DistributedDataParallel`` on native, else `Replicated` or the library's wrapper.
+            ``"fsdp"``: ``fully_shard``, if the backend supports it. Or a name passed to
+            `register_wrapper` or an entry point of the group ``unisono.wrappers``, or a callable
             that takes the module and returns one.
         kwargs: options of the wrapper; for ``"ddp"`` those of ``DistributedDataParallel``, whose
             ``process_group`` may be any group of this context, on native.
@@ -69,11 +69,12 @@ def auto_model(
         The wrapped model; `model` itself with one replica.
 
     Raises:
-        ArgumentError: no module, an unknown wrapper or option, or a model that is wrapped already,
-            or has parameters without a shape or without values.
+        ArgumentError: `model` isn't a module, is wrapped already, or has parameters without a shape
+            or without values; or the wrapper or an option is unknown.
         GroupMembershipError: this rank isn't a member of ``process_group``.
         UnsupportedOperation: the model of this context lacks the wrapper or one of its options.
-        CollectiveMismatchError: the modules differ between ranks; names where (on every rank).
+        CollectiveMismatchError: the modules differ between ranks; the message shows the first
+            difference (on every rank).
 
     Warns:
         UserWarning: the module has metrics of torchmetrics that would see this rank's samples alone
@@ -135,7 +136,7 @@ def _warn_of_lone_metrics(model: nn.Module, current: ComputationModel) -> None:
 
 
 def _is_lone(part: nn.Module, kind: type) -> bool:
-    """Return whether a metric should synchronise, but finds no other ranks."""
+    """Return whether a metric would synchronise, but finds no other ranks."""
     if not isinstance(part, kind) or getattr(part, "sync_on_compute", True) is False:
         return False
     finds_others: Any = getattr(part, "distributed_available_fn", None)
@@ -153,9 +154,10 @@ def _library_group(current: ComputationModel, group: Group | None) -> Any:
 
 
 def _check_module(model: nn.Module) -> None:
+    """Raise unless `auto_model` can wrap a model."""
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"a torch.nn.Module is needed, not a {type(model).__qualname__}")
-    is_sharded = hasattr(model, "set_requires_gradient_sync")  # by fully_shard
+    is_sharded = hasattr(model, "set_requires_gradient_sync")  # fully_shard adds this method
     if is_sharded or isinstance(model, (_DDP, nn.DataParallel, Replicated)):
         raise ArgumentError(
             f"the model is wrapped already, in {type(model).__qualname__}: give auto_model the "
@@ -225,11 +227,11 @@ def auto_optim(optimizer: Optimizer, **kwargs: Any) -> Optimizer:
     Returns:
         `optimizer` itself where backward averages the gradients. Under `Replicated` it gets the
         state of rank 0; under torch's own wrappers it is unchanged: call
-        `broadcast_optimizer_state` yourself. Where backward doesn't average, an
-        optimizer whose ``step`` does, if the library has one (Horovod, XLA).
+        `broadcast_optimizer_state` yourself. Where backward doesn't average, an optimizer whose
+        ``step`` does, if the library has such an optimizer (Horovod, XLA).
 
     Raises:
-        ArgumentError: not an optimizer, or options where the context's model takes none.
+        ArgumentError: `optimizer` isn't an optimizer, or the context's model supports no options.
 
     Example:
         >>> import torch, unisono as idist
@@ -286,7 +288,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         >>> with idist.no_sync(model):
         ...     model(torch.ones(1, 2)).sum().backward()
     """
-    method: Any = getattr(model, "no_sync", None)  # a compiled model has its inner module's
+    method: Any = getattr(model, "no_sync", None)  # a compiled model has its inner module's method
     if method is not None:
         with method():
             yield
@@ -323,7 +325,7 @@ def join(model: nn.Module) -> Iterator[None]:
         >>> with idist.join(model):
         ...     model(torch.ones(1, 2)).sum().backward()
     """
-    method: Any = getattr(model, "join", None)  # as in no_sync; a module's may be something else
+    method: Any = getattr(model, "join", None)  # as in no_sync; a user's join may differ
     if isinstance(getattr(method, "__self__", None), (_DDP, Replicated)):
         with method():
             yield
