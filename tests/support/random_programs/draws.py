@@ -58,7 +58,7 @@ def _step(
     group: tuple[int, ...] | None = None,
     **more: Any,
 ) -> Step:
-    """Draw the rest of a call; `ends` is its end, or a function of call and root that returns it."""
+    """Draw the rest of a call; `ends` is its end, or returns the end for call and root."""
     call = name.removesuffix(" in a dict").removesuffix(" in a list")
     drawn = {"op": "sum", "root": draw(st.sampled_from(group or range(len(values)))), **more}
     if "is_async" not in drawn:
