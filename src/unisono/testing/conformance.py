@@ -76,7 +76,7 @@ class EnvironmentConformance:
     environment: ClassVar[str]
     """The environment to check: the name of its entry point."""
     examples: ClassVar[Iterable[Mapping[str, str]] | None] = None
-    """Examples of a rank's variables, as the launcher sets them; None for its ``EXAMPLES``."""
+    """Examples of a rank's variables; None for the environment's ``EXAMPLES``."""
 
     def test_every_law_holds(self) -> None:
         """Check all laws; the failure lists the broken ones."""
@@ -84,6 +84,7 @@ class EnvironmentConformance:
 
 
 def _all_hold(checked: Iterable[Outcome]) -> None:
+    """Fail if a law has failed; the message lists all laws that have."""
     outcomes = list(checked)
     failed = [f"{o.law} at {o.nproc}: {o.reason}" for o in outcomes if o.status == "failed"]
     assert outcomes and not failed, "\n".join(failed)  # without outcomes nothing was checked

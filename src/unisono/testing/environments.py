@@ -26,7 +26,7 @@ __all__ = ("ENVIRONMENT_LAWS", "EnvironmentTrial", "check_environment")
 _LOAD_S = 120.0  # limit for an interpreter that imports one module
 _IMPORTS_TORCH = 3  # exit code of that interpreter if the module imports torch
 _MALFORMED = ("x", "-1", "1.5", "1 2", "99999999999999999999", "\x00", "é")
-_UNRELATED = {  # variables that no launcher sets
+_UNRELATED = {  # variables that don't mark a job
     "HOME": "/home/ada",
     "PATH": "/usr/bin",
     "LANG": "de_DE.UTF-8",
@@ -157,6 +157,7 @@ ENVIRONMENT_LAWS: dict[str, Law] = {}
 
 
 def _law(check: Law) -> Law:
+    """Register a law by its function's name."""
     ENVIRONMENT_LAWS[check.__name__] = check
     return check
 
@@ -167,6 +168,7 @@ def _process_has(env: Mapping[str, str]) -> Any:
 
 
 def _identity(info: RankInfo | None) -> tuple[int, int] | None:
+    """Return rank and size, the facts that every environment must give."""
     return None if info is None else (info.rank, info.world_size)
 
 

@@ -146,6 +146,7 @@ LAUNCHER_LAWS: dict[str, Law] = {}
 
 
 def _law(check: Law) -> Law:
+    """Register a law by its function's name."""
     LAUNCHER_LAWS[check.__name__] = check
     return check
 
@@ -270,12 +271,14 @@ def _sleep_ignoring_sigterm() -> None:
 
 
 def _sleep(local_rank: int, folder: str) -> None:
+    """Sign in once all ranks have started, then sleep until the job is ended."""
     barrier()  # so that no rank is counted before all have started
     _sign_in(folder)
     time.sleep(600)
 
 
 def _touch(local_rank: int, folder: str, *args: Any) -> None:
+    """Leave a file that shows that a rank has begun."""
     Path(folder, "begun").touch()
 
 
@@ -479,6 +482,7 @@ def what_cant_be_pickled_is_refused_before_anything_starts(trial: LauncherTrial)
 
 
 def _refused(trial: LauncherTrial, kind: type[Exception], *more: Any, **options: Any) -> None:
+    """Check that `spawn` raises `kind` before a rank begins, for these arguments and options."""
     given = {"backend": trial.backend, **trial.launcher_arguments, **options}
     args = (trial.folder, *more)
     call = partial(spawn, fn=_touch, args=args, nproc_per_node=trial.nproc, **given)

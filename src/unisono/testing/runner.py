@@ -248,7 +248,7 @@ def _joined(row: Sequence[Kept]) -> Kept:
 def _broken_law(error: LaunchError, names: Sequence[str], watch: _Watchdog) -> tuple[str, str]:
     """Return the law that was broken when a job failed, and the reason."""
     cause = error.__cause__
-    rank = error.rank if isinstance(error, WorkerFailedError) else -1  # -1: no certain rank
+    rank = error.rank if isinstance(error, WorkerFailedError) else -1  # -1 if it is unknown
     if isinstance(cause, LawBrokenError):
         return cause.law, f"rank {rank}: {cause.text}"
     for name in names:  # the text names the law even if the exception couldn't be pickled

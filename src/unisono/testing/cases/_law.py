@@ -98,12 +98,14 @@ def _difference_of_tensors(value: Tensor, expected: Tensor) -> str:
 
 
 def _short(value: Any) -> str:
+    """Describe a value's type, and its beginning or shape."""
     if isinstance(value, Tensor):
         return f"a tensor of {value.dtype} {tuple(value.shape)}"
     return f"{type(value).__name__} {reprlib.repr(value)}"
 
 
 def _is_same(value: Any, expected: Any) -> bool:
+    """Return whether two values of one type, except tensors and containers, are the same."""
     if isinstance(expected, (float, complex)):
         return repr(value) == repr(expected)  # as text NaN equals NaN, and -0.0 differs from 0.0
     return bool(value == expected)

@@ -14,10 +14,12 @@ from unisono.testing.cases._law import law, same, tensor_of
 
 
 def _mine(model: ComputationModel, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Create this rank's input for a member of the model."""
     return tensor_of(model.topology.rank, shape, dtype).to(model.transport_device)
 
 
 def _ops(dtype: torch.dtype) -> list[ReduceOp]:
+    """List the operations that the library requests from a model for a dtype."""
     if dtype.is_floating_point:
         return [ReduceOp.SUM, ReduceOp.PRODUCT]  # models get MIN and MAX of floats as integers
     return [op for op in ReduceOp if op is not ReduceOp.AVERAGE]

@@ -104,6 +104,6 @@ def watching_names_the_rank_that_comes_late(rank: int, size: int) -> None:
         same((watch.slowest, watch.lost_s), (None, (0.0,)))
         return
     same(watch.slowest, slow, str(watch))
-    assert watch.last[slow] >= _LATE_CALLS - 1, str(watch)  # another may be last at the first
+    assert watch.last[slow] >= _LATE_CALLS - 1, str(watch)  # another rank may be last once
     assert watch.lost_s[slow] >= (_LATE_CALLS - 1) * _LATE_S * 0.9, str(watch)
     same(idist.all_gather(watch.lost_s), [watch.lost_s] * size)

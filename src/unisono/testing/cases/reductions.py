@@ -35,6 +35,7 @@ _BOOL = {"SUM": or_, "PRODUCT": and_, "MIN": and_, "MAX": or_, **_BITWISE}
 
 
 def _ops(dtype: torch.dtype) -> tuple[Any, ...]:
+    """Return the operations that have a meaning for a dtype."""
     if dtype in COMPLEX:
         return ("SUM", "PRODUCT", "AVERAGE")
     if dtype in FLOATS:
@@ -43,7 +44,7 @@ def _ops(dtype: torch.dtype) -> tuple[Any, ...]:
 
 
 def expected(op: str, parts: list[Tensor]) -> Tensor:
-    """Reduce with Python's numbers, independently of every model's code."""
+    """Reduce with Python's numbers, so that the reference shares no code with a model."""
     dtype, shape = parts[0].dtype, parts[0].shape
     columns = list(zip(*(_numbers(part) for part in parts), strict=True))
     if op == "AVERAGE":
@@ -63,6 +64,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _numbers(tensor: Tensor) -> list[Any]:
+    """Return a tensor's elements as Python's numbers."""
     return list(tensor.to(_wide(tensor.dtype)).reshape(-1).tolist())
 
 

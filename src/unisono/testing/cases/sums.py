@@ -56,6 +56,7 @@ def correctly_rounded(column: Sequence[float], dtype: torch.dtype) -> float:
 
 
 def _expected(parts: Sequence[Tensor]) -> Tensor:
+    """Return the exact sum of the ranks' tensors, rounded once."""
     columns = zip(*(part.double().reshape(-1).tolist() for part in parts), strict=True)
     return _sums(list(columns), parts[0].dtype).reshape(parts[0].shape)
 
@@ -85,7 +86,7 @@ def _hard(rank: int, size: int, dtype: torch.dtype) -> Tensor:
 
 @law()
 def sums_have_the_same_bits_on_every_rank(rank: int, size: int) -> None:
-    """Lengths and operations take every path of a sum that rounds."""
+    """The lengths and operations cover every path of sums that are rounded."""
     for count in (5, 3_000, 40_000):  # one frame, a short message and a long message
         totals = []
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
@@ -167,6 +168,7 @@ def exact_sums_of_containers_and_numbers_keep_their_shape(rank: int, size: int) 
 
 
 def _bits(number: Any) -> bytes:
+    """Return a float's bytes, which also show the sign of NaN."""
     return struct.pack("<d", number)
 
 

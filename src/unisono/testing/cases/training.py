@@ -70,7 +70,7 @@ def values_that_differ_are_named_with_their_ranks(rank: int, size: int) -> None:
             parameter.fill_(0.5)
     idist.assert_equal(tree)
     idist.assert_equal([float("nan"), -0.0, {}, torch.tensor([float("nan")]), object()])
-    numbers = [0, 8, 2**70] if rank else [2**70, 8, 0]  # collide, so sets differ in order
+    numbers = [0, 8, 2**70] if rank else [2**70, 8, 0]  # collide, so their sets differ in order
     idist.assert_equal([set(numbers), frozenset([frozenset(numbers), "a"]), set(map(str, numbers))])
     same(idist.all_reduce(1), size)
     if size == 1:

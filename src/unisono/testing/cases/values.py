@@ -79,6 +79,7 @@ class NoReduce:
 
 
 def _objects(rank: int) -> list[Any]:
+    """List objects and containers, which differ by rank."""
     return [
         {"a": torch.arange(3) + rank, "b": [1, "x", None, (2.5, True)]},
         {"big": 10**400, 7: {"nested": [[], {}, ()]}},

@@ -331,6 +331,8 @@ class _NoTerminal:
 
 
 def _refused(name: str) -> Any:
+    """Make a fixture of this name that fails the test."""
+
     @pytest.fixture(name=name)
     def refuse(_: object) -> None:
         pytest.fail(
@@ -342,4 +344,5 @@ def _refused(name: str) -> Any:
     return refuse
 
 
+# A plug-in that replaces pytest's fixtures of these names in thread ranks.
 _Refused = type("_Refused", (), {name: _refused(name) for name in OF_A_PROCESS})

@@ -199,7 +199,7 @@ class Pools:
         return report
 
     def pytest_exception_interact(self, node: Any, call: pytest.CallInfo[Any], report: Any) -> None:
-        """Start the debugger of ``--pdb`` in a failed rank, or in this process without ranks."""
+        """Start the debugger of ``--pdb`` in a failed rank; for other failures, in this process."""
         if not self._is_debugged:
             return
         place = place_of(node)
