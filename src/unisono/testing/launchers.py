@@ -290,10 +290,10 @@ def results_come_in_the_order_of_ranks(trial: LauncherTrial) -> None:
     assert [each.rank for each in results] == ranks, f"ranks {[each.rank for each in results]}"
     for each in results:
         who, local_rank, nproc = f"rank {each.rank}", each.local_rank, each.nproc_per_node
-        assert each.ranks == ranks, f"all_gather of the ranks gives {who} {each.ranks}"
-        assert each.world_size == trial.nproc, f"{who} knows a world of {each.world_size}"
-        given = f"{who} is given {each.given_local_rank}, and knows {local_rank}"
-        assert each.given_local_rank == local_rank, given
+        assert each.ranks == ranks, f"all_gather of the ranks returned {each.ranks} on {who}"
+        assert each.world_size == trial.nproc, f"{who} has world size {each.world_size}"
+        received = f"the function of {who} got local rank {each.given_local_rank}"
+        assert each.given_local_rank == local_rank, f"{received}, not {local_rank}"
         assert 0 <= local_rank < nproc, f"{who} has local rank {local_rank} of {nproc}"
     processes = {each.process for each in results}
     assert len(processes) == trial.nproc, "two ranks share a process"
