@@ -1,4 +1,4 @@
-"""What `check` says of models and laws that go wrong in every way: it never waits forever."""
+"""`check` reports models and laws that fail in any way, and never waits forever."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def makes_one_call_more() -> None:
 def broken_on_rank_1(
     local_rank: int, what: Callable[[], None], fn: Callable[..., Any], *args: Any
 ) -> Any:
-    """Be `fn` in a replica; on rank 1 the second law does `what` instead of what it should."""
+    """Call `fn` in a replica; on rank 1 the second law calls `what` instead of its check."""
     if idist.get_rank() == 1:
         LAWS[SECOND] = replace(LAWS[SECOND], check=what)
     return fn(local_rank, *args)
@@ -102,7 +102,7 @@ def test_a_rank_that_is_out_of_step_is_a_failure_of_that_law() -> None:
 class StaysAway(ThreadsModel):
     name = "stayaway"
     backends = ("stayaway",)
-    given_up: ClassVar = threading.Event()  # set by the others, whose later laws hold
+    given_up: ClassVar = threading.Event()  # other ranks set it, so that later laws hold
 
     def reduce(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         if self.topology.rank == 1:
@@ -157,7 +157,7 @@ def test_the_class_for_pytest_lists_what_does_not_hold() -> None:
         backend = "stayaway"
         sizes = (2,)
         options = {
-            "timeout": 5.0,  # which others come within, on a slow host too
+            "timeout": 5.0,  # enough for other laws on a slow host, too
             "laws": [law for law in LAWS if law.startswith(("all_gather_", "reductions_agree_"))],
         }
 
@@ -216,7 +216,7 @@ class TestCommand:
         assert code == 1
         (row,) = json.loads(text)["laws"]
         assert row["status"] == "failed"
-        assert row["reason"].count("rank ") == 2  # the stacks of replicas that are threads
+        assert row["reason"].count("rank ") == 2  # one stack of each thread replica
 
     @pytest.mark.parametrize(
         ("words", "part"),

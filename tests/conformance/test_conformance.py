@@ -14,11 +14,11 @@ from unisono.context import communicator
 from unisono.control import plane
 from unisono.testing import LAWS, Conformance, check
 
-pytestmark = pytest.mark.timeout(600)  # each of these tests is all laws
+pytestmark = pytest.mark.timeout(600)  # each of these tests checks all laws
 
 
 def without_sockets(local_rank: int, fn: Callable[..., Any], *args: Any) -> Any:
-    """Run a function in a replica whose ranks can't meet. Collective over all ranks."""
+    """Run a function in a replica whose ranks can't connect. Collective over all ranks."""
     vars(plane)["connect_group"] = lambda *_: None
     control = communicator().control
     control.close("")  # the connections of the default group, if `initialize` made them
@@ -50,7 +50,7 @@ class TestGloo(Conformance):
     sizes = (2,)
 
 
-# Files of laws that neither another number of ranks nor another way of the bytes can break.
+# Files of laws that don't depend on the number of ranks or on the path of the bytes.
 OF_ONE_WAY = {"facts", "forks", "recording", "training"}
 
 
@@ -70,23 +70,23 @@ def test_the_laws_hold_on_other_numbers_of_ranks(backend: str, nproc: int) -> No
 
 
 def test_the_laws_hold_with_short_rounds() -> None:
-    """What is longer than nothing follows on the data plane, which small values else never see."""
+    """Every value is sent on the data plane, which otherwise carries only long ones."""
     all_hold("gloo", 3, OF_ONE_WAY, launch=launch_with_short_rounds)
 
 
 def test_the_laws_hold_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without memory that ranks share gloo itself moves every tensor, as between hosts."""
+    """Without shared memory gloo moves every tensor, as it does between hosts."""
     monkeypatch.setenv("UNISONO_SHARED_BYTES", "0")
     all_hold("gloo", 3, OF_ONE_WAY | {"refusals"}, launch=launch_with_short_rounds)
 
 
 def test_the_laws_hold_where_ranks_cant_meet() -> None:
-    """What no tensor is travels in the exchange that every model has."""
+    """Values that aren't tensors are sent by `exchange`, which every model has."""
     all_hold("gloo", 3, OF_ONE_WAY, launch=launch_without_sockets)
 
 
 def test_a_call_is_recorded_once_where_torch_s_backend_is_ours() -> None:
-    """Our group meets over a process group that records the calls of others."""
+    """unisono's group is built on a process group that records calls, too, which adds no record."""
     (outcome,) = check("unisono", 2, laws=["hooks_see_the_group_of_a_call"])
     assert outcome.status == "passed", outcome.reason
 

@@ -226,7 +226,7 @@ _gathered = evaluation.gather_results
 _begun, _ended = records.CallLog.begin, records.Token.end
 _object_encoded, _taken_apart = codec._encode_object, tensors.taken_apart
 _header_read = TensorHeader.unpack
-# Above the models: what breaks the law, wherever its name is used.
+# By law: the attributes above the models whose replacement must break it.
 BREAKS: dict[str, list[tuple[Any, str, Any]]] = {
     "a_rank_out_of_memory_halves_the_batch_on_all": [
         (outcomes, "CollectiveMismatchError", KeyboardInterrupt)
@@ -313,7 +313,7 @@ def test_a_broken_part_above_the_models_is_caught(
 ) -> None:
     for owner, name, broken in BREAKS[law]:
         monkeypatch.setattr(owner, name, broken)
-    # Of two numbers any sum has the same bits: it takes three ranks to add in another order.
+    # A sum of two numbers has the same bits in any order, so laws about sums need three ranks.
     (outcome,) = check("threads", 3 if "sum" in law else 2, laws=[law])
     assert outcome.status == "failed", outcome
     assert "it wasn't done" not in outcome.reason

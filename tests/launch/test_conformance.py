@@ -42,8 +42,8 @@ pytestmark = pytest.mark.timeout(400)  # a law may take 120 s
 
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of these launchers are there soon; where they aren't, the second block is as long."""
-    monkeypatch.setattr(launcher_laws, "_BLOCKS_S", (2.0, launcher_laws._BLOCKS_S[1]))
+    """Shorten the first deadline, as ranks of these launchers start soon; the second is kept."""
+    monkeypatch.setattr(launcher_laws, "_DEADLINES_S", (2.0, launcher_laws._DEADLINES_S[1]))
 
 
 class TestProcesses(LauncherConformance):
@@ -193,7 +193,7 @@ def test_a_law_whose_ranks_never_come_is_not_counted_as_passed(
             signal.sigtimedwait([], 0.05)
 
     launches(monkeypatch, starts_nothing)
-    monkeypatch.setattr(launcher_laws, "_BLOCKS_S", (0.2, 0.2))
+    monkeypatch.setattr(launcher_laws, "_DEADLINES_S", (0.2, 0.2))
     monkeypatch.setattr(launcher_laws, "_START_S", 0.2)
     (outcome,) = check_launcher("mine", laws=[law], timeout_s=60.0)
     assert outcome.status == "unsupported", outcome

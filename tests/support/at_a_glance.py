@@ -1,4 +1,4 @@
-"""The table of the peers' calls: each is looked up in its library, with the arguments shown."""
+"""A check of the table of other libraries' calls: each call must exist with these arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.pages import ROOT
 from tests.support.processes import run_python
 
 PAGE = ROOT / "docs" / "coming-from" / "at-a-glance.md"
-# What the names that a column's calls begin with stand for: a module, or something in a module.
+# By column: the module, or the object in a module, for each name with which its calls begin.
 COLUMNS = {
     "unisono": {"idist": "unisono"},
     "ignite": {"idist": "ignite.distributed"},
@@ -51,11 +51,11 @@ COLUMNS = {
     "mpi4py": {"MPI": "mpi4py.MPI", "comm": "mpi4py.MPI:Comm"},
     "torch.multiprocessing": {"mp": "torch.multiprocessing"},
 }
-GIVES = {"mp.Pool": "multiprocessing.pool:Pool"}  # what a function gives; a class gives itself
+GIVES = {"mp.Pool": "multiprocessing.pool:Pool"}  # the class of a function's result
 
 
 def check_in_child(*columns: str) -> None:
-    """Check columns in a process of their own, as libraries change variables when they load."""
+    """Check columns in a separate process, as libraries change variables when they are loaded."""
     code = f"from tests.support.at_a_glance import check; [*map(check, {columns!r})]"
     run_python("-W", "ignore", "-c", code, cwd=ROOT)
 
@@ -70,11 +70,11 @@ def _calls(column: str) -> Iterator[str]:
 
 
 def check(column: str) -> None:
-    """Find what a column names in its library, and bind the arguments that it shows."""
+    """Look up each call of a column in its library, and bind the arguments of the table."""
     shown = list(_calls(column))
     assert shown
     if column == "mpi4py":
-        importlib.import_module("mpi4py").rc.initialize = False  # it is only looked at
+        importlib.import_module("mpi4py").rc.initialize = False  # MPI isn't needed for signatures
     for call in shown:
         if not call.startswith("loss.backward"):
             _find(ast.parse(call, mode="eval").body, COLUMNS[column], call)
@@ -96,7 +96,7 @@ def _find(node: ast.expr, words: dict[str, str], call: str) -> Any:
 
 
 def _takes_self(called: ast.expr, words: dict[str, str], call: str) -> bool:
-    """Tell whether a function is a method of an object that a class stands for here."""
+    """Return whether a call is of a method, whose object is represented by its class here."""
     if not isinstance(called, ast.Attribute):
         return False
     owner = _find(called.value, words, call)
@@ -112,7 +112,7 @@ def _load(path: str) -> Any:
 
 
 def _bind(found: Any, node: ast.Call, takes_self: bool, call: str) -> None:
-    """Compare a call's arguments with what is taken, without calling it."""
+    """Compare a call's arguments with the function's parameters, without calling it."""
     try:
         signature = inspect.signature(found)
     except ValueError:  # written in C

@@ -1,4 +1,4 @@
-"""Plain processes that make gloo groups by hand, which unisono knows nothing of."""
+"""Plain processes that make their own gloo groups, without unisono."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ import unisono
 
 TIMEOUT = timedelta(seconds=30)
 Check = Callable[[int, int, Path], None]
-"""Takes rank, number of ranks, and a folder that all of them see."""
+"""A function of rank, number of ranks, and a folder that all ranks share."""
 _processes = multiprocessing.get_context("forkserver")
 
 
 def prepare(*modules: str) -> None:
-    """Start the process that the others are forks of, which loads `modules` for all of them."""
-    if unisono.is_distributed():  # a rank of a test that runs there, which starts no processes
+    """Start the fork server of the processes, which loads `modules` for all of them."""
+    if unisono.is_distributed():  # in a rank of a marked test, which starts no processes
         return
     server: Any = vars(multiprocessing.forkserver)["_forkserver"]
     if not {*modules} <= {*server._preload_modules}:
-        server._stop()  # the one that an earlier module of tests has started
+        server._stop()  # an earlier test module has started it with other modules
     if server._forkserver_pid is None:
         server.set_forkserver_preload(["tests.support.by_hand", "pytest", "unisono", *modules])
     server.ensure_running()
 
 
 def dismiss() -> None:
-    """End that process, and the one that cleans up after it."""
+    """End the fork server, and the resource tracker that belongs to it."""
     vars(multiprocessing.forkserver)["_forkserver"]._stop()
     vars(multiprocessing.resource_tracker)["_resource_tracker"]._stop()
 
@@ -51,7 +51,7 @@ def join(folder: Path, rank: int, size: int, name: str = "store", backend: str =
 
 
 def join_by_tcp(folder: Path, rank: int, host: str, name: str = "meeting") -> None:
-    """Make the default group of two through a store at a port of the kernel's choice."""
+    """Make the default group of two ranks through a TCP store at a port that the kernel chose."""
     meeting = FileStore(str(folder / name), 2)
     if rank == 0:
         store = TCPStore(host, 0, 2, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
@@ -63,13 +63,13 @@ def join_by_tcp(folder: Path, rank: int, host: str, name: str = "meeting") -> No
 
 
 def leave() -> None:
-    """Destroy all groups, after everybody has come so far."""
+    """Destroy all groups after a barrier. Collective over all ranks."""
     dist.barrier()
     dist.destroy_process_group()
 
 
 def by_hand(fn: Callable[[int], Any], size: int = 2, killed: int = -1) -> list[Any]:
-    """Run ``fn(rank)`` in processes of their own; give what each returned, None for `killed`."""
+    """Run ``fn(rank)`` in separate processes; return their results, None for the rank `killed`."""
     blob = cloudpickle.dumps(fn)
     ends, processes = [], []
     for rank in range(size):
@@ -79,15 +79,15 @@ def by_hand(fn: Callable[[int], Any], size: int = 2, killed: int = -1) -> list[A
         other.close()
         ends.append(end)
         processes.append(process)
-    told = [_hear(end) if rank != killed else (None, "") for rank, end in enumerate(ends)]
+    replies = [_reply(end) if rank != killed else (None, "") for rank, end in enumerate(ends)]
     if killed >= 0:
         processes[killed].kill()
     for process, end in zip(processes, ends, strict=True):
         process.join()
         end.close()
-    failed = [f"rank {rank}:\n{text}" for rank, (_, text) in enumerate(told) if text]
+    failed = [f"rank {rank}:\n{text}" for rank, (_, text) in enumerate(replies) if text]
     assert not failed, "\n".join(failed)
-    return [result for result, _ in told]
+    return [result for result, _ in replies]
 
 
 def outcomes(
@@ -98,10 +98,11 @@ def outcomes(
     ignored: str = "",
     set_up: Callable[[int], None] | None = None,
 ) -> dict[str, str]:
-    """Run checks one after the other in one job until one fails; give by name what failed, or "".
+    """Run checks one after the other in one job until one fails; return each one's failure or "".
 
-    Warnings that match `ignored` are other libraries' own; `set_up` is called with the rank first.
-    Without a `backend` each check makes its default group, and leaves it.
+    Warnings that match `ignored`, which other libraries raise, are no errors. `set_up` is called
+    with the rank before all checks. Without a `backend` each check makes its own default group,
+    and leaves it.
     """
 
     def fn(rank: int) -> tuple[str, str]:
@@ -133,12 +134,13 @@ def outcomes(
     return table
 
 
-def _hear(end: Connection) -> tuple[Any, str]:
+def _reply(end: Connection) -> tuple[Any, str]:
+    """Receive a process's result and the text of its failure, one of which is empty."""
     try:
-        told: tuple[Any, str] = end.recv()
+        reply: tuple[Any, str] = end.recv()
     except EOFError:
-        return None, "it ended without a word"
-    return told
+        return None, "it ended without a reply"
+    return reply
 
 
 def _run(blob: bytes, rank: int, end: Connection) -> None:

@@ -1,4 +1,4 @@
-"""The clock of limits and warnings, where a test owns it."""
+"""The clock of limits and warnings, under a test's control."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from unisono import deadlines
 
 @contextmanager
 def fast_clock(rate: float = 60.0) -> Iterator[None]:
-    """Let limits and warnings that begin in this process pass `rate` times as fast as the host's.
+    """Let the clock of limits and warnings in this process run `rate` times as fast.
 
-    A minute takes a second. Ranks that are processes have clocks of their own, so there it stands
-    in the rank's function; ranks that are threads share one, which is as before once any of them
-    leaves the block.
+    By default a minute takes a second. Each process has its own clock, so the function of a rank
+    that is a process must use this itself. Ranks that are threads share a clock, which is reset
+    once any of them leaves the block.
     """
     vars(deadlines)["_RATE"] = rate
     try:

@@ -1,4 +1,4 @@
-"""The pairs of programs of docs/coming-from: which there are, and how each is run."""
+"""The pairs of programs of docs/coming-from, and their output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PROGRAMS = ROOT / "docs" / "coming-from" / "programs"
 PAIRS = sorted(
     (path.parent.name, path.stem) for path in PROGRAMS.glob("*/*.py") if path.parent.name != "ours"
 )
-# Some launchers put what two ranks print into one line, or a rank's number before it.
+# Some launchers join the output of two ranks into one line, or put a rank's number before it.
 _LINE = re.compile(r"rank \d(?:(?!rank \d).)*")
 
 
@@ -25,7 +25,7 @@ def theirs(library: str, job: str) -> Path:
 
 
 def ours(job: str, backend: str, folder: Path) -> Path:
-    """Give our program of a job, with another backend in the place of gloo."""
+    """Write our program of a job with another backend in place of gloo; return its path."""
     text = (PROGRAMS / "ours" / f"{job}.py").read_text()
     assert text.count('"gloo"') == 1
     program = folder / f"{job}_{backend}.py"
@@ -34,7 +34,7 @@ def ours(job: str, backend: str, folder: Path) -> Path:
 
 
 def lines_in(printed: Mapping[str, str], name: str) -> list[str]:
-    """Give what the ranks of a program printed, by rank."""
+    """Return the lines that a program's ranks printed, sorted by rank."""
     lines = sorted(line.strip() for line in _LINE.findall(printed[name]))
     assert lines, printed[name]
     return lines

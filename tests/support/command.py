@@ -28,7 +28,7 @@ GONE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What a command left: its code and its words."""
+    """A command's exit code, output and duration."""
 
     code: int
     out: str
@@ -36,7 +36,7 @@ class Done:
     seconds: float
 
     def facts(self) -> list[dict[str, Any]]:
-        """Give what the ranks said of themselves, by rank; each line begins with the rank."""
+        """Return the facts that ranks printed, by rank; each line may begin with the rank."""
         found = []
         for line in self.out.splitlines():
             head, separator, text = line.partition("FACTS ")
@@ -60,7 +60,7 @@ def nobody_is_left(mark: str, limit_s: float = GONE_S) -> None:
 
 
 def run(words: Sequence[str], limit_s: float = LIMIT_S, /, **more: str) -> Done:
-    """Run a command to its end, and check that no process of it is left."""
+    """Run a command to its end, and check that none of its processes is left."""
     with started(words, **more) as job:
         begin = time.monotonic()
         try:
@@ -73,7 +73,7 @@ def run(words: Sequence[str], limit_s: float = LIMIT_S, /, **more: str) -> Done:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A command that runs, its output in files."""
+    """A running command, with its output in files."""
 
     process: subprocess.Popen[bytes]
     mark: str
@@ -125,7 +125,7 @@ def started(words: Sequence[str], **more: str) -> Iterator[Started]:
 
 
 def learnt(text: str) -> tuple[str, float]:
-    """Read out of what the digits example printed what was learnt."""
+    """Return the accuracy and the checksum that the digits example printed."""
     accuracy = re.search(r"held-out accuracy: ([\d.]+)", text)
     checksum = re.search(r"checksum of parameters: ([\d.]+)", text)
     assert accuracy, text
@@ -135,7 +135,7 @@ def learnt(text: str) -> tuple[str, float]:
 
 @functools.cache
 def learnt_alone(epochs: str) -> tuple[str, float]:
-    """What the digits example learns in one process."""
+    """Return the accuracy and the checksum of the digits example in one process."""
     done = run([sys.executable, DIGITS, "--epochs", epochs])
     assert done.code == 0, done.err
     return learnt(done.out)

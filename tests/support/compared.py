@@ -1,4 +1,4 @@
-"""What two libraries give for the same calls, in words that can be compared."""
+"""Outcomes of the same calls in two libraries, in a form that can be compared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 Case = Callable[[Any, int, int], Any]
-"""Makes calls of a library, as a rank of so many."""
+"""Makes calls of a library, given as argument, on a rank of a number of ranks."""
 
 _BASES = (
     ValueError, TypeError, RuntimeError, AssertionError, NotImplementedError, ImportError,
@@ -22,7 +22,7 @@ _BASES = (
 
 @dataclass(frozen=True)
 class Compared:
-    """A library and our module that takes its place, by their names."""
+    """The names of a library and of the module of unisono that replaces it."""
 
     theirs: str
     ours: str
@@ -30,7 +30,7 @@ class Compared:
     def differences(
         self, cases: Mapping[str, Case], rank: int, size: int
     ) -> dict[str, tuple[Any, Any]]:
-        """Give what differs: ours may have more bases than the error that the other one raises."""
+        """Return the outcomes that differ; an error of ours may have more bases than theirs."""
         theirs, ours = (
             {name: _outcome(partial(case, library, rank, size)) for name, case in cases.items()}
             for library in map(importlib.import_module, (self.theirs, self.ours))
@@ -42,7 +42,7 @@ class Compared:
         }
 
     def check_arguments(self, names: Iterable[str]) -> None:
-        """Fail for a function that isn't there, or takes other arguments."""
+        """Fail if a function is missing in our module, or has other parameters."""
         theirs, ours = map(importlib.import_module, (self.theirs, self.ours))
         for name in names:
             call = getattr(theirs, name)
@@ -59,7 +59,7 @@ class Compared:
 
 
 def _outcome(call: Callable[[], Any]) -> Any:
-    """Give what a call returned, or which of Python's own errors it raised."""
+    """Return a call's result, or the built-in classes of the error that it raised."""
     try:
         return _plain(call())
     except _BASES as error:

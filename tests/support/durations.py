@@ -1,8 +1,8 @@
-"""How long tests took in the last whole run, and which of them are fast enough to run always.
+"""Durations of tests in the last whole run, and the tests that belong to the fast set.
 
     python -m tests.support.durations FOLDER
 
-puts what the sessions of a whole run wrote into FOLDER (a file each, by `Durations`) into
+collects the files of a whole run in FOLDER, which `Durations` has written for each session, in
 tests/durations.json.
 """
 
@@ -20,19 +20,19 @@ from typing import Any, TypeAlias
 import pytest
 
 FAST_S = 1.0
-"""What takes longer isn't in the fast set, unless it is marked `fast`."""
+"""Tests that take longer aren't in the fast set, unless they are marked `fast`."""
 FAST_SET_S = 360.0
-"""The sum over the fast set, which two processes run in half of that."""
+"""Limit of the fast set's durations in sum; two processes need half of this time."""
 RECORD = Path(__file__).parents[1] / "durations.json"
-_SHOWN_S = 0.5  # a test below that is one of the "others" of its file
+_SHOWN_S = 0.5  # tests below this are summed as the "others" of their file
 _OTHERS = "others"
 _SHARED = "seconds of shared fixtures"
 Sessions: TypeAlias = "dict[str, dict[str, tuple[float, float]]]"
-"""By session and test the seconds that it took, and those that it would take by itself."""
+"""By session and test: the seconds that it took, and that it would take without other tests."""
 
 
 def recorded(record: dict[str, Any]) -> dict[str, float]:
-    """Give the seconds of each test that the record names."""
+    """Return the seconds of each test in the record."""
     return {
         f"{file}::{name}": seconds
         for file, tests in record["files"].items()
@@ -42,7 +42,7 @@ def recorded(record: dict[str, Any]) -> dict[str, float]:
 
 
 def is_fast(item: pytest.Item, slow: dict[str, float]) -> bool:
-    """Tell whether a test is in the fast set: by its record; a new test is, until it has one."""
+    """Return whether a test is in the fast set, by its record; tests without a record are."""
     if item.get_closest_marker("fast") is not None:
         return True
     if any(item.get_closest_marker(name) for name in ("timed", "real")):
@@ -51,9 +51,9 @@ def is_fast(item: pytest.Item, slow: dict[str, float]) -> bool:
 
 
 class SharedSetUp:
-    """The part of pytest that tells each test what its fixtures of a module or session cost.
+    """A pytest plug-in that adds to each test the time of its module's and session's fixtures.
 
-    Without that the first test that uses one is slow, and when it is left out the next one.
+    Otherwise only the first test that uses a fixture would be slow; without it, the next one.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class SharedSetUp:
 
 
 class Durations:
-    """The part of pytest that writes how long each test of this session took."""
+    """A pytest plug-in that writes the durations of this session's tests."""
 
     def __init__(self, folder: Path, session: str) -> None:
         self._path = folder / f"{session}.{os.getpid()}.json"
@@ -98,14 +98,14 @@ class Durations:
             self._alone[report.nodeid] = report.duration + float(str(shared))
 
     def pytest_sessionfinish(self) -> None:
-        took = self._seconds  # of those that are skipped nothing is written
+        took = self._seconds  # also of skipped tests, which aren't written
         rows = {test: (took[test], max(took[test], alone)) for test, alone in self._alone.items()}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(json.dumps(rows))
 
 
 def written(folder: Path) -> Sessions:
-    """Give by session how long each test took; of one that was run twice the first."""
+    """Return each test's durations by session; the first run counts if a test was run twice."""
     sessions: Sessions = {}
     for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime):
         tests = sessions.setdefault(path.name.partition(".")[0], {})
@@ -115,10 +115,10 @@ def written(folder: Path) -> Sessions:
 
 
 def record_of(sessions: Sessions) -> dict[str, Any]:
-    """Make the record: sums by session and, of each file, the tests that took long."""
+    """Make the record: sums by session, and the slow tests of each file."""
     files: defaultdict[str, dict[str, float]] = defaultdict(dict)
     for session, tests in sessions.items():
-        if session.startswith("pythons"):  # it runs again what others do
+        if session.startswith("pythons"):  # it repeats tests of other sessions
             continue
         for test, (took, alone) in tests.items():
             file, _, name = test.partition("::")

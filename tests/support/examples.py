@@ -1,4 +1,4 @@
-"""The programs of examples/, to be run or called, and what its manifests ask of Kubernetes."""
+"""The programs of examples/, which tests run or call, and its manifests for Kubernetes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 JOBS = ("job", "jobset")
-# What the controllers of Jobs and of JobSets tell each pod, of a job or a set called `images`.
+# Annotations that the controllers of Jobs and JobSets give each pod of a set named `images`.
 ANNOTATIONS = {
     "batch.kubernetes.io/job-completion-index": "{index}",
     "jobset.sigs.k8s.io/coordinator": "images-workers-0-0.images",
@@ -22,7 +22,7 @@ ANNOTATIONS = {
 
 @cache
 def load(name: str) -> Any:
-    """Import an example under a name that no worker could import, as if it were `__main__`."""
+    """Import an example under a name that workers can't import, as they can't import `__main__`."""
     found = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
     assert found is not None
     assert found.loader is not None
@@ -33,13 +33,13 @@ def load(name: str) -> Any:
 
 
 def commands() -> list[str]:
-    """Give the commands of the README, in order."""
+    """Return the commands of the README, in order."""
     text = (EXAMPLES / "README.md").read_text()
     return re.findall(r"\| `([^`]+)` \|$", text, re.MULTILINE)
 
 
 def numbers(text: str, name: str) -> list[float]:
-    """Give the numbers that an example printed after a name."""
+    """Return the numbers that an example printed after a name."""
     return [float(found) for found in re.findall(rf"{name}:? ([\d.]+)", text)]
 
 
@@ -49,7 +49,7 @@ def documents(name: str) -> list[dict[str, Any]]:
 
 
 def job_of(name: str) -> dict[str, Any]:
-    """Give the Job of a manifest, or the one that a JobSet makes."""
+    """Return the Job of a manifest, or the one that its JobSet creates."""
     last = documents(name)[-1]
     if last["kind"] == "Job":
         return last
@@ -60,13 +60,13 @@ def job_of(name: str) -> dict[str, Any]:
 
 
 def pods_of(name: str) -> tuple[dict[str, Any], int]:
-    """Give the template of its pods, and how many there are."""
+    """Return the template of a manifest's pods, and their number."""
     spec = job_of(name)["spec"]
     return spec["template"], spec["completions"]
 
 
 def command_of(template: dict[str, Any], index: int) -> list[str]:
-    """Give the command of the pod of a number, its variables filled in as Kubernetes does it."""
+    """Return the command of the pod with an index, with variables expanded as by Kubernetes."""
     (container,) = template["spec"]["containers"]
     variables = {}
     for variable in container["env"]:

@@ -1,4 +1,4 @@
-"""What goes wrong in a replica, and what the error must say of it."""
+"""Faults of a replica, each with words that its error must have."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from typing import Any, NoReturn
 
 @dataclass(frozen=True)
 class Fault:
-    """What a replica does, and words that the error has."""
+    """A function that makes a replica fail or hang, and words of the error."""
 
     do: Callable[[], Any]
     says: str
 
 
 class Locked(Exception):
-    """It can't be pickled."""
+    """An exception that can't be pickled."""
 
     def __init__(self) -> None:
         super().__init__("locked")
@@ -31,7 +31,7 @@ class Locked(Exception):
 
 
 class Mute(Exception):
-    """It can't be printed."""
+    """An exception that can't be printed."""
 
     def __str__(self) -> str:
         raise RuntimeError("no text")
@@ -72,7 +72,7 @@ def compute() -> None:
 
 
 class Clinging:
-    """It hangs as it is forgotten."""
+    """An object whose finalizer hangs."""
 
     def __del__(self) -> None:
         signal.pause()

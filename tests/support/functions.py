@@ -1,4 +1,4 @@
-"""What the tests spawn: importable, and cheap to import."""
+"""Functions that tests spawn, in a module that is quick to import."""
 
 from __future__ import annotations
 

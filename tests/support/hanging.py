@@ -1,4 +1,4 @@
-"""A process that hangs, and can be asked where: ``python -m tests.support.hanging HOW``."""
+"""A process that hangs, and can show its stacks: ``python -m tests.support.hanging HOW``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ takes_stacks = pytest.mark.skipif(sys.version_info < (3, 11), reason="stacks tak
 
 @dataclass(frozen=True, slots=True)
 class Hanging:
-    """The process, and what its page would say."""
+    """The process, and the facts that its status page would have."""
 
     process: subprocess.Popen[str]
     facts: dict[str, Any]
@@ -49,7 +49,7 @@ class Hanging:
         return sorted(int(task.name) for task in Path(f"/proc/{self.pid}/task").iterdir())
 
     def stop(self) -> None:
-        """Stop it, and wait until it is."""
+        """Stop the process, and wait until it is stopped."""
         os.kill(self.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
 
@@ -72,7 +72,7 @@ def hang(how: str) -> None:
 
 
 def _hang_in_c() -> None:
-    """Start threads that run no Python."""
+    """Start threads that hang in C, and never run Python."""
     mutex, thread, libc = _mutex, ctypes.c_ulong(), ctypes.CDLL(None)
     libc.pthread_mutex_lock(mutex)
     lock = ctypes.cast(libc.pthread_mutex_lock, ctypes.c_void_p)
@@ -85,7 +85,7 @@ def _wait() -> None:
 
 
 def _call() -> None:
-    """Make and leave so many frames that their memory comes and goes."""
+    """Enter and leave so many frames that Python allocates and frees their memory."""
     while True:
         _count_down(400)
 
@@ -96,7 +96,7 @@ def _count_down(number: int) -> None:
 
 
 _BESIDE = {"calls": (_call, "in _c"), "locks": (_wait, "in _wait\n")}
-"""What threads beside the one that hangs run, and are in."""
+"""Functions of the threads beside the one that hangs, and a text of their stacks."""
 
 
 @contextmanager
@@ -114,7 +114,7 @@ def hanging(how: str) -> Iterator[Hanging]:
 
 
 def _is_there(how: str, hanging: Hanging) -> bool:
-    """Return whether each thread that runs Python is where it will be asked."""
+    """Return whether each thread that runs Python has arrived where it hangs."""
     own = hanging.facts["thread_id"]
     words = {own: "in hang\n"}
     if how in _BESIDE:

@@ -1,8 +1,8 @@
-"""Ways in which rank 1 keeps a job from going on, and a program that hangs so.
+"""Ways in which rank 1 makes a job hang, and a program that hangs in one of them.
 
     python -m tests.support.hangs BACKEND KIND
 
-It has three ranks. The line that rank 1 is in has a remark ``here: KIND``.
+The program has three ranks. The line in which rank 1 hangs has a remark ``here: KIND``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ N_WORDS = 1 << 18
 
 
 def lines_of(kind: str) -> set[int]:
-    """Give the lines that have the remark."""
+    """Return the numbers of the lines with a kind's remark."""
     lines = Path(__file__).read_text().splitlines()
     return {n for n, line in enumerate(lines, 1) if line.endswith(f"# here: {kind}")}
 
@@ -57,7 +57,7 @@ def busy() -> None:
 def stopped() -> None:
     if is_thread():
         others_wait()
-    # Sent to the process, another thread may take it while this one goes on.
+    # A signal to the process might be delivered to another thread, while this one goes on.
     signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # here: stopped
 
 
@@ -76,14 +76,14 @@ def in_c() -> None:
 
 
 def is_thread() -> bool:
-    """Tell whether the ranks are threads of one process."""
+    """Return whether the ranks are threads of one process."""
     return threading.current_thread() is not threading.main_thread()
 
 
 def others_wait() -> None:
-    """Give ranks that are threads of this process time to come to their next call.
+    """Wait until all other ranks are in their next call, as the status pages show it.
 
-    A page tells that they are in it. They may need what is about to be taken from all of them.
+    If they are threads of this process, they couldn't get there after it is stopped or locked.
     """
     from unisono.observe.jobs import Meter, look
 
@@ -100,14 +100,14 @@ def others_wait() -> None:
 
 
 def dead() -> None:
-    """End the rank's process, or its thread as a thread ends: by an exception."""
+    """End the rank's process by a signal, or its thread by an exception."""
     if is_thread():
         raise EOFError("this rank ends")  # here: dead
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def outlive() -> None:
-    """Go on after a rank has died, where that ends its process alone."""
+    """Go on after a rank has died, if its end doesn't end other ranks."""
     if is_thread():
         idist.barrier()
     with contextlib.suppress(idist.errors.CollectiveError):
@@ -124,7 +124,7 @@ def extra_call() -> None:
 
 
 def mismatch() -> None:
-    """Without the comparison of calls, which would refuse it."""
+    """Make another call than the other ranks; the job doesn't compare calls."""
     value = torch.ones(N_WORDS)
     idist.broadcast(value, src=LATE - 1)  # here: mismatch
     idist.broadcast(value, src=LATE - 1)  # here: mismatch
@@ -171,7 +171,7 @@ def disk_full() -> None:
 
 
 def early() -> None:
-    """Let rank 1 be alone in a call to which the idle others are about to come."""
+    """Sleep on the other ranks, so that rank 1 is alone in a call."""
     time.sleep(600)  # here: early
 
 
@@ -180,7 +180,7 @@ _ALL = (
     slow_loader, fork, disk_full,
 )  # fmt: skip
 KINDS: dict[str, Callable[[], object]] = {each.__name__: each for each in _ALL}
-"""What rank 1 does before a barrier of all."""
+"""By kind, the function of rank 1 before a barrier of all ranks."""
 _OTHERS: dict[str, Callable[[], object]] = {
     "dead": outlive,
     "extra_call": wait,
@@ -189,19 +189,19 @@ _OTHERS: dict[str, Callable[[], object]] = {
     "early": early,
     "in_step": wait,
 }
-"""What the others do before it."""
+"""By kind, the function of the other ranks before that barrier."""
 
 
 TWELVE = tuple(kind for kind in KINDS if kind != "other_group")
-"""Those that every model is asked about."""
+"""Kinds that are tested on every model."""
 BY_HAND = {("dead", "gloo"): "where one program starts all ranks, it ends them all at once"}
-"""What is run as a process for each rank, and why."""
+"""Jobs whose ranks are started by hand, a process each, and the reason."""
 _ALONE = {"UNISONO_DEBUG": "0", "UNISONO_SHARED_BYTES": "0"}
 VARIABLES: Mapping[tuple[str, str], Mapping[str, str]] = {
     ("mismatch", "gloo"): _ALONE,
     ("mismatch", "horovod"): _ALONE,
 }
-"""What a job is run with: here calls aren't compared, so that the libraries hang."""
+"""Variables of a job that turn the comparison of calls off, so that the libraries hang."""
 _COMPARED = "the ranks' calls are always compared"
 _CRASHES = "the ranks' calls are compared; where they aren't, MPI crashes"
 _THREAD = "a thread can't be killed alone; it ends by an exception"
@@ -215,18 +215,18 @@ ENDS: Mapping[tuple[str, str], str] = {
     ("mismatch", "threads"): _COMPARED,
     ("mismatch", "xla-cpu"): _COMPARED,
 }
-"""What doesn't hang, and why: the job ends at once, with an error that names the rank."""
+"""Jobs that end at once with an error that names the rank, and the reason why they don't hang."""
 
 
 def is_blamed(kind: str, printed: str) -> bool:
-    """Tell whether a job's error begins with rank 1, and has its line where there is one."""
+    """Return whether a job's error begins with rank 1, and has its line if it has one."""
     begins = re.search(rf"Error: rank {LATE} (?:of \d+ (?:was ended|raised)|called) ", printed)
     has_line = any(f"{Path(__file__).name}:{line}" in printed for line in lines_of(kind))
     return begins is not None and (has_line or "was ended by SIGKILL" in printed)
 
 
 def work(local_rank: int, kind: str) -> None:
-    """Call something together, then hang."""
+    """Make two calls on all ranks, then hang."""
     torch.set_num_threads(1)
     idist.barrier()
     idist.all_reduce(1.0)
@@ -244,7 +244,7 @@ def main(backend: str, kind: str) -> None:
 
 
 def by_hand(backend: str, kind: str) -> None:
-    """Run a process for each rank, and let them go on when one has ended."""
+    """Run a process for each rank; the other ranks go on when one has ended."""
     forks = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         places = [(rank, f"file://{folder}/store") for rank in range(SIZE)]

@@ -1,9 +1,9 @@
-"""An interrupt at any moment of a call, and what every rank may meet after it.
+"""An interrupt at any moment of a call, and the results that every rank may get after it.
 
-CPython looks for signals when a function begins and after a call of C, not between any two
-bytecodes. `interrupted_at` raises at the n-th such place within unisono, in this thread; `alarm` is
-a real signal after so many seconds, which also interrupts what waits in C. What is raised is
-KeyboardInterrupt, or an ordinary exception, as by the alarm of a test that takes too long.
+CPython checks for signals when a function begins and after a call of C code, not between any two
+bytecodes. `interrupted_at` raises at the n-th such place within unisono, in this thread; `alarm`
+sends a real signal after some seconds, which also interrupts waits in C. Both raise
+KeyboardInterrupt, or an ordinary exception, as the alarm of a test's time limit does.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SIZE = 300_000  # elements: too large for a round of the control plane
 
 
 class Alarm(Exception):
-    """What a handler of signals may raise."""
+    """An ordinary exception, as a signal handler may raise it."""
 
 
 class Places:
@@ -58,7 +58,8 @@ class Places:
         if not frame.f_code.co_filename.startswith(_OURS):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        if not frame.f_code.co_flags & inspect.CO_GENERATOR:  # it may only be closed: that is lost
+        # A generator may only be entered to be closed, where an exception would be lost.
+        if not frame.f_code.co_flags & inspect.CO_GENERATOR:
             self._pass(frame)
         return self.step
 
@@ -69,7 +70,7 @@ class Places:
 
 
 def _is_collected(frame: FrameType | None) -> bool:
-    """Tell whether this is a finalizer's callback: what is raised there is printed and lost."""
+    """Return whether a finalizer's callback runs, whose exceptions are printed and lost."""
     while frame is not None and frame.f_code is not weakref.finalize.__call__.__code__:
         frame = frame.f_back
     return frame is not None and frame.f_locals["_"] is not None
@@ -77,9 +78,9 @@ def _is_collected(frame: FrameType | None) -> bool:
 
 @functools.cache
 def _after_calls(code: CodeType) -> frozenset[int]:
-    """Give the offsets that follow a call and are handled as the call is.
+    """Return the offsets of instructions after a call that have the call's exception handler.
 
-    The signal is seen by the call itself, but a trace function raises at what comes after it.
+    A signal raises in the call itself, but a trace function raises at the next instruction.
     """
     found, called = set(), None
     for step in dis.get_instructions(code):
@@ -90,7 +91,7 @@ def _after_calls(code: CodeType) -> frozenset[int]:
 
 
 def _handler(code: CodeType, offset: int) -> object:
-    parse = getattr(dis, "_parse_exception_table", None)  # Python 3.11 has no blocks but a table
+    parse = getattr(dis, "_parse_exception_table", None)  # since Python 3.11
     for entry in parse(code) if parse else ():
         if entry.start <= offset < entry.end:
             return entry.target
@@ -111,7 +112,7 @@ def interrupted_at(n: int, error: type[BaseException] = KeyboardInterrupt) -> It
 
 @contextlib.contextmanager
 def alarm(after_s: float, error: type[BaseException] = KeyboardInterrupt) -> Iterator[None]:
-    """Raise an error by a signal, once; in the main thread."""
+    """Raise an error once by a signal, after some seconds; the block is in the main thread."""
 
     def ring(*_: object) -> None:
         raise error
@@ -128,7 +129,7 @@ def alarm(after_s: float, error: type[BaseException] = KeyboardInterrupt) -> Ite
 
 
 def _numbers(tag: int) -> list[int]:
-    """Give what each rank brings."""
+    """Return the input of each rank."""
     return [10 * tag, 10 * tag + 1]
 
 
@@ -152,21 +153,21 @@ def _started(rank: int, numbers: list[int]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Operation:
-    """A call, and what it should give, for a rank and the numbers of both ranks."""
+    """A call and its expected result, both from a rank and the numbers of both ranks."""
 
     make: Callable[[int, list[int]], Any]
-    due: Callable[[int, list[int]], Any]
+    expected: Callable[[int, list[int]], Any]
 
     def call(self, rank: int, tag: int) -> Any:
         return self.make(rank, _numbers(tag))
 
-    def gives(self, rank: int, tag: int) -> Any:
-        return self.due(rank, _numbers(tag))
+    def result(self, rank: int, tag: int) -> Any:
+        return self.expected(rank, _numbers(tag))
 
 
 OPERATIONS = {
-    name: Operation(make, due)
-    for name, (make, due) in {
+    name: Operation(make, expected)
+    for name, (make, expected) in {
         "all_reduce of a number": (lambda r, n: idist.all_reduce(n[r]), lambda r, n: sum(n)),
         "all_reduce of a small tensor": (
             lambda r, n: idist.all_reduce(_tensor(n[r], 4)),
@@ -232,12 +233,12 @@ class Trial:
     """One interrupt.
 
     Args:
-        name: of the operation.
-        tag: tells its values from those of other trials.
+        name: name of the operation.
+        tag: a number that distinguishes its values from those of other trials.
         victim: the rank that is interrupted.
-        place: where, by number; 0 for an alarm.
-        after_s: when, for an alarm.
-        error: what is raised.
+        place: number of the place of the interrupt; 0 for an alarm.
+        after_s: seconds until the alarm.
+        error: the class that is raised.
     """
 
     name: str
@@ -250,7 +251,7 @@ class Trial:
 
 @dataclass
 class Report:
-    """What became of one trial on one rank."""
+    """The outcome of one trial on one rank."""
 
     trial: Trial
     rank: int
@@ -262,7 +263,7 @@ class Report:
 
 
 def run_trial(trial: Trial, rank: int) -> Report:
-    """Make the call, interrupted on one rank; then another one, which must be right or refused."""
+    """Make a call that is interrupted on one rank, then one that must be right or refused."""
     report, operation = Report(trial, rank), OPERATIONS[trial.name]
 
     def attempt(what: str, call: Callable[[], Any], wanted: Any, *interrupt: Any) -> None:
@@ -275,10 +276,11 @@ def run_trial(trial: Trial, rank: int) -> Report:
         except BaseException as error:
             report.wrong += f"{what}: {type(error).__name__}: {error}; "
 
-    begin, wanted = time.monotonic(), operation.gives(rank, trial.tag)
+    begin, wanted = time.monotonic(), operation.result(rank, trial.tag)
     attempt("it", lambda: _interrupted(trial, rank, operation, report), wanted, trial.error)
     mine, both = trial.tag << 8 * rank, trial.tag ^ trial.tag << 8
-    attempt("the next call", lambda: idist.all_reduce(mine, "XOR"), both)  # as no operation above
+    # No operation above is an XOR, so a mix of two calls would be noticed.
+    attempt("the next call", lambda: idist.all_reduce(mine, "XOR"), both)
     report.seconds = time.monotonic() - begin
     return report
 

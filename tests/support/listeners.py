@@ -1,4 +1,4 @@
-"""Who listens for strangers, by the kernel's own tables."""
+"""The listening sockets of this process and its descendants, from the kernel's tables."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _LISTENS = "00010000"  # the flag of a listening socket in Linux's /proc/net/uni
 
 
 def ours() -> list[Any]:
-    """List this process and its descendants. Local."""
+    """List this process and its descendants."""
     this = psutil.Process()
     return [this, *this.children(recursive=True)]
 
 
 def listeners() -> list[Any]:
-    """List the addresses at which they listen. Local."""
+    """List the addresses at which these processes listen."""
     return [
         connection.laddr
         for process in ours()
@@ -29,10 +29,10 @@ def listeners() -> list[Any]:
 
 
 def listening_unix_sockets() -> list[str]:
-    """List their Unix-domain sockets that listen. Local."""
+    """List the Unix-domain sockets at which these processes listen."""
     inodes = set()
     for process in ours():
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             for fd in Path(f"/proc/{process.pid}/fd").iterdir():
                 with contextlib.suppress(OSError):
                     inodes.add(os.readlink(fd).removeprefix("socket:[").rstrip("]"))

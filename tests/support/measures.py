@@ -1,4 +1,4 @@
-"""When a fault struck, and the table of how long it took until the user knew."""
+"""The time of a fault, and a table of the seconds until its error was reported."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 import unisono
 
 _PATH = re.compile(r"(/[\w.-]+){3,}")
-_IDLE_S = 0.12  # what that takes on an idle host of two cores, the fork server being there
+_IDLE_S = 0.12  # time of `slack`'s job on an idle host of two cores with a running fork server
 _MOST_LINES = 20
 
 
 def slack() -> float:
-    """Return by how much a limit may be passed now: 2 on an idle host, more where others use it.
+    """Return a factor for limits, measured now: 2 on an idle host, more on a busy one.
 
-    It is measured: three ranks start, and end. A test asks at its begin.
+    The measurement starts and ends three ranks. A test calls this once, when it begins.
     """
     begin = time.monotonic()
     unisono.spawn("gloo", abs, nproc_per_node=3)
@@ -25,21 +25,21 @@ def slack() -> float:
 
 
 def says_little(text: str, original: str | None) -> None:
-    """Fail for an error of more than 20 lines of its own, which its `original` traceback isn't."""
+    """Fail if an error has more than 20 lines besides the `original` traceback in it."""
     own = text.replace(original, "") if original else text
     assert len(own.strip().splitlines()) <= _MOST_LINES, own
 
 
 @dataclass
 class Table:
-    """What was measured: case, seconds from the fault, the limit, and what the error named."""
+    """Measurements: case, seconds since the fault, the limit, and the error's first line."""
 
     rows: dict[str, tuple[float, float, str]] = field(default_factory=dict)
     slack: float = 2.0
-    """By how much this test may pass a limit."""
+    """The factor of this test's limits."""
 
     def add(self, case: str, seconds: float, limit_s: float, named: str) -> None:
-        """Keep the slowest of those that have one name, and hold it to its limit."""
+        """Keep the slowest measurement of each case, and fail if this one exceeds its limit."""
         known = self.rows.get(case)
         if known is None or known[0] < seconds:
             self.rows[case] = (
@@ -59,12 +59,12 @@ class Table:
 
 
 TABLE = Table()
-"""That of this session."""
+"""The table of this session."""
 
 
 @dataclass
 class Clock:
-    """A file in which a rank that fails writes when, by the clock that all processes share."""
+    """A file for the time of a rank's failure, by the clock that all processes share."""
 
     path: str
 

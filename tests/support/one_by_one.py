@@ -2,7 +2,7 @@
 
     LAUNCHER one_by_one.py FOLDER PROGRAMS
 
-This file is a script, which imports nothing that a program wouldn't.
+This file is a script that imports only the standard library, as a program may need nothing else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PRELOADED = ["torch", "lightning_fabric"]
 
 def main() -> None:
     folder, programs = sys.argv[1], json.loads(sys.argv[2])
-    # To a file of its own, which its children write to as well, no other rank writes.
+    # The output of this process and its children goes into a file that no other rank writes.
     file = os.open(f"{folder}/{os.getpid()}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, sys.stdout.fileno())
     _start_forks_of(PRELOADED)
@@ -43,18 +43,18 @@ def main() -> None:
     os.write(file, f"{BEGINS}the end\n".encode())
     if "unisono" not in sys.modules:
         sys.stderr.flush()
-        os._exit(0)  # other libraries' threads may abort a process that is done
+        os._exit(0)  # threads of other libraries may abort a process at its exit
 
 
 def _start_forks_of(modules: list[str]) -> None:
-    """Let processes that Python would start afresh be forks of one that has loaded modules."""
+    """Let multiprocessing fork from a process that has loaded modules, instead of spawning."""
     contexts = vars(multiprocessing.context)["_concrete_contexts"]
     contexts["spawn"] = contexts["forkserver"]
     multiprocessing.set_forkserver_preload(modules)
 
 
 def _separate_stores() -> None:
-    """Let each process group find torchrun's store empty, where the one before it met as well."""
+    """Give each process group an empty part of torchrun's store, which earlier groups have used."""
     distributed: Any = importlib.import_module("torch.distributed")
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
     of_agent, numbers = rendezvous._create_c10d_store, itertools.count()
@@ -66,7 +66,7 @@ def _separate_stores() -> None:
 
 
 def _end() -> None:
-    """End what a program leaves to the end of its process."""
+    """End contexts and groups that a program leaves until its process exits."""
     loaded = sys.modules.get
     if unisono := loaded("unisono"):
         unisono.finalize()

@@ -41,7 +41,7 @@ class Block:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
     def mark(self, name: str) -> str | None:
-        """Give the value of ``name="..."`` in the info-string, None if it isn't there."""
+        """Return the value of ``name="..."`` in the info-string, None if it isn't there."""
         found = re.search(rf'\b{name}="([^"]*)"', self.marks)
         return found and found[1]
 
@@ -51,24 +51,24 @@ class Block:
 
     @property
     def needs(self) -> list[str]:
-        """The libraries that it imports besides what the tests need."""
+        """The libraries that the block imports and the tests don't need otherwise."""
         return (self.mark("needs") or "").split()
 
     @property
     def runs(self) -> bool:
-        """Whether it is for this place: not all libraries are everywhere."""
+        """Whether the block is run here, where some libraries may be missing."""
         if not self.is_python or any(map(self.mark, ("file", "not-run", "pytest"))):
             return False
         return all(importlib.util.find_spec(name) is not None for name in self.needs)
 
     @property
     def makes_ranks(self) -> bool:
-        """Whether it says by itself how many ranks run it, or who they are."""
+        """Whether the block starts its ranks itself, or gives their number."""
         return bool(_MAKES_RANKS.search(self.text))
 
     @property
     def is_for_any_rank(self) -> bool:
-        """Whether it leaves it to others how many ranks there are."""
+        """Whether the block may run with any number of ranks."""
         return self.runs and not self.makes_ranks
 
 
@@ -90,7 +90,7 @@ def prose(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """List what ``#...`` may name, as GitHub makes it of headings."""
+    """List the targets of ``#...`` links, as GitHub derives them from headings."""
     headings = re.findall(r"^#+ +(.+)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", each.lower()).strip().replace(" ", "-") for each in headings}
 
@@ -100,9 +100,9 @@ def links(page: Path) -> list[str]:
 
 
 def run(block: Block, names: dict[str, Any]) -> None:
-    """Run a block as a reader does who types it; warnings are errors."""
+    """Run a block as if a reader typed it; warnings are errors."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what libraries do when they are loaded
+        warnings.simplefilter("ignore")  # loading a library may warn
         for name in block.needs:
             importlib.import_module(name)
         warnings.simplefilter("error")
@@ -124,7 +124,7 @@ def _run_session(block: Block, names: dict[str, Any]) -> None:
 
 
 def run_in_a_rank(local_rank: int, page: Path, folder: Path) -> list[str]:
-    """Run the blocks of a page that are for any rank, with what the others import and define."""
+    """Run a page's blocks for any rank, with the imports and definitions of its other blocks."""
     before = Path.cwd()
     os.chdir(folder)
     names: dict[str, Any] = {"__name__": "__main__"}

@@ -1,4 +1,4 @@
-"""What platforms set on each of two nodes, as dumps of `tests/data/platforms` have it."""
+"""Variables that platforms set on each of two nodes, from the dumps of `tests/data/platforms`."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from unisono.topology import NodeInfo
 
 FOLDER = Path(__file__).parents[1] / "data" / "platforms"
 ADDRESSES = ("10.0.0.1", "10.0.0.2")
-"""The addresses of both nodes, where a dump has addresses."""
+"""The addresses of both nodes, in dumps with addresses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One dump.
+    """One dump, of one node.
 
     Args:
-        name: its name, and the number of the node.
-        documentation: the page that says that the platform sets these.
-        says: what is to be read out of it.
+        name: name of the job, and the number of the node.
+        documentation: URL of the page that documents these variables.
+        says: the facts that should be detected, as `facts` writes them.
         env: the variables.
-        host: the node's name; empty where nothing asks for it.
+        host: the node's hostname; empty if it isn't used.
         files: text of the files that variables name, by path.
     """
 
@@ -40,7 +40,7 @@ class Node:
         return int(self.name[-1])
 
     def machine(self) -> Machine:
-        """Give what the node knows besides its variables."""
+        """Return the node's facts besides its variables: hostname, address and files."""
 
         def read(path: str) -> str:
             if path not in self.files:
@@ -69,12 +69,12 @@ def _load(path: Path) -> Node:
 
 NODES = {node.name: node for node in map(_load, sorted(FOLDER.glob("*.env")))}
 ELASTIC = ("kubeflow-elastic",)
-"""Jobs whose nodes seat themselves."""
+"""Jobs whose nodes get their rank only at the rendezvous."""
 JOBS = sorted({name.partition(".")[0] for name in NODES} - set(ELASTIC))
 
 
 def facts(info: NodeInfo) -> str:
-    """Write the facts as a dump does."""
+    """Return the facts in the form of a dump's line "Says"."""
     nodes = f"{info.nnodes}" if info.nnodes == info.max_nnodes else "several"
     where = f"at {info.master_addr}:{info.master_port}"
     return (

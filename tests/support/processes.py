@@ -1,4 +1,4 @@
-"""What processes tell a test: lines through a pipe, and that they have gone."""
+"""Processes that a test starts: their output, the lines that they send, and their end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 SOURCES = str(Path(unisono.__file__).parents[1])
 """The folder that this unisono is imported from."""
 MARK = "UNISONO_TEST_MARK"
-"""A variable by which a test knows the processes that come of it."""
+"""A variable by which a test recognizes its descendants."""
 
 
 class Pipe:
@@ -66,7 +66,7 @@ def until(condition: Callable[[], _T], seconds: float) -> _T:
 
 
 def gone(pids: Iterable[int], within_s: float) -> list[int]:
-    """Wait until processes have ended; end those that haven't in time, and give their ids."""
+    """Wait until processes have ended; kill those that haven't in time, and return their pids."""
     processes = []
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -75,14 +75,14 @@ def gone(pids: Iterable[int], within_s: float) -> list[int]:
 
 
 def _is_alive(process: psutil.Process) -> bool:
-    """Tell whether a process runs; orphans that have ended wait for a busy init to bury them."""
+    """Return whether a process is running; ended orphans may stay zombies while init is busy."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
 
 
 def marked(mark: str, within_s: float) -> list[str]:
-    """Wait until no other process has the mark; end those that still do, and list them."""
+    """Wait until no other process has the mark; kill those that still have it, and list them."""
     left = _ended(lambda: _marked(mark), within_s)
     return [f"{each.pid} {each.info['cmdline']}" for each in left]
 
@@ -113,7 +113,7 @@ def python(
     limit_s: float = 110.0,
     env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run an interpreter that finds this unisono, with other variables if they are given."""
+    """Run an interpreter that imports this unisono, with `env` as its variables if given."""
     return subprocess.run(
         [sys.executable, *args],
         input=text,
@@ -126,23 +126,23 @@ def python(
 
 
 def run_python(*args: str, text: str = "", cwd: Path | None = None) -> str:
-    """Run it to its end, and give what it printed."""
+    """Run an interpreter as `python` does; fail if it fails, and return what it printed."""
     done = python(*args, text=text, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
 def in_fork(call: Callable[[], object]) -> int:
-    """Make a call in a fork of this process; give 0, or 1 where it raised."""
+    """Make a call in a fork of this process; return 0, or 1 if it raised."""
     while (code := _in_one_fork(call)) is None:
         pass
     return code
 
 
 def _in_one_fork(call: Callable[[], object]) -> int | None:
-    """Give None where the fork never came to Python: os.fork of CPython 3.11 may wait for ever.
+    """Return the fork's exit code, or None if os.fork never returned in it, as in CPython 3.11.
 
-    Its child takes the lock of the list of threads, which a thread that was about to end may hold.
+    There the fork takes the lock of the list of threads, which a thread that ends may hold.
     """
     ours, theirs = os.pipe()
     child = os.fork()
@@ -164,9 +164,9 @@ def _in_one_fork(call: Callable[[], object]) -> int | None:
 
 
 def read_terminal(leader: int) -> bytes:
-    """Read what is written to a terminal until nobody has its other end, and close it."""
+    """Read a terminal's output until all others have closed it, and close it."""
     shown = b""
-    with contextlib.suppress(OSError):  # EIO: nobody has the other end any more
+    with contextlib.suppress(OSError):  # EIO: no process has the other end any more
         while more := os.read(leader, 1 << 16):
             shown += more
     os.close(leader)

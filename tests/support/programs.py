@@ -1,4 +1,4 @@
-"""Programs in one launch: a process that loads torch takes seconds, most programs milliseconds."""
+"""Many programs in one launch, as loading torch takes seconds, and most programs milliseconds."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from tests.support.processes import SOURCES
 PYTHON = (sys.executable,)
 TORCHRUN = (*PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 _LIMIT_S = 300
-# How gloo's thread may end a process of plain torch that is done with its work.
+# Printed if gloo's thread aborts a process of plain torch at its exit.
 _ABORTED = "terminate called without an active exception"
 
 
 class Printed(dict[str, str]):
-    """By name of a program what its processes printed, if all came to its end."""
+    """The output of each program, by name, if all its processes completed it."""
 
     why: str
-    """What they wrote into no program's output, a traceback for one."""
+    """All output, which shows why a program wasn't completed."""
 
     def __missing__(self, name: str) -> str:
-        raise AssertionError(f"{name} didn't come to its end:\n{self.why}")
+        raise AssertionError(f"{name} wasn't completed:\n{self.why}")
 
 
 def run_programs(
@@ -36,9 +36,9 @@ def run_programs(
     """Run programs one after the other in the processes of one launch.
 
     Args:
-        launcher: the words before a program's.
-        programs: by name the words of each: its file, and its arguments.
-        folder: an empty one, where they run.
+        launcher: beginning of the command line, before the program.
+        programs: file and arguments of each program, by name.
+        folder: an empty working directory.
     """
     for _ in range(3):
         done = _launched(launcher, programs, folder)
@@ -50,7 +50,7 @@ def run_programs(
     printed = Printed()
     printed.why = "\n".join([*files, done.stdout, done.stderr])
     begins = re.compile(rf"^{one_by_one.BEGINS}.*\n", re.MULTILINE)
-    # A program has come to its end where the next one begins, in every process.
+    # A program is completed if the next one has begun in every process.
     ended = zip(*(begins.split(text)[1:-1] for text in files), strict=False)
     printed.update((name, "".join(texts)) for name, texts in zip(programs, ended, strict=False))
     assert done.returncode or [*printed] == [*programs], printed.why

@@ -1,4 +1,4 @@
-"""Ten thousand sums that every order of plain additions gives other bits of."""
+"""Ten thousand sums whose bits depend on the order of plain additions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SPREADS = {torch.float32: 60, torch.float64: 480}
 
 
 def terms(dtype: torch.dtype) -> Tensor:
-    """Make [TERMS, COUNT]: of wildly differing exponents, subnormal ones, and what cancels."""
+    """Make [TERMS, COUNT] terms with very different exponents, subnormal or cancelling ones."""
     generator = torch.Generator().manual_seed(19)
     shape, spread = (TERMS, COUNT), _SPREADS[dtype]
     values = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -25,14 +25,14 @@ def terms(dtype: torch.dtype) -> Tensor:
     values = values.to(dtype)
     tenth = COUNT // 10
     values[:, :tenth] = values[:, :tenth].sign() * torch.finfo(dtype).smallest_normal / 8
-    values[4:, tenth : 3 * tenth] = -values[:4, tenth : 3 * tenth]  # what is left is 0,
-    values[7, 2 * tenth : 3 * tenth] *= 1 + 2**-20  # or next to nothing
+    values[4:, tenth : 3 * tenth] = -values[:4, tenth : 3 * tenth]  # these sums are 0,
+    values[7, 2 * tenth : 3 * tenth] *= 1 + 2**-20  # or here almost 0
     values[1, 3 * tenth : 4 * tenth] = values[0, 3 * tenth : 4 * tenth] * torch.finfo(dtype).eps / 2
     return values
 
 
 def digest_wanted(dtype: torch.dtype) -> str:
-    """Give the hash of the sums, of Python's own `fsum` or of fractions."""
+    """Return the hash of reference sums, made by Python's `fsum` or from fractions."""
     columns = terms(dtype).double().T.tolist()
     if dtype is torch.float64:
         sums = [math.fsum(column) for column in columns]
@@ -46,7 +46,7 @@ def digest_of(total: Tensor) -> str:
 
 
 def digest(local_rank: int, dtype: torch.dtype) -> set[str]:
-    """Sum on all ranks, which share the terms in two ways; give the hashes."""
+    """Sum the terms, distributed over the ranks in two ways; return the hashes of the sums."""
     rank, size, every = idist.get_rank(), idist.get_world_size(), terms(dtype)
     parts = every[rank::size], every.flip(0)[: TERMS if rank == 0 else 0]
     found = {digest_of(idist.exact_sum(part)) for part in parts}
@@ -56,6 +56,6 @@ def digest(local_rank: int, dtype: torch.dtype) -> set[str]:
 
 
 def plain_digest(local_rank: int, dtype: torch.dtype) -> str:
-    """Sum the same in plain additions."""
+    """Return the hash of the sums by plain additions."""
     rank, size = idist.get_rank(), idist.get_world_size()
     return digest_of(idist.all_reduce(terms(dtype)[rank::size].sum(0)))

@@ -1,4 +1,4 @@
-"""Records as ranks would have made them, with times in milliseconds."""
+"""Records as ranks would make them, from times in milliseconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def recorded(
     ranks: Sequence[int] = (0, 1),
     **others: Any,
 ) -> CollectiveRecord:
-    """One rank's record of one call."""
+    """Return one rank's record of one call."""
     facts: dict[str, Any] = {
         "name": "all_reduce",
         "world_size": len(ranks),
@@ -40,7 +40,7 @@ def recorded(
 
 
 def call(number: int, *arrivals_ms: float, **others: Any) -> list[CollectiveRecord]:
-    """Records of a call that ends on all ranks a millisecond after the last one has come."""
+    """Return the records of a call that ends a millisecond after the last rank's arrival."""
     end_ms = max(arrivals_ms) + 1
     ranks = range(len(arrivals_ms))
     return [
@@ -50,7 +50,7 @@ def call(number: int, *arrivals_ms: float, **others: Any) -> list[CollectiveReco
 
 
 def steps(*late_ms: Sequence[float], work_ms: float = 20) -> dict[int, list[CollectiveRecord]]:
-    """Records of steps: all ranks compute as long, then each comes as many milliseconds late."""
+    """Return records of steps: all ranks compute for the same time, then each is `late_ms` late."""
     records: dict[int, list[CollectiveRecord]] = {rank: [] for rank in range(len(late_ms[0]))}
     begin_ms = 0.0
     for number, late in enumerate(late_ms, 1):

@@ -1,4 +1,4 @@
-"""What must be here for a test, and where it may be missing."""
+"""Requirements of tests, and whether they may be missing here."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _PARTS = {"mpi4py": ("mpi4py", "mpiexec"), "horovod": ("horovod", None)}
 
 
 def is_required(name: str) -> bool:
-    """Tell whether UNISONO_REQUIRE names it, as the session of a real library does."""
+    """Return whether UNISONO_REQUIRE names a requirement, as in the session of a real library."""
     return name in os.environ.get("UNISONO_REQUIRE", "").split(",")
 
 
 def require(name: str, reason: str | None) -> None:
-    """Skip what can't be had here; or fail, where UNISONO_REQUIRE names it."""
+    """Skip the test if there is a reason why it can't run, or fail if UNISONO_REQUIRE names it."""
     if reason is None:
         return
     if is_required(name):
@@ -26,7 +26,7 @@ def require(name: str, reason: str | None) -> None:
 
 
 def require_backend(backend: str) -> None:
-    """Do so for a backend with a library of its own, which only the library's session tests."""
+    """Skip or fail a test on a real library, which runs only in the session of this library."""
     if backend not in _PARTS:
         return
     if not is_required(backend):

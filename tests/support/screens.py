@@ -1,6 +1,8 @@
-"""Commands of unisono in this process, and ``unisono top`` in a real terminal: a picture of it.
+"""Commands of unisono in this process, and ``unisono top`` in a terminal.
 
-python -m tests.support.screens docs/_static/top.svg
+This makes the picture of the docs:
+
+    python -m tests.support.screens docs/_static/top.svg
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class Ended:
 
 
 def run(*words: str, **streams: TextIO) -> Ended:
-    """Run ``unisono WORDS`` in this process, which has loaded what it needs."""
+    """Run ``unisono WORDS`` in this process, which has loaded torch already."""
     out, err = StringIO(), StringIO()
     with (
         redirect_stdout(streams.get("stdout", out)),
@@ -61,7 +63,7 @@ def run(*words: str, **streams: TextIO) -> Ended:
 def on_terminal(
     columns: int, *words: str, stream: str = "stdout", **variables: str
 ) -> tuple[str, Ended]:
-    """Run it with a terminal for one of its streams; return what that shows, and the rest."""
+    """Run a command with a terminal for one stream; return the text there, and the outcome."""
     kept = [os.dup(fd) for fd in (0, 1)]
     leader, end = _terminal(columns)
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as executor:
@@ -70,7 +72,7 @@ def on_terminal(
         for name, value in {"TERM": "xterm-256color", **variables}.items():
             patch.setenv(name, value)
         shown = executor.submit(read_terminal, leader)
-        for fd in (0, 1):  # of which its width is asked
+        for fd in (0, 1):  # the command gets the terminal's width from these
             os.dup2(end, fd)
         try:
             with open(end, "w") as file:
@@ -94,7 +96,7 @@ class Screen:
 
     Args:
         process: the command.
-        leader: our end of the terminal.
+        leader: the test's end of the terminal.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], leader: int) -> None:
@@ -111,12 +113,12 @@ class Screen:
         return True
 
     def frame(self) -> list[Text]:
-        """Return the lines of the last whole frame, with their colours."""
+        """Return the lines of the last complete frame, with their colours."""
         frames = self.written.replace("\r\n", "\n").split(_HOME)
         return list(AnsiDecoder().decode(frames[-2].rstrip())) if len(frames) > 2 else []
 
     def wait_for(self, *words: str, hidden: str = "\0") -> str:
-        """Read until a frame has all words, and hasn't the one that is hidden."""
+        """Read until a frame has all `words`, and lacks the text `hidden`; return the frame."""
 
         def is_shown() -> str:
             assert self.read(), self.written[-2000:]
@@ -126,7 +128,7 @@ class Screen:
         return until(is_shown, _LIMIT_S)
 
     def press(self, keys: str, *words: str, hidden: str = "\0") -> str:
-        """Press keys, and wait for what they show."""
+        """Press keys, and wait until a frame shows `words`."""
         os.write(self.leader, keys.encode())
         return self.wait_for(*words, hidden=hidden) if words else ""
 
@@ -139,7 +141,7 @@ class Screen:
 
 @contextmanager
 def top_in_terminal(*words: str, **variables: str) -> Iterator[Screen]:
-    """Run it in a terminal of its own."""
+    """Run ``unisono top`` in a new terminal."""
     leader, end = _terminal(COLUMNS, LINES)
     known = environ("top", **{"TERM": "xterm-256color", **variables})
     env = {name: text for name, text in known.items() if name not in ("COLUMNS", "CI")}

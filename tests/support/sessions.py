@@ -1,4 +1,4 @@
-"""Sessions of pytest that tests start, with our plug-in in them."""
+"""Sessions of pytest that tests start, with unisono's plug-in."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def test_warms_up(world):
 
 
 class Sessions:
-    """An interpreter of its own, in which sessions of pytest run one after the other.
+    """A separate interpreter in which sessions of pytest run one after the other.
 
     Args:
-        variables: of its environment.
-        is_warm: whether it loads torch before the first one, and starts what ranks are forks of.
+        variables: further environment variables of the interpreter.
+        is_warm: whether it loads torch and starts the ranks' fork server before the first session.
     """
 
     def __init__(self, variables: Mapping[str, str] | None = None, *, is_warm: bool = True) -> None:
@@ -52,7 +52,7 @@ class Sessions:
     def run(
         self, folder: Path, *arguments: str, stdin: str = "", **modules: str
     ) -> pytest.RunResult:
-        """Run pytest in a folder, after these modules have been written there."""
+        """Write modules into a folder, and run pytest there."""
         for name, text in modules.items():
             folder.joinpath(f"{name}.py").write_text(text)
         begin = time.monotonic()
@@ -96,7 +96,7 @@ def _session(folder: str, streams: Sequence[str], arguments: Sequence[str]) -> i
     load = () if is_loaded else ("-p", PLUGIN)
     os.chdir(folder)
     try:
-        with open(0, closefd=False) as sys.stdin:  # without what the one before has read ahead
+        with open(0, closefd=False) as sys.stdin:  # not what an earlier session read ahead
             return int(pytest.main([*load, "-p", "no:hypothesispytest", *arguments]))
     finally:
         sys.stdout.flush()
@@ -108,7 +108,7 @@ def _session(folder: str, streams: Sequence[str], arguments: Sequence[str]) -> i
         for name, module in list(sys.modules.items()):
             if (getattr(module, "__file__", None) or "").startswith(folder):
                 del sys.modules[name]
-        if "pytest_timeout" in sys.modules:  # which --pdb has told for good that it's debugged
+        if "pytest_timeout" in sys.modules:  # after --pdb it would never end a test again
             vars(sys.modules["pytest_timeout"])["SUPPRESS_TIMEOUT"] = False
         importlib.invalidate_caches()
 

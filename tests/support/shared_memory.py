@@ -1,4 +1,4 @@
-"""What a process sees of memory without a name, and what its ranks move through it."""
+"""Anonymous shared memory of a process, and checks of the collectives that use it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unisono.host.collectives import HostCollectives
 
 
 def shared_bytes() -> int:
-    """Give how much memory without a name this process sees, as far as it was written to."""
+    """Return the size of the anonymous shared memory that this process maps and has touched."""
     smaps = Path("/proc/self/smaps").read_text()
     parts = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", smaps, flags=re.MULTILINE)
     sizes = [
@@ -24,19 +24,19 @@ def shared_bytes() -> int:
 
 
 def host_of() -> HostCollectives:
-    """Return the collectives in memory of the context's default group."""
+    """Return the shared-memory collectives of the context's default group."""
     host = communicator().control.host(None)
     assert host is not None
     return host
 
 
 def mappings() -> int:
-    """Count the memories without a name that this process sees."""
+    """Count this process's mappings of anonymous shared memory."""
     return Path("/proc/self/maps").read_text().count("memfd:unisono")
 
 
 def assert_collectives_are_right(counts: Sequence[int], dtype: torch.dtype) -> None:
-    """Check every collective of tensors with the last of `counts` elements, some with each.
+    """Check some collectives of tensors with each of `counts` elements, all with the last one.
 
     Collective over all ranks.
     """

@@ -1,4 +1,4 @@
-"""Rounds of the control plane that carry no value, as those of values that are too long."""
+"""Rounds of the control plane that carry no value, as if every value were too long for one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unisono.control import rendezvous
 
 
 def with_short_rounds(local_rank: int, fn: Callable[..., Any], *args: Any) -> Any:
-    """Run a function in a replica whose values follow on the data plane."""
+    """Run a function in a replica all of whose values are sent on the data plane."""
     vars(rendezvous)["_inline_bytes"] = lambda *_: 0
     control = communicator().control
     control.close("")  # the connections of the default group, if `initialize` made them
@@ -21,5 +21,5 @@ def with_short_rounds(local_rank: int, fn: Callable[..., Any], *args: Any) -> An
 
 
 def launch_with_short_rounds(backend: str, fn: Any, args: tuple[Any, ...], **options: Any) -> Any:
-    """Spawn as `unisono.spawn` does."""
+    """Spawn as `unisono.spawn` does, but with short rounds in the replicas."""
     return unisono.spawn(backend, with_short_rounds, (fn, *args), **options)

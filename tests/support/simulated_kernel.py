@@ -1,10 +1,11 @@
 """A kernel in memory: processes, sockets, pipes and polls of many ranks in one process.
 
-The modules of `unisono.control` get it in place of ``os``, ``select``, ``selectors``, ``socket``,
-``threading`` and ``time``; their own code is what runs. Each thread of a simulated process is a
-thread that runs only while it has the baton, which it passes on where it would block. So one runs
-at a time, in the same order each time. The clock is each thread's own: it moves by a tick whenever
-it is read, to the sender's with each message, and to the end of a wait that nothing else ends.
+The modules of `unisono.control` use this kernel instead of ``os``, ``select``, ``selectors``,
+``socket``, ``threading`` and ``time``; apart from that, their real code runs. Each thread of a
+simulated process is a real thread that runs only while it has the baton, which it passes on where
+it would block. So one thread runs at a time, in the same order in every run. Each thread has a
+clock, which advances by a tick whenever it is read, to the sender's time with each message, and to
+the end of a wait that times out.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _LIBRARIES = ("os", "select", "selectors", "socket", "threading", "time")
 
 
 class Waitable:
-    """What threads wait for."""
+    """Anything that threads can wait for."""
 
     def __init__(self) -> None:
         self.waiters: list[_Thread] = []
@@ -63,11 +64,11 @@ class _Thread:
 
 
 class _Ended(BaseException):
-    """The process of this thread has ended."""
+    """Raised in a thread whose process has ended."""
 
 
 class Process(Waitable):
-    """A simulated process, and what it has open.
+    """A simulated process with its threads and open descriptors.
 
     Args:
         rank: its rank.
@@ -83,7 +84,7 @@ class Process(Waitable):
 
 
 class _Open(Waitable):
-    """What a descriptor stands for."""
+    """An open descriptor."""
 
     def __init__(self, kernel: Kernel, owner: Process) -> None:
         super().__init__()
@@ -103,7 +104,7 @@ class _Open(Waitable):
 
 
 class _ProcessHandle(_Open):
-    """What `pidfd_open` gives."""
+    """The descriptor that `pidfd_open` returns."""
 
     def __init__(self, kernel: Kernel, owner: Process, process: Process) -> None:
         super().__init__(kernel, owner)
@@ -115,7 +116,7 @@ class _ProcessHandle(_Open):
 
 
 class _Socket(_Open):
-    """A stream socket, or one end of a pipe; what is sent is passed by reference."""
+    """A stream socket, or one end of a pipe, which passes data by reference."""
 
     def __init__(self, kernel: Kernel, owner: Process, family: int = socket.AF_UNIX) -> None:
         super().__init__(kernel, owner)
@@ -140,7 +141,7 @@ class _Socket(_Open):
         self._timeout_s = timeout_s
 
     def setsockopt(self, *_: object) -> None:
-        """Take it: there is nothing to set."""
+        """Ignore the option, which changes nothing here."""
 
     def getsockopt(self, *_: object) -> bytes:
         assert self.peer is not None
@@ -200,7 +201,7 @@ class _Socket(_Open):
         return self.recv(size), [], 0, None
 
     def take(self) -> Any:
-        """Take what was sent at once; nothing at the end."""
+        """Receive the data of one send, b"" at the end of the stream."""
         while not self._inbox:
             if self._is_at_end:
                 return b""
@@ -223,9 +224,9 @@ class _Socket(_Open):
 
 
 class _Mailbox(_Open):
-    """One end of a mailbox, as `unisono.host.mailbox` has it; bodies are passed by reference.
+    """One end of a mailbox, like `unisono.host.mailbox`; it passes bodies by reference.
 
-    Memory that Python maps keeps a descriptor of its own.
+    It counts as an open descriptor, since a memory map of Python keeps one open.
     """
 
     def __init__(self, kernel: Kernel, owner: Process) -> None:
@@ -259,7 +260,7 @@ def _send_mailbox(sock: _Socket) -> _Mailbox:
 
 
 class _Library:
-    """A module, of which some names are the kernel's."""
+    """A module in which the kernel replaces some names."""
 
     def __init__(self, whole: Any, **names: Any) -> None:
         self._whole = whole
@@ -295,7 +296,7 @@ class _Lock:
 
 
 class _Poll:
-    """What `select.poll` and a selector give."""
+    """A replacement for the objects of `select.poll` and of selectors."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
@@ -356,7 +357,7 @@ class Kernel:
         return self._current.process
 
     def begin(self, process: Process, work: Callable[[], None]) -> None:
-        """Let a process have one more thread."""
+        """Start one more thread in a process."""
         thread = _Thread(process, work)
         process.threads.append(thread)
         thread.now = 0.0 if self._current is None else self._current.now
@@ -366,7 +367,7 @@ class Kernel:
         """Run until all threads have ended.
 
         Raises:
-            RuntimeError: some wait for what never comes.
+            RuntimeError: some threads wait for an event that never happens.
         """
         before = threading.stack_size(_STACK_BYTES)
         try:
@@ -380,10 +381,10 @@ class Kernel:
             raise self._error
         waiting = [process.rank for process in self.processes if process.threads]
         if waiting:
-            raise RuntimeError(f"ranks {waiting[:8]} wait for what never comes")
+            raise RuntimeError(f"ranks {waiting[:8]} wait for an event that never happens")
 
     def end(self, process: Process) -> None:
-        """Let a process die: all that it has open is closed, its other threads end."""
+        """Let a process die: close all its descriptors, and end its other threads."""
         process.has_ended = True
         self.wake(process)
         others = [thread for thread in process.threads if thread.is_waiting]
@@ -393,27 +394,27 @@ class Kernel:
         for opened in list(process.open.values()):
             opened.close()
 
-    def wait(self, whats: Iterable[Waitable], limit_s: float | None) -> bool:
-        """Wait until one of them is woken; tell whether it was, before the time was over."""
+    def wait(self, waitables: Iterable[Waitable], limit_s: float | None) -> bool:
+        """Wait until one of them is woken; return whether one was within the limit."""
         thread = self._current
         assert thread is not None
-        whats = list(whats)
-        for what in whats:
-            what.waiters.append(thread)
+        waitables = list(waitables)
+        for waitable in waitables:
+            waitable.waiters.append(thread)
         thread.turn += 1
         thread.is_waiting = True
         until = None if limit_s is None else thread.now + limit_s
         if until is not None:
             heapq.heappush(self._timers, (until, next(self._count), thread, thread.turn))
         self._switch(thread)
-        for what in whats:
-            what.waiters.remove(thread)
+        for waitable in waitables:
+            waitable.waiters.remove(thread)
         return until is None or thread.now < until
 
-    def wake(self, what: Waitable) -> None:
-        """Let those that wait for something look again."""
+    def wake(self, waitable: Waitable) -> None:
+        """Wake the threads that wait for something, so that they check it again."""
         now = 0.0 if self._current is None else self._current.now
-        for thread in what.waiters:
+        for thread in waitable.waiters:
             if thread.is_waiting:
                 thread.is_waiting = False
                 thread.now = max(thread.now, now)
@@ -427,7 +428,7 @@ class Kernel:
             raise _Ended
 
     def _pass_on(self) -> _Thread | None:
-        """Let the next thread run; the driver, where there is none."""
+        """Let the next thread run, or the driver if no thread can run."""
         thread = self._next()
         self.n_events += 1
         if thread is None:
@@ -441,10 +442,10 @@ class Kernel:
 
     def _next(self) -> _Thread | None:
         while not self._ready and self._timers:
-            due, _, thread, turn = heapq.heappop(self._timers)
+            end, _, thread, turn = heapq.heappop(self._timers)
             if thread.is_waiting and thread.turn == turn:
                 thread.is_waiting = False
-                thread.now = max(thread.now, due)
+                thread.now = max(thread.now, end)
                 self._ready.append(thread)
         return self._ready.popleft() if self._ready else None
 
@@ -521,10 +522,10 @@ class Kernel:
 
     @contextmanager
     def under(self, **names: Any) -> Iterator[None]:
-        """Be what the control plane's modules run on, while it lasts.
+        """Run the control plane's modules on this kernel within the block.
 
         Args:
-            names: of `unisono.control.rendezvous`, and what they are meanwhile.
+            names: names of `unisono.control.rendezvous`, and their values within the block.
         """
         libraries = self._libraries()
         changes = [

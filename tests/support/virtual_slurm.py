@@ -44,16 +44,16 @@ _PARTITION = "PartitionName=main Nodes=n[1-2] Default=YES MaxTime=INFINITE OverS
 
 
 def why_not() -> str | None:
-    """Say why it can't be started here, None if it can."""
+    """Return why Slurm can't be started here, None if it can."""
     missing = [name for name in _PROGRAMS if shutil.which(name, path=_PATH) is None]
     if missing:
         return f"{', '.join(missing)} are missing: apt-get install slurmctld slurmd munge"
-    return None if os.geteuid() == 0 else "Slurm's daemons are started as root alone"
+    return None if os.geteuid() == 0 else "only root can start Slurm's daemons"
 
 
 @contextmanager
 def virtual_slurm(folder: Path) -> Iterator[dict[str, str]]:
-    """Start it, and stop it at the end; gives the variables that lead to it."""
+    """Start Slurm, and stop it at the end; yield the variables with which commands find it."""
     conf = folder / "slurm.conf"
     for name in ("state", "spool/n1", "spool/n2"):
         (folder / name).mkdir(parents=True)
@@ -94,7 +94,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _name_nodes() -> None:
-    """Let the nodes' names resolve: MASTER_ADDR is one of them."""
+    """Add the nodes' names to /etc/hosts, because one of them becomes MASTER_ADDR."""
     hosts = Path("/etc/hosts")
     for name in ("n1", "n2"):
         if name not in hosts.read_text().split():

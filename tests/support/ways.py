@@ -1,4 +1,4 @@
-"""The ways in which replicas are started here, and how soon a failure of one is told."""
+"""The ways in which tests start replicas, and the checks of a replica's failure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "HOROVOD_RANK")
 
 @dataclass(frozen=True)
 class Way:
-    """A runner, and the backend that it is given."""
+    """A runner and its backend."""
 
     runner: str
     backend: str = "gloo"
@@ -30,7 +30,7 @@ class Way:
         return self.runner if self.backend == "gloo" else f"{self.runner} on {self.backend}"
 
     def run(self, fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Run a function in replicas, skipping the test where the backend isn't here."""
+        """Run a function in replicas; skip the test if the backend's library is missing."""
         require_backend(self.backend)
         given = {"nproc_per_node": SIZE, "timeout": 60, **options}
         if self.runner == "spawn":
@@ -44,18 +44,18 @@ class Way:
                 return pool.run(fn, *args)
             except WorkerFailedError as error:
                 vars(error)["seen"] = time.monotonic()
-                assert pool.run(abs) == list(range(SIZE))  # it is as good as new
+                assert pool.run(abs) == list(range(SIZE))  # the pool has new replicas
                 raise
 
 
 def told(error: WorkerFailedError, clock: Clock) -> float:
-    """Tell how long after the fault an error was there."""
+    """Return the seconds from the fault until its error was raised."""
     seen: float = vars(error).get("seen", time.monotonic())
     return seen - float(Path(clock.path).read_text())
 
 
 def check_error(error: WorkerFailedError, victim: int, says: str, size: int = SIZE) -> str:
-    """Fail for an error that isn't the victim's own, or that says too much; give its first line."""
+    """Fail if an error isn't the victim's, or is too long; return its first line."""
     text = str(error)
     assert text.startswith(f"rank {victim} of {size} "), text
     assert says in text, text
@@ -64,5 +64,5 @@ def check_error(error: WorkerFailedError, victim: int, says: str, size: int = SI
 
 
 def launcher_rank() -> int:
-    """Tell the rank of a replica that has no context yet."""
+    """Return the rank of a replica without a context, from the launcher's variables."""
     return int(next(os.environ[name] for name in _RANKS if name in os.environ))

@@ -1,4 +1,4 @@
-"""Where the training helpers are tried: the backends, and what starts a function on them."""
+"""The backends and numbers of ranks that training helpers are tested with."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def with_marks(*marks: Callable[..., Any]) -> Callable[[F], F]:
-    """Let one decorator give a test several marks."""
+    """Return a decorator that gives a test several marks."""
 
     def decorate(test: F) -> F:
         for mark in reversed(marks):
@@ -38,7 +38,7 @@ on_libraries = [
     for name in ("mpi4py", "horovod")
     if is_required(name)
 ]
-"""On a real library, in its session."""
+"""Marks for tests on a real library, which apply only in the session of this library."""
 several_here = with_marks(pytest.mark.ranks(3, on="threads"), pytest.mark.ranks(2, on="gloo"))
 several = with_marks(several_here, *on_libraries)
 alone_and_several_here = with_marks(
@@ -50,7 +50,7 @@ alone_and_several = with_marks(alone_and_several_here, *on_libraries)
 
 
 def run(backend: str, size: int, fn: Callable[..., Any], *args: Any, timeout: float = 90) -> Any:
-    """Run ``fn(local_rank, *args)`` on every rank; skip where the backend's library is missing."""
+    """Run ``fn(local_rank, *args)`` on every rank; skip if the backend's library is missing."""
     require_backend(backend)
     options: dict[str, Any] = {} if backend == "serial" else {"timeout": timeout}
     return idist.spawn(backend, _quietly, (fn, *args), nproc_per_node=size, **options)
@@ -62,7 +62,7 @@ def _quietly(local_rank: int, fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def run_all(backend: str, size: int, *calls: tuple[Any, ...]) -> None:
-    """Run several ``(fn, *args)`` in one job, for a real launcher takes seconds to start."""
+    """Run several ``(fn, *args)`` in one job, because a real launcher takes seconds to start."""
     run(backend, size, _one_by_one, calls, timeout=200)
 
 

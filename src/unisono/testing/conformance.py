@@ -48,11 +48,11 @@ class LauncherConformance:
     launcher: ClassVar[str]
     """The launcher to check."""
     backend: ClassVar[str] = "gloo"
-    """What its ranks use."""
+    """The backend of the ranks."""
     sizes: ClassVar[tuple[int, ...]] = (2,)
     """Numbers of ranks."""
     options: ClassVar[Mapping[str, Any]] = {}
-    """Its ``launcher_options``."""
+    """The ``launcher_options`` of each job."""
 
     def test_every_law_holds(self) -> None:
         """Check all laws at all sizes; the failure lists the broken ones."""
@@ -76,7 +76,7 @@ class EnvironmentConformance:
     environment: ClassVar[str]
     """The environment to check: the name of its entry point."""
     examples: ClassVar[Iterable[Mapping[str, str]] | None] = None
-    """The variables of some rank each, as the launcher sets them; None for its ``EXAMPLES``."""
+    """Examples of a rank's variables; None for the environment's ``EXAMPLES``."""
 
     def test_every_law_holds(self) -> None:
         """Check all laws; the failure lists the broken ones."""
@@ -84,6 +84,7 @@ class EnvironmentConformance:
 
 
 def _all_hold(checked: Iterable[Outcome]) -> None:
+    """Fail if a law has failed; the message lists all laws that have."""
     outcomes = list(checked)
     failed = [f"{o.law} at {o.nproc}: {o.reason}" for o in outcomes if o.status == "failed"]
     assert outcomes and not failed, "\n".join(failed)  # without outcomes nothing was checked

@@ -24,9 +24,9 @@ from unisono.topology import RankInfo
 __all__ = ("ENVIRONMENT_LAWS", "EnvironmentTrial", "check_environment")
 
 _LOAD_S = 120.0  # limit for an interpreter that imports one module
-_IMPORTS_TORCH = 3  # its exit code if it has imported torch
+_IMPORTS_TORCH = 3  # exit code of that interpreter if the module imports torch
 _MALFORMED = ("x", "-1", "1.5", "1 2", "99999999999999999999", "\x00", "é")
-_OTHERS = {
+_UNRELATED = {  # variables that don't mark a job
     "HOME": "/home/ada",
     "PATH": "/usr/bin",
     "LANG": "de_DE.UTF-8",
@@ -39,7 +39,7 @@ _OTHERS = {
 
 
 class UntestableError(Exception):
-    """Raised where a law cannot be checked."""
+    """Raised if a law cannot be checked here."""
 
 
 def text_of(error: BaseException) -> str:
@@ -107,10 +107,11 @@ class EnvironmentTrial:
         except EnvironmentDetectionError as error:
             name = self.environment.NAME
             assert error.source == name, f"source={error.source!r}, not {name!r}: {error}"
-            assert error.variable in reads.read, f"{error.variable!r} is none that it read"
+            assert error.variable in reads.read, f"detect didn't read {error.variable!r}"
             assert error.variable in str(error), f"{error.variable} isn't in the text: {error}"
-            is_missing = not env.get(error.variable, "").strip()  # blank ones count as missing
-            assert error.value is not None or is_missing, f"value=None, though it is set: {error}"
+            is_missing = not env.get(error.variable, "").strip()  # a blank one counts as missing
+            shown = f"value=None, but {error.variable} is set: {error}"
+            assert error.value is not None or is_missing, shown
             raise
         except Exception as error:
             raise AssertionError(
@@ -139,7 +140,7 @@ class EnvironmentTrial:
     def examples_with_facts(self) -> Iterator[tuple[Mapping[str, str], RankInfo]]:
         """Iterate over the examples with their facts."""
         if not self.examples:
-            raise UntestableError("it has no EXAMPLES: variables of a rank, as its launcher sets")
+            raise UntestableError("it has no EXAMPLES of a rank's variables")
         for example in self.examples:
             yield example, self.facts(example)
 
@@ -156,22 +157,24 @@ ENVIRONMENT_LAWS: dict[str, Law] = {}
 
 
 def _law(check: Law) -> Law:
+    """Register a law by its function's name."""
     ENVIRONMENT_LAWS[check.__name__] = check
     return check
 
 
 def _process_has(env: Mapping[str, str]) -> Any:
-    """Replace the variables of this process in the block."""
+    """Replace all variables of this process within a block."""
     return mock.patch.dict(os.environ, env, clear=True)
 
 
 def _identity(info: RankInfo | None) -> tuple[int, int] | None:
+    """Return rank and size, the facts that every environment must give."""
     return None if info is None else (info.rank, info.world_size)
 
 
 @_law
 def its_name_is_known_and_its_own(trial: EnvironmentTrial) -> None:
-    """``NAME`` is the name of the entry point, and of no built-in environment."""
+    """``NAME`` is the name of the entry point, and isn't that of a built-in environment."""
     name = trial.environment.NAME
     assert isinstance(name, str) and name.strip(), f"NAME={name!r}"
     is_same = name.lower() == trial.name.lower()  # lookup ignores case
@@ -191,8 +194,8 @@ def no_variables_are_no_job(trial: EnvironmentTrial) -> None:
 
 @_law
 def variables_of_others_are_no_job(trial: EnvironmentTrial) -> None:
-    """Variables of other launchers are ignored and never raise."""
-    assert trial.detect(_OTHERS) is None, f"it takes {sorted(_OTHERS)} for a job"
+    """Variables of other launchers are ignored, and never cause an error."""
+    assert trial.detect(_UNRELATED) is None, f"it takes {sorted(_UNRELATED)} for a job"
     for other in ENVIRONMENTS:
         if other is trial.environment:
             continue
@@ -200,33 +203,34 @@ def variables_of_others_are_no_job(trial: EnvironmentTrial) -> None:
             found = trial.answer(env)
             # Another launcher may also set this one's variables; both must then find the same rank.
             is_right = found in (None, _identity(other.detect(env)))
-            assert is_right, f"given what {other.NAME} sets, it finds {found}"
+            assert is_right, f"from the variables of {other.NAME} it finds {found}"
 
 
 @_law
 def a_whole_example_gives_every_fact_in_its_range(trial: EnvironmentTrial) -> None:
-    """Rank, size and all other facts have their type and range, and are consistent."""
+    """Rank, size and all other facts have the right type and range, and are consistent."""
     name = trial.environment.NAME
     for example, info in trial.examples_with_facts():
         assert info.source == name, f"source={info.source!r}, not {name!r}"
-        assert trial.facts({**_OTHERS, **example}) == info, "variables of others change the facts"
+        facts = trial.facts({**_UNRELATED, **example})
+        assert facts == info, "unrelated variables change the facts"
 
 
 @_law
 def a_partial_example_is_refused_by_name(trial: EnvironmentTrial) -> None:
-    """Without one variable: the same facts, no job (for one of them), or an error naming it."""
+    """Without a variable, the facts stay the same or an error names it; one may mark the job."""
     for example, info in trial.examples_with_facts():
         whole, marks = _identity(info), []
         for name in trial.variables(example):
             left_out = {each: value for each, value in example.items() if each != name}
             found = {trial.answer(env) for env in ({**example, name: ""}, left_out)}
             wrong = [each for each in found - {None, whole} if not isinstance(each, str)]
-            assert not wrong, f"without {name} it says rank, size {wrong}, not {whole}"
-            if None in found:  # it marks a job of this launcher
+            assert not wrong, f"without {name} rank and size are {wrong}, not {whole}"
+            if None in found:  # the variable marks a job of this launcher
                 marks.append(name)
         assert len(marks) <= 1, (
-            f"without any of {marks} there is no job, and nobody learns that one is missing: raise "
-            "EnvironmentDetectionError where others are set"
+            f"if one of {marks} is missing, detect returns None, and no error names it: raise "
+            "EnvironmentDetectionError if the other ones are set"
         )
 
 
@@ -235,7 +239,7 @@ def a_malformed_variable_is_refused_by_name(trial: EnvironmentTrial) -> None:
     """A value that is not a number in range is an error, and never a rank."""
     for example, info in trial.examples_with_facts():
         for name in trial.variables(example):
-            # Only a malformed mark may mean that this is not a job.
+            # Only the variable that marks a job may make detect return None if it is malformed.
             is_mark = trial.answer({**example, name: ""}) is None
             for value in _MALFORMED:
                 found, what = trial.answer({**example, name: value}), f"{name}={value!r}"
@@ -263,17 +267,17 @@ def it_says_the_same_each_time(trial: EnvironmentTrial) -> None:
     for example in (*trial.examples, {}):
         first = trial.detect(example)
         trial.detect({})  # state kept from the first call would show in the next
-        assert trial.detect(example) == first, "the second call says something else"
+        assert trial.detect(example) == first, "the second call has another result"
 
 
 @_law
 def it_is_loaded_without_torch(trial: EnvironmentTrial) -> None:
     """Loading it does not import torch, since every rank of a script loads it."""
     module = getattr(trial.environment, "__module__", None)
-    if module is None:  # a module, or an instance
+    if module is None:  # the environment is a module or an instance, not a class
         module = getattr(trial.environment, "__name__", type(trial.environment).__module__)
     code = f"import sys, {module}; sys.exit({_IMPORTS_TORCH} * ('torch' in sys.modules))"
-    # A plug-in under test may be found only by this process's search path.
+    # A plug-in under test may be only on this process's search path.
     path = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -297,9 +301,9 @@ def check_environment(
     """Check laws on an environment.
 
     Args:
-        environment: its name: of an entry point of ``unisono.environments``, or a built-in one's.
+        environment: name of an entry point of ``unisono.environments``, or of a built-in one.
         laws: names; all laws if None.
-        examples: for each the variables of one rank, as the launcher sets them; None for the
+        examples: in each, the variables of one rank, as the launcher sets them; None for the
             environment's ``EXAMPLES``.
 
     Returns:

@@ -41,16 +41,17 @@ __all__ = ("LAUNCHER_LAWS", "LauncherTrial", "check_launcher")
 _T = TypeVar("_T")
 _E = TypeVar("_E", bound=BaseException)
 _MARK = "UNISONO_CHECK_MARK"
-_BLOCKS_S = (6.0, 40.0)  # deadlines of their law: the second if ranks had not started by the first
-_START_S = 60.0  # for all ranks to start before the interrupt
-_GRACE_S = 20.0  # that a job may take beyond its deadline
-_END_S = 5.0  # for all ranks to end once their job has
+_DEADLINES_S = (6.0, 40.0)  # the second is tried if not all ranks had started by the first
+_START_S = 60.0  # time for all ranks to start before the interrupt
+_GRACE_S = 20.0  # time that a job may take beyond its deadline
+_END_S = 5.0  # time for all ranks to end after their job has ended
 _POLL_S = 0.05
-_TOO_LONG = signal.SIGVTALRM  # ends a law
+_TOO_LONG = signal.SIGVTALRM  # raises in a law that exceeds its limit
 _EXIT_CODE = 7
 _OUTPUT = "output"
 _SHOWN_LINES = 15
-# Waits until the process that holds its stdin ends; killed before that if all is well.
+# A shell script whose `read` returns when the process at the other end of its stdin has ended. A
+# process that finishes the law kills the script first.
 _WITNESS = f"""read -r _
 {{ echo "$1"; echo "  printed last:"; tail -n {_SHOWN_LINES} "$2/{_OUTPUT}" | sed 's/^/  /'; }} >&2
 rm -rf "$2"
@@ -77,13 +78,14 @@ class LauncherTrial:
         return self.nproc - 1
 
     @property
-    def given(self) -> dict[str, Any]:
+    def launcher_arguments(self) -> dict[str, Any]:
         """The arguments of `spawn` that select the launcher."""
         return {"launcher": self.launcher, "launcher_options": dict(self.options)}
 
     def spawn(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Spawn ranks with this launcher."""
-        results: list[Any] = spawn(self.backend, fn, args, kwargs, self.nproc, **self.given)
+        selected = self.launcher_arguments
+        results: list[Any] = spawn(self.backend, fn, args, kwargs, self.nproc, **selected)
         return results
 
     def launch(self, environ: Mapping[str, str]) -> list[tuple[RankInfo, str | None, str | None]]:
@@ -98,11 +100,11 @@ class LauncherTrial:
         job = partial(self.spawn, _end, self.last, self.folder, end, args, on_others)
         error = _error_of(WorkerFailedError, job)
         assert error.rank == self.last, f"rank {error.rank} is named, not {self.last}: {error}"
-        assert f"rank {self.last}" in str(error), f"its text names no rank: {error}"
+        assert f"rank {self.last}" in str(error), f"its text doesn't name the rank: {error}"
         return error
 
     def signed_in(self) -> list[tuple[int, float]]:
-        """List this host's ranks that have signed in: the pid and the time of each."""
+        """List the pid and the sign-in time of each rank that has signed in on this host."""
         found = []
         for file in Path(self.folder).glob("rank-*"):
             host, pid = file.read_text().split()
@@ -111,19 +113,19 @@ class LauncherTrial:
         return found
 
     def running(self) -> list[Any]:
-        """List the processes of these ranks that haven't ended."""
+        """List the processes of ranks that have signed in on this host and haven't ended."""
         found = []
         for pid, signed_at in self.signed_in():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process = psutil.Process(pid)
-                is_reused = process.create_time() > signed_at + 1.0  # resolution of the clocks
+                is_reused = process.create_time() > signed_at + 1.0  # the clocks' resolution
                 if not is_reused and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
 
     def wait_for_ends(self) -> int:
-        """Wait for all ranks that have signed in to end; return their number."""
-        # psutil.wait_procs would take the exit codes of our children, which launchers wait for.
+        """Wait until all ranks that have signed in have ended; return their number."""
+        # psutil.wait_procs would collect exit codes of children, for which launchers wait.
         limit = time.monotonic() + _END_S
         while (left := self.running()) and time.monotonic() < limit:
             time.sleep(_POLL_S)
@@ -144,6 +146,7 @@ LAUNCHER_LAWS: dict[str, Law] = {}
 
 
 def _law(check: Law) -> Law:
+    """Register a law by its function's name."""
     LAUNCHER_LAWS[check.__name__] = check
     return check
 
@@ -169,6 +172,8 @@ def _sign_in(folder: str) -> None:
 
 
 class _Facts(NamedTuple):
+    """Facts of a rank, and the local rank that its function received."""
+
     rank: int
     given_local_rank: int
     local_rank: int
@@ -191,15 +196,15 @@ def _facts(local_rank: int) -> _Facts:
     )
 
 
-def _given(local_rank: int, data: bytes, make: Callable[[int], Any], *, word: str) -> Any:
-    """Return what shows that the arguments have arrived whole."""
+def _received(local_rank: int, data: bytes, make: Callable[[int], Any], *, word: str) -> Any:
+    """Return values that show whether the arguments have arrived unchanged."""
     return len(data), data[-3:], make(facts.get_rank()), word
 
 
 def _kinds() -> Sequence[Any]:
     """Return an instance of each kind of class that programs derive from the standard library."""
 
-    class Abstract(ABC):  # noqa: B024 - its metaclass is what counts
+    class Abstract(ABC):  # noqa: B024 - only its metaclass matters
         def value(self) -> int:
             return 42
 
@@ -237,7 +242,7 @@ def _kinds() -> Sequence[Any]:
 
 
 def _use(local_rank: int, kinds: Sequence[Any]) -> tuple[list[object], Sequence[Any]]:
-    """Use an instance of each kind; return what it gave, and the instances."""
+    """Use an instance of each kind; return the results, and the instances."""
     abstract, items, speaker, holder, color, point, record = kinds
     with holder as held:
         found = [type(type(abstract)) is ABCMeta, held is holder, abstract.value(), dict(items)]
@@ -245,14 +250,15 @@ def _use(local_rank: int, kinds: Sequence[Any]) -> tuple[list[object], Sequence[
 
 
 def _describe(info: RankInfo) -> tuple[RankInfo, str | None, str | None]:
+    """Return the rank's facts, and two of its variables."""
     return info, os.environ.get(_MARK), os.environ.get("HOME")
 
 
-def _end(local_rank: int, who: int, folder: str, end: Any, args: Any, on_others: Any) -> object:
-    """Sign in, and call `end` on rank `who`, `on_others` on the other ranks."""
+def _end(local_rank: int, victim: int, folder: str, end: Any, args: Any, on_others: Any) -> object:
+    """Sign in, then call `end` on the rank `victim`, and `on_others` on every other rank."""
     _sign_in(folder)
     barrier()  # all ranks of the host have signed in before one of them ends
-    return end(*args) if facts.get_rank() == who else on_others()
+    return end(*args) if facts.get_rank() == victim else on_others()
 
 
 def _raise() -> NoReturn:
@@ -265,12 +271,14 @@ def _sleep_ignoring_sigterm() -> None:
 
 
 def _sleep(local_rank: int, folder: str) -> None:
+    """Sign in once all ranks have started, then sleep until the job is ended."""
     barrier()  # so that no rank is counted before all have started
     _sign_in(folder)
     time.sleep(600)
 
 
 def _touch(local_rank: int, folder: str, *args: Any) -> None:
+    """Leave a file that shows that a rank has begun."""
     Path(folder, "begun").touch()
 
 
@@ -282,10 +290,10 @@ def results_come_in_the_order_of_ranks(trial: LauncherTrial) -> None:
     assert [each.rank for each in results] == ranks, f"ranks {[each.rank for each in results]}"
     for each in results:
         who, local_rank, nproc = f"rank {each.rank}", each.local_rank, each.nproc_per_node
-        assert each.ranks == ranks, f"all_gather of the ranks gives {who} {each.ranks}"
-        assert each.world_size == trial.nproc, f"{who} knows a world of {each.world_size}"
-        given = f"{who} is given {each.given_local_rank}, and knows {local_rank}"
-        assert each.given_local_rank == local_rank, given
+        assert each.ranks == ranks, f"all_gather of the ranks returned {each.ranks} on {who}"
+        assert each.world_size == trial.nproc, f"{who} has world size {each.world_size}"
+        received = f"the function of {who} got local rank {each.given_local_rank}"
+        assert each.given_local_rank == local_rank, f"{received}, not {local_rank}"
         assert 0 <= local_rank < nproc, f"{who} has local rank {local_rank} of {nproc}"
     processes = {each.process for each in results}
     assert len(processes) == trial.nproc, "two ranks share a process"
@@ -303,7 +311,7 @@ def arguments_and_closures_arrive(trial: LauncherTrial) -> None:
 
     factor = 3
     data = bytes(1 << 20) + b"end"
-    results = trial.spawn(_given, data, lambda rank: Local(rank * factor).value, word="é")
+    results = trial.spawn(_received, data, lambda rank: Local(rank * factor).value, word="é")
     expected = [((1 << 20) + 3, b"end", rank * factor, "é") for rank in range(trial.nproc)]
     assert results == expected, f"got {results!r}, wanted {expected!r}"
     captured = object
@@ -340,7 +348,7 @@ def variables_are_handed_over(trial: LauncherTrial) -> None:
     """Ranks have the variables of `environ`; variables already set there are kept."""
     for info, mark, home in trial.launch({_MARK: "yes", "HOME": "/nowhere"}):
         assert mark == "yes", f"rank {info.rank} has {_MARK}={mark}"
-        # If this process has no HOME, that of `environ` is right.
+        # If this process has no HOME, the one of `environ` is right.
         assert home != "/nowhere" or "HOME" not in os.environ, "a variable was overwritten"
 
 
@@ -355,7 +363,7 @@ def the_first_failure_is_named_with_its_traceback(trial: LauncherTrial) -> None:
 
 @_law
 def an_exit_code_is_named(trial: LauncherTrial) -> None:
-    """The error for ``os._exit`` names the rank, and the exit code where it is known."""
+    """The error for ``os._exit`` names the rank, and the exit code if it is known."""
     error = trial.fails(os._exit, _EXIT_CODE)
     assert error.exit_code in (_EXIT_CODE, None), f"exit code {error.exit_code}: {error}"
 
@@ -369,7 +377,7 @@ def an_exit_without_a_result_is_a_failure(trial: LauncherTrial) -> None:
 
 @_law
 def a_signal_is_named(trial: LauncherTrial) -> None:
-    """The error for a killed rank names the rank, and the signal where it is known."""
+    """The error for a killed rank names the rank, and the signal if it is known."""
     error = trial.fails(signal.raise_signal, signal.SIGKILL)
     assert error.signal in ("SIGKILL", None), f"signal {error.signal}: {error}"
 
@@ -377,7 +385,7 @@ def a_signal_is_named(trial: LauncherTrial) -> None:
 @_law
 def a_result_that_cant_travel_is_a_failure(trial: LauncherTrial) -> None:
     """A result that cannot be pickled is a failure of its rank."""
-    # The rank fails after its function has returned, so ranks in a barrier would wait for it.
+    # The rank fails after its function has returned, so other ranks in a barrier would hang.
     error = trial.fails(threading.Lock, on_others=facts.get_rank)
     assert "lock" in str(error), f"it doesn't say what can't be pickled: {error}"
 
@@ -393,15 +401,16 @@ def no_rank_is_left_behind(trial: LauncherTrial) -> None:
 @_law
 def the_parent_is_left_as_it_was(trial: LauncherTrial) -> None:
     """Variables, directory, search path and signal handlers are unchanged, also after failures."""
-    before = _parent()
+    before = _state_of_parent()
     for run in (partial(trial.spawn, _facts), partial(trial.fails, _raise)):
         run()
-        after = _parent()
+        after = _state_of_parent()
         names = [name for name in before | after if before.get(name) != after.get(name)]
         assert not names, f"changed: {', '.join(sorted(names))}"
 
 
-def _parent() -> dict[str, Any]:
+def _state_of_parent() -> dict[str, Any]:
+    """Return the state of this process that a launcher mustn't change."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
     return {
         **{f"variable {name}": text for name, text in os.environ.items()},
@@ -414,24 +423,24 @@ def _parent() -> dict[str, Any]:
 @_law
 def a_deadline_is_kept(trial: LauncherTrial) -> None:
     """The deadline of a block ends the job in CollectiveTimeoutError, and no rank is left."""
-    for block_s in _BLOCKS_S:
+    for block_s in _DEADLINES_S:
         begin = time.monotonic()
         with deadline(block_s):
             _error_of(CollectiveTimeoutError, partial(trial.spawn, _sleep, trial.folder))
         took = time.monotonic() - begin
         assert took < block_s + _GRACE_S, f"a deadline of {block_s:g} s took {took:.1f} s"
-        n_there = trial.wait_for_ends()
-        if n_there == trial.nproc:  # else the deadline passed before all had started
+        n_started = trial.wait_for_ends()
+        if n_started == trial.nproc:  # else the deadline passed before all had started
             return
         trial.clean_up()
-    raise UntestableError(f"{n_there} of {trial.nproc} ranks were there by the deadline")
+    raise UntestableError(f"only {n_started} of {trial.nproc} ranks had started by the deadline")
 
 
 @_law
 def an_interrupt_ends_all_ranks(trial: LauncherTrial) -> None:
     """Ctrl-C raises KeyboardInterrupt in the parent, and no rank is left."""
     if threading.current_thread() is not threading.main_thread():
-        raise UntestableError("only the main thread is interrupted")
+        raise UntestableError("Ctrl-C interrupts only the main thread")
     is_over = threading.Event()
 
     def interrupt() -> None:
@@ -441,20 +450,20 @@ def an_interrupt_ends_all_ranks(trial: LauncherTrial) -> None:
                 os.kill(os.getpid(), signal.SIGINT)
                 return
 
-    # The caller may handle or ignore Ctrl-C, such as pytest or a shell's background job.
+    # The caller may have its own handler, as pytest does, or ignore Ctrl-C, as a background job.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     interrupter = threading.Thread(target=interrupt, daemon=True)
     try:
         interrupter.start()
         _error_of(KeyboardInterrupt, partial(trial.spawn, _sleep, trial.folder))
     finally:
-        is_over.set()  # a late interrupt would hit the caller
+        is_over.set()  # a late interrupt would be raised in the caller
         interrupter.join()
         signal.signal(signal.SIGINT, before)
-    n_there = trial.wait_for_ends()
-    if n_there < trial.nproc:
-        there = f"{n_there} of {trial.nproc} ranks of this host"
-        raise UntestableError(f"{there} were there after {_START_S:g} s")
+    n_started = trial.wait_for_ends()
+    if n_started < trial.nproc:
+        started = f"only {n_started} of {trial.nproc} ranks"
+        raise UntestableError(f"{started} had started on this host after {_START_S:g} s")
 
 
 @_law
@@ -463,7 +472,7 @@ def wrong_options_are_refused_before_anything_starts(trial: LauncherTrial) -> No
     _refused(trial, ArgumentError, launcher_options={**trial.options, "no_such_option": 1})
     _refused(trial, ArgumentError, no_such_option=1)
     _refused(trial, ArgumentError, nnodes=0)
-    _refused(trial, ArgumentError, backend="threads", launcher_options={})  # has no launcher
+    _refused(trial, ArgumentError, backend="threads", launcher_options={})  # threads need none
 
 
 @_law
@@ -473,7 +482,8 @@ def what_cant_be_pickled_is_refused_before_anything_starts(trial: LauncherTrial)
 
 
 def _refused(trial: LauncherTrial, kind: type[Exception], *more: Any, **options: Any) -> None:
-    given = {"backend": trial.backend, **trial.given, **options}
+    """Check that `spawn` raises `kind` before a rank begins, for these arguments and options."""
+    given = {"backend": trial.backend, **trial.launcher_arguments, **options}
     args = (trial.folder, *more)
     call = partial(spawn, fn=_touch, args=args, nproc_per_node=trial.nproc, **given)
     _error_of(kind, call, str(given))
@@ -484,7 +494,7 @@ def _refused(trial: LauncherTrial, kind: type[Exception], *more: Any, **options:
 def a_script_ends_with_the_exit_code_of_its_rank(trial: LauncherTrial) -> None:
     """``unisono run --launcher`` runs a script in every rank; its result names the failed rank."""
     if trial.options:
-        raise UntestableError("unisono run hands no launcher_options over")
+        raise UntestableError("unisono run can't pass launcher_options")
     code = f"import os, sys; sys.exit({_EXIT_CODE} * (os.environ['RANK'] == '{trial.last}'))"
     run = find_script_runner(trial.launcher)
     ended: ScriptOutcome = run(Script((sys.executable, "-c", code), trial.nproc))
@@ -516,11 +526,11 @@ def check_launcher(
         options: its ``launcher_options``.
 
     Returns:
-        One outcome for each law, in order; ``"unsupported"`` where it can't be checked here.
+        One outcome for each law, in order; ``"unsupported"`` if it can't be checked here.
 
     Raises:
         ArgumentError: the launcher is unknown.
-        BackendUnavailableError: it can't be used here.
+        BackendUnavailableError: the launcher can't be used here.
     """
     find_launcher(launcher)  # raises before any law has begun
     done = []
@@ -539,8 +549,8 @@ def check_launcher(
 @contextlib.contextmanager
 def _witness(subject: str, law: str, folder: str) -> Iterator[None]:
     """Print the last output from a separate process if this one ends within the block."""
-    # A library may exit in its own code, as Ray does if its cluster has ended. The witness gets
-    # no Ctrl-C, and has this process's stderr from before its redirection.
+    # A library may end this process, as Ray does if its cluster has ended. The witness has its own
+    # session, so that Ctrl-C doesn't end it, and a stderr that the law doesn't redirect.
     text = f"{subject}: the process that checks it has ended in law {law}"
     with subprocess.Popen(
         ("sh", "-c", _WITNESS, "sh", text, folder),
@@ -551,17 +561,17 @@ def _witness(subject: str, law: str, folder: str) -> Iterator[None]:
         try:
             yield
         finally:
-            process.kill()  # a fork left by a law may hold its stdin open
+            process.kill()  # a fork that a law left may hold the other end of its stdin
 
 
 def _check(law: Law, trial: LauncherTrial, timeout_s: float) -> None:
-    """Check a law; an AssertionError has the last output of its ranks and launcher."""
+    """Check a law; if it is broken, the error has the last output of ranks and launcher."""
     output = Path(trial.folder, _OUTPUT)
     try:
         # Laws provoke failures, whose output would hide what `check_launcher` reports.
         with output.open("wb") as file, output_redirected(file.fileno()), _limited(timeout_s):
             law(trial)
-    except UntestableError:  # neither kept nor broken
+    except UntestableError:  # a law that can't be checked isn't broken
         raise
     except _TookTooLongError as error:
         stack = "".join(traceback.format_tb(error.__traceback__)[-6:])
@@ -579,8 +589,8 @@ def _check(law: Law, trial: LauncherTrial, timeout_s: float) -> None:
 @contextlib.contextmanager
 def _limited(seconds: float) -> Iterator[None]:
     """Limit the time of one law; only in the main thread, where a signal handler can end it."""
-    # A thread keeps the time, as a process has one timer for setitimer's SIGALRM, which the caller
-    # may use, as pytest-timeout does.
+    # A thread measures the time: the one timer of setitimer may be in use by the caller, for
+    # example by pytest-timeout.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -590,10 +600,10 @@ def _limited(seconds: float) -> Iterator[None]:
     timer.start()
     try:
         yield
-    finally:  # no ExitStack, in which the signal could skip a callback
+    finally:  # not an ExitStack, of which the signal could skip a callback
         try:
             timer.cancel()
-            timer.join()  # a signal already sent arrives while our handler is set
+            timer.join()  # a signal that was already sent arrives while this handler is set
         finally:
             signal.signal(_TOO_LONG, handler)
 

@@ -33,10 +33,11 @@ Status = Literal["passed", "derived", "unsupported", "failed"]
 _DERIVED = (
     "exchange", "all_reduce", "broadcast", "reduce", "scatter", "reduce_scatter", "all_to_all",
 )  # fmt: skip
-_GRACE = 1.5  # model's timeout in multiples of the law's, which comes first and shows all stacks
+# The model's timeout in multiples of the law's, which must pass first, as it shows all stacks.
+_GRACE = 1.5
 _POLL_S = 0.1
 _ANSWER_S = 3.0  # time for a replica to write its stack
-_KEEPS_LAWS = " in keep_laws\n"  # ends the line of that frame on a stack
+_KEEPS_LAWS = " in keep_laws\n"  # the end of the line of that frame in a stack
 
 
 class LawBrokenError(AssertionError):
@@ -106,7 +107,7 @@ def keep_laws(local_rank: int, names: Sequence[str], folder: str = "") -> list[K
     Args:
         local_rank: not used.
         names: laws to check, the same on every rank.
-        folder: folder for each replica's current law; empty for none.
+        folder: where each replica records its current law; empty to record nothing.
 
     Returns:
         The result of each law.
@@ -157,7 +158,7 @@ def _note_derived(model: ComputationModel) -> set[str]:
 
 
 def _text_of(error: Exception) -> str:
-    """Return an error's text, and the line of the law that raised it."""
+    """Return an error's text with the line of the law that raised it."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "cases" in f.filename]
     where = f" ({frames[-1].name}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{where}"
@@ -209,7 +210,7 @@ def check(
     waiting = [LAWS[name] for name in (law_names() if laws is None else laws)]
     done: list[Outcome] = []
     while waiting:
-        # Laws that need more are reported as unsupported; another law checks that it is refused.
+        # Other laws are reported as unsupported; one law checks that the model refuses their calls.
         names = [law.name for law in waiting if law.needs <= model.capabilities]
         start = partial(launch, backend, keep_laws, nproc_per_node=nproc, **options)
         batch = _run(start, names, timeout_s) if names else _Batch()
@@ -239,16 +240,18 @@ def _run(start: Callable[..., Any], names: Sequence[str], timeout_s: float) -> _
 
 
 def _joined(row: Sequence[Kept]) -> Kept:
+    """Join the results of one law in all replicas: the longest duration, all derived members."""
     derived = sorted({name for kept in row for name in kept.derived})
     return Kept(max(kept.seconds for kept in row), tuple(derived))
 
 
 def _broken_law(error: LaunchError, names: Sequence[str], watch: _Watchdog) -> tuple[str, str]:
+    """Return the law that was broken when a job failed, and the reason."""
     cause = error.__cause__
-    rank = error.rank if isinstance(error, WorkerFailedError) else -1  # -1: none in particular
+    rank = error.rank if isinstance(error, WorkerFailedError) else -1  # -1 if it is unknown
     if isinstance(cause, LawBrokenError):
         return cause.law, f"rank {rank}: {cause.text}"
-    for name in names:  # the text has it even if the exception couldn't be pickled
+    for name in names:  # the text names the law even if the exception couldn't be pickled
         if f"law {name} doesn't hold" in str(error):
             return name, str(error)
     last = watch.law_of(rank)
@@ -259,6 +262,7 @@ def _broken_law(error: LaunchError, names: Sequence[str], watch: _Watchdog) -> t
 
 
 def _outcome_of(law: Law, model: type[ComputationModel], nproc: int, batch: _Batch) -> Outcome:
+    """Return the outcome of a law whose batch has run."""
     if law.name == batch.broken:
         return Outcome(law.name, nproc, "failed", batch.reason)
     missing = sorted(law.needs - model.capabilities)
@@ -291,19 +295,19 @@ class _Entry:
     facts: Mapping[str, int]
 
     def text(self) -> str:
-        """Ask for the replica's stack, and write it without the frames of this module."""
+        """Request the replica's stack, and return it without the frames of this module."""
         stack = stack_signal.ask(self.pid, self.facts, self.thread_id, _ANSWER_S) or ""
         inner, cut, _ = stack.partition(_KEEPS_LAWS)  # the innermost frame is the first
         frames = [line for line in inner.splitlines() if line.startswith("  ")]
         if cut:
-            del frames[-1:]  # what stands before the cut in its line
+            del frames[-1:]  # the beginning of the line of `keep_laws`
         shown = "\n".join(frames) or "  (it showed no stack)"
         return f"rank {self.rank}, in {self.law or 'no law any more'}:\n{shown}"
 
 
 def _law_recorder(folder: str, rank: int) -> Callable[[str], None]:
-    """Return a function that records the law which this replica enters, "" after the last."""
-    if not folder or not Path(folder).is_dir():  # not watched, or from another host
+    """Return a function that records the law that this replica enters, "" after the last one."""
+    if not folder or not Path(folder).is_dir():  # no watchdog, or one on another host
         return lambda law: None
     path, facts = Path(folder, f"{rank}.rank"), stack_signal.install()
     unfinished = path.with_suffix(".partial")
@@ -354,7 +358,7 @@ class _Watchdog:
             entries, now = self._entries(), time.monotonic()
             late = [each for each in entries if each.law and now - each.since_s > self._limit_s]
             if late:
-                # Killed replicas can't be asked any more.
+                # First the stacks, as killed replicas can't write theirs.
                 self.stacks = "\n".join(entry.text() for entry in entries)
                 self.hung = min(late, key=lambda entry: entry.since_s).law
                 # Replicas that are threads are in this process, which must not be killed.

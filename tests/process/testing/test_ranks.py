@@ -1,4 +1,4 @@
-"""The pytest plug-in, in sessions of pytest that each show many things."""
+"""The pytest plug-in, in a few sessions of pytest with many tests each."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 from tests.support.processes import MARK, marked, python, run_python
 from tests.support.sessions import Sessions
 
-LEFT_S = 20.0  # for what is left of a session to end
+LEFT_S = 20.0  # time for a session's processes to end
 
 
 @pytest.fixture(scope="module")
 def sessions() -> Iterator[Sessions]:
-    """Sessions of pytest for all of these tests, in one interpreter, of which nothing is left."""
+    """One interpreter for all sessions of these tests; no process of it may be left."""
     mark = uuid.uuid4().hex
     with Sessions({MARK: mark}) as warm:
         yield warm
@@ -44,7 +44,7 @@ def of_the_session():
 @pytest.fixture(scope="module")
 def of_the_module(of_the_session):
     made.append("module")
-    return threading.Lock()  # nothing that could be pickled
+    return threading.Lock()  # can't be pickled
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -83,7 +83,7 @@ class TestClass:
             pass
 
 
-@pytest.mark.ranks(2)  # but not on threads
+@pytest.mark.ranks(2)  # on processes, because of the fixture
 def test_fixtures_of_a_process(world, capsys, monkeypatch):
     monkeypatch.setenv("RANKS", str(world.rank))
     print("rank", world.rank)
@@ -94,7 +94,7 @@ def test_fixtures_of_a_process(world, capsys, monkeypatch):
 def of_threads():
     yield
     idist.barrier()  # all ranks are in their teardown
-    os.environ.pop("PYTEST_CURRENT_TEST", None)  # as another rank does that is a bit faster
+    os.environ.pop("PYTEST_CURRENT_TEST", None)  # as a faster rank of this process does
     idist.barrier()
 
 
@@ -104,7 +104,7 @@ def test_threads(world, of_threads):
 
 
 def test_alone():
-    assert idist.all_reduce(3) == 3  # the threads of before aren't in the way
+    assert idist.all_reduce(3) == 3  # earlier ranks that were threads have ended
 
 
 def work(x, scale=1):
@@ -317,7 +317,7 @@ def test_smallest(ranks, x):
 
 
 def test_hypothesis_draws_in_the_parent(tmp_path: Path) -> None:
-    """In a session of its own, with the plug-in of hypothesis, which looks at fixtures."""
+    """A separate session, because it needs the plug-in of hypothesis, which checks fixtures."""
     (tmp_path / "test_draws.py").write_text(DRAWS)
     printed = python("-m", "pytest", "-p", "no:cacheprovider", cwd=tmp_path).stdout
     assert "1 failed, 1 passed, 2 errors" in printed, printed
@@ -468,7 +468,7 @@ def test_counted(world):
 
 
 def test_coverage_counts_what_ranks_ran(tmp_path: Path) -> None:
-    """It has to be there before the process that ranks are forks of."""
+    """A new interpreter, as coverage must be active before the ranks' fork server starts."""
     settings = "[run]\nparallel = true\npatch = subprocess, fork, _exit\nsource = .\n"
     (tmp_path / ".coveragerc").write_text(settings)
     with Sessions(is_warm=False) as sessions:
@@ -486,7 +486,7 @@ from unisono.testing.launchers import _witness
 with _witness("mine", "a_law", "/nowhere"):
     child = os.fork()
     if not child:
-        signal.alarm(60)  # and no longer, where the test fails
+        signal.alarm(60)  # ends the fork if the test fails
         signal.pause()
 os.kill(child, signal.SIGKILL)
 os.waitpid(child, 0)

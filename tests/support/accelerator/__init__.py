@@ -1,5 +1,5 @@
 """An accelerator without hardware: a device of torch whose memory is the host's.
 
-``torch.backends``, the entry points that torch loads when it is imported, is how real ones come.
-The test writes such an entry point into a folder, for the PYTHONPATH of the processes that have it.
+Real ones are registered by entry points ``torch.backends``, which torch loads when it is imported.
+The test writes such an entry point into a folder on the PYTHONPATH of processes with the device.
 """

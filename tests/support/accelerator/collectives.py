@@ -1,7 +1,7 @@
-"""The backend of the device: gloo on the memory behind it, with the manners of a real one.
+"""The backend of the device: gloo on the host memory behind it, with the limits of a real backend.
 
-It takes no tensor of the CPU. Tensors are on the current device, the same one for the life of a
-group, and no two ranks of a group have the same one.
+It refuses CPU tensors. All tensors of a group must be on the current device, which must be the same
+for the life of the group, and different on each of its ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BACKEND = "pretendccl"
 
 
 class _Behind:
-    """What stands behind one process group: gloo, in a group of the CPU."""
+    """The gloo group on the CPU that does the work of one process group."""
 
     def __init__(self, options: Any) -> None:
         self.store, self.rank = options.store, options.group_rank
@@ -44,7 +44,7 @@ class _Behind:
         )
 
     def meet(self, index: int) -> None:
-        """Refuse a second device of this rank, and at the first call one that another rank has."""
+        """Raise if this rank uses a second device, or, at its first call, another rank's device."""
         if self.index == index:
             return
         if self.index is not None:
@@ -69,9 +69,9 @@ def _create(options: Any, _pg_options: Any) -> Any:
 
 
 def register() -> None:
-    """Register the backend with torch, and for each collective what runs it on the device."""
+    """Register the backend with torch, and a kernel of the device for each collective."""
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=[NAME])
-    gloo: Any = c10d.ProcessGroupGloo  # torch splits groups of what is bound to a device
+    gloo: Any = c10d.ProcessGroupGloo  # torch splits groups that are bound to a device
     gloo.perform_nocolor_split = lambda backend, device: None
     library = new_library("c10d", "IMPL")
     for schema in torch._C._jit_get_all_schemas():
@@ -79,7 +79,7 @@ def register() -> None:
         takes_group = any(argument.name == "process_group" for argument in schema.arguments)
         if schema.name.startswith("c10d::") and takes_group:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch's own kernels stand there
+                warnings.simplefilter("ignore")  # replacing torch's kernels warns
                 library.impl(name, _kernel(name), "PrivateUse1", allow_override=True)
     LIBRARIES.append(library)
 
@@ -120,15 +120,15 @@ def _returned(value: Any, pairs: list[tuple[Tensor, Tensor]]) -> Any:
 
 
 def _work(work: Any, pairs: list[tuple[Tensor, Tensor]]) -> Any:
-    """Give a handle whose value is tensors of the device, as DDP wants it."""
+    """Return a handle whose value is the tensors of the device, as DDP expects."""
     tensors = [tensor for tensor, _ in pairs]
     try:
         future = work.get_future()
-    except RuntimeError:  # gloo has none for some, of which nobody asks the value
+    except RuntimeError:  # gloo has none for calls whose handle's value isn't used
         return work
 
     def value(done: Any) -> list[Tensor]:
-        done.wait()  # raises what it failed with
+        done.wait()  # raises the error of a failed call
         return tensors
 
     make: Any = c10d._create_work_from_future  # type: ignore[attr-defined]  # not in torch's stubs

@@ -1,11 +1,11 @@
 """The device as torch sees it: its module, its place in ``torch.accelerator``, its kernels.
 
-Torch's hooks for devices written in Python know one index, 0; so the functions of
-``torch.accelerator`` that deal with an index are replaced.
+Torch's hooks for devices written in Python know only index 0, so the functions of
+``torch.accelerator`` that use an index are replaced.
 
-Tensors are real ones, with a storage, strides and views. DLPack hands memory to torch together
-with its device: that of a CPU tensor, handed over as that of an "external device", is a tensor of
-torch's PrivateUse1, and back again.
+Tensors of the device have a storage, strides and views. DLPack passes memory to torch together
+with its device: if the memory of a CPU tensor is passed as that of an "external device", torch
+makes a tensor of PrivateUse1 from it. The same works in the other direction.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAME = "pretend"
 VISIBLE = "PRETEND_VISIBLE_DEVICES"
 UNPINNED = "PRETEND_UNPINNED"
 _KEY = "PrivateUse1"
-LIBRARIES: list[Any] = []  # whose kernels last as long as they do
+LIBRARIES: list[Any] = []  # kept, because a library's end unregisters its kernels
 _c: Any = torch._C
 new_library: Any = torch.library.Library
 _to_elsewhere: Any = torch.UntypedStorage.to
@@ -35,7 +35,7 @@ _pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes
 
 
 class Module:
-    """What ``torch.pretend`` is. As with CUDA, no fork of a process that has used it can use it."""
+    """The module ``torch.pretend``. As with CUDA, forks can't use it after their parent has."""
 
     def __init__(self) -> None:
         self._current = 0
@@ -46,13 +46,13 @@ class Module:
         self.pinned: list[Tensor] = []  # kept, so that no other memory has their addresses
 
     def initialise(self) -> None:
-        """Do what the first use of a real device does."""
+        """Initialise the device in this process, as the first use of a real one does."""
         if self._is_in_bad_fork():
             raise RuntimeError(f"Cannot re-initialize {NAME} in forked subprocess")
         self.initialised_by = os.getpid()
 
     def touch(self) -> None:
-        """Count that something uses the device: memory of it, a copy, a kernel, a collective."""
+        """Count one use of the device: an allocation, a copy, a kernel or a collective."""
         self.initialise()
         self.n_touches += 1
 
@@ -63,19 +63,19 @@ class Module:
         return self.initialised_by not in (0, os.getpid())
 
     def is_available(self) -> bool:
-        """As ``torch.cuda.is_available``, which asks the driver, and the driver initialises."""
+        """Initialise the device, as ``torch.cuda.is_available`` does by its call of the driver."""
         self.initialise()
         return self.device_count() > 0
 
     def device_count(self) -> int:
-        """As ``torch.cuda.device_count``, which asks without the driver."""
+        """Count without initialising the device, as ``torch.cuda.device_count`` does."""
         return len(self._visible())
 
     def _visible(self) -> list[int]:
         return [int(each) for each in os.environ.get(VISIBLE, "0,1").split(",") if each]
 
     def physical(self, index: int) -> int:
-        """Tell which device is behind an index, which counts the visible ones."""
+        """Return the number of a device from its index among the visible ones."""
         return self._visible()[index]
 
     def current_device(self) -> int:
@@ -94,7 +94,7 @@ class Module:
         self.initialise()
 
     def manual_seed_all(self, seed: int) -> None:
-        """Nothing: numbers are drawn by the CPU's generator."""
+        """Do nothing, because the CPU's generator draws the device's numbers."""
 
     @contextmanager
     def device(self, device: Any) -> Iterator[None]:
@@ -108,16 +108,16 @@ MODULE = Module()
 
 
 def load() -> None:
-    """Register the device with torch. What torch calls at the end of ``import torch``."""
+    """Register the device with torch, which calls this at the end of ``import torch``."""
     setup: Any = backend_registration._setup_privateuseone_for_python_backend
     setup(NAME, MODULE)
-    for name, what in {
+    for name, function in {
         "device_count": MODULE.device_count,
         "current_device_index": MODULE.current_device,
         "set_device_index": MODULE.set_device,
         "synchronize": MODULE.synchronize,
     }.items():
-        setattr(torch.accelerator, name, what)
+        setattr(torch.accelerator, name, function)
     torch.UntypedStorage.to = _storage_to  # type: ignore[method-assign, assignment]
     _register_kernels()
     from tests.support.accelerator import collectives
@@ -149,20 +149,20 @@ def is_ours(value: object) -> bool:
 
 
 class _Head(ctypes.Structure):
-    """How a DLTensor begins: address, kind of device, index of device."""
+    """The beginning of a DLTensor: address, kind of device, index of device."""
 
     _fields_ = (("data", ctypes.c_void_p), ("kind", ctypes.c_int32), ("index", ctypes.c_int32))
 
 
 def to_device(host: Tensor, index: int) -> Tensor:
-    """Give the memory of a CPU tensor as a tensor of the device."""
+    """Return a tensor of the device with the memory of a CPU tensor."""
     return _moved(host.detach(), _CPU, _EXTERNAL, index)
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Give the memory of a tensor of the device as a CPU tensor, which keeps it alive.
+    """Return a CPU tensor with the memory of a tensor of the device, which it keeps alive.
 
-    It stands at the same place of a storage that is as long.
+    Its storage has the same length, and it has the same offset in it.
     """
     whole = _moved(_whole(tensor), _EXTERNAL, _CPU, 0)
     return _as(tensor, whole)
@@ -193,7 +193,7 @@ def _moved(tensor: Tensor, source: int, kind: int, index: int) -> Tensor:
 
 
 def view_of(base: Tensor, shown: Tensor) -> Tensor:
-    """Give the view of `base` that `shown` is of `to_host(base)`: the same storage."""
+    """Return the view of `base` that corresponds to the view `shown` of `to_host(base)`."""
     return _as(shown, _whole(base).view(shown.dtype))
 
 
@@ -215,7 +215,7 @@ def _copy(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 
 def _pin(tensor: Tensor, device: Any = None) -> Tensor:
-    """Give a copy in what counts as pinned memory; the device refuses it where it has none."""
+    """Return a copy that counts as pinned; raise if the device has no pinned memory."""
     MODULE.initialise()
     if os.environ.get(UNPINNED):
         raise NotImplementedError(f"{NAME} has no pinned memory")
@@ -230,7 +230,7 @@ def _is_pinned(tensor: Tensor, device: Any = None) -> bool:
 def _set_storage(
     into: Tensor, storage: Any, offset: int = 0, size: Any = None, stride: Any = (1,)
 ) -> Tensor:
-    """Let a tensor show a storage; how ``torch.load`` makes tensors."""
+    """Make a tensor a view of a storage, as ``torch.load`` does."""
     MODULE.touch()
     host = _c._construct_storage_from_data_pointer(
         storage.data_ptr(), torch.device("cpu"), storage.nbytes()
@@ -240,7 +240,7 @@ def _set_storage(
     into.data = to_device(flat, storage.device.index).as_strided_(
         (n_items,) if size is None else size, stride, offset
     )
-    into.memory = storage  # type: ignore[attr-defined]  # which must live as long
+    into.memory = storage  # type: ignore[attr-defined]  # keeps the storage alive
     return into
 
 
@@ -258,7 +258,7 @@ def by_name(op: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run_on_host(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run any operation on the same memory as the CPU's, and give what it gives on the device."""
+    """Run any operation on CPU tensors of the same memory; return its results on the device."""
     MODULE.touch()
     given = by_name(op, args, kwargs)
     ours: list[tuple[Tensor, Tensor]] = []
@@ -285,7 +285,7 @@ def _run_on_host(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _call(op: Any, given: dict[str, Any]) -> Any:
-    """Call an operation, its overload for numbers where a number stands for a tensor."""
+    """Call an operation, or its overload for numbers if a number is passed for a tensor."""
     for argument in op._schema.arguments:
         is_number = isinstance(given.get(argument.name), (bool, int, float, complex))
         if is_number and isinstance(argument.type, torch.TensorType):
@@ -294,7 +294,7 @@ def _call(op: Any, given: dict[str, Any]) -> Any:
 
 
 def _one_index(ours: list[Tensor], target: list[torch.device]) -> int:
-    """Tell on which device an operation is; refuse tensors of two, but for single numbers."""
+    """Return the index of an operation's device; raise if its tensors, except scalars, differ."""
     indices = {tensor.device.index for tensor in ours if tensor.dim()}
     if len(indices) > 1:
         raise RuntimeError(f"expected all tensors on one {NAME} device, not on {sorted(indices)}")
@@ -305,7 +305,7 @@ def _one_index(ours: list[Tensor], target: list[torch.device]) -> int:
 
 
 def _lend_room(op: Any, given: Any, changed: Any, ours: Any) -> list[tuple[Tensor, Tensor]]:
-    """Let what an operation writes into grow where it is empty, as ``out=`` of torch's own."""
+    """Let an empty output of an operation grow, as ``out=`` does on other devices."""
     grown = []
     for argument in op._schema.arguments:
         value = given.get(argument.name)
@@ -323,7 +323,7 @@ def _on_device(value: Any, ours: list[tuple[Tensor, Tensor]], index: int) -> Any
     for tensor, host in ours:
         if value is host:
             return tensor
-    if value.layout is not torch.strided:  # without a kernel here, as on many devices
+    if value.layout is not torch.strided:  # many real devices lack these kernels, too
         raise NotImplementedError(f"{NAME}: tensors of {value.layout}")
     for tensor, host in ours:
         if (

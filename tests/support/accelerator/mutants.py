@@ -1,4 +1,4 @@
-"""Wrong handlings of the device, each with the law that finds it, and what that law says."""
+"""Mutants that handle the device wrongly, each with the law that fails, and words of its error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from unisono.models.native.model import NativeModel
 from unisono.payload import pickling, tensors
 
 Mutant: TypeAlias = Callable[[pytest.MonkeyPatch], None]
-"""Puts something wrong into a process, and so into its forks, before they initialise."""
+"""A function that breaks something in a process, and so in its forks, before they initialise."""
 _choose, _gather = process_group.choose_device, NativeModel.all_gather
 _CPU = torch.device("cpu")
 _reduce, _from_bytes = _dtype_emulation.all_reduce, tensors.from_bytes
@@ -59,7 +59,7 @@ def _over_the_device(control: Any, blob: bytes, group: Any = None) -> list[bytes
 
 
 VALUES = "values"
-"""In place of a law: that no value of the CPU touches the device."""
+"""Used in place of a law: no value that is on the CPU may touch the device."""
 _INDEX = "a_replica_s_device_has_an_index_and_is_the_current_one"
 _OWN = "ranks_of_a_node_have_a_device_each_where_tensors_travel_on_it"
 _RESULTS = "results_are_on_the_device_of_the_input"

@@ -1,4 +1,4 @@
-"""What a process that knows the device runs: laws, mutants, training. Prints a JSON object."""
+"""A program with the device that runs laws, mutants and training, and prints a JSON object."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from unisono.errors import LaunchError
 from unisono.models.native import process_group
 from unisono.testing import Outcome, check, keep_laws, law_names
 
-# Torch's autograd takes a device written in Python for one with index 0 alone.
+# Torch's autograd supports only index 0 of a device that is written in Python.
 _OF_INDEX_0 = "gradients_are_clipped_by_the_norm_of_their_mean"
-# Laws that are about memory of the CPU, sparse tensors, which the device hasn't, or forks, which
-# can't use it; and those that choose the device of their tensors themselves.
+# Laws about CPU memory, about sparse tensors, which the device lacks, or about forks, which can't
+# use it, and laws that choose the device of their tensors themselves.
 _OFF_THE_DEVICE = (
     "shared", "sparse", "tensors_of_other", "one_rank_refuses", "fork",
     "for_every_declared", "movements_agree", "each_sample_is_evaluated", _OF_INDEX_0,
@@ -47,7 +47,7 @@ def launch(
 
 
 def _masked(place: Callable[[int], int] = lambda rank: rank) -> Mutant:
-    """Let each rank see one device alone."""
+    """Return a mutant in which each rank sees only one device."""
 
     def choose(*args: Any) -> torch.device:
         os.environ[VISIBLE] = str(place(int(os.environ["LOCAL_RANK"])))
@@ -57,7 +57,7 @@ def _masked(place: Callable[[int], int] = lambda rank: rank) -> Mutant:
 
 
 def beside() -> list[str]:
-    """Every law with tensors of the CPU, in ranks that `spawn` starts."""
+    """Check every law with CPU tensors, in ranks that `spawn` starts; list the failures."""
     names = [name for name in law_names() if name != _OF_INDEX_0]
     return _failed(check(BACKEND, 2, laws=names, timeout_s=20), len(names))
 
@@ -68,7 +68,7 @@ def _failed(outcomes: list[Outcome], count: int) -> list[str]:
 
 
 def laws() -> list[str]:
-    """Every law with tensors that are on the device unless it says otherwise."""
+    """Check every law with the device as the default one of its tensors; list the failures."""
     names = [name for name in law_names() if not any(word in name for word in _OFF_THE_DEVICE)]
     launched = lambda backend, fn, **given: launch(backend, _on_device, **given)  # noqa: E731
     return _failed(check(BACKEND, 2, laws=names, launch=launched, timeout_s=20), len(names))
@@ -80,7 +80,7 @@ def _on_device(local_rank: int, *args: Any) -> Any:
 
 
 def mutants() -> dict[str, str]:
-    """How each mutant ended that isn't found as it should be."""
+    """Return the outcomes of mutants that their law doesn't find as it should."""
     laws_used = {law for _, law, _ in MUTANTS.values()} - {VALUES}
     outcomes = check(BACKEND, 2, laws=laws_used, launch=launch)
     assert not [each for each in outcomes if each.status == "failed"]
@@ -89,7 +89,7 @@ def mutants() -> dict[str, str]:
 
 
 def _found(before: Mutant, law: str, words: str) -> str:
-    """Give how a mutant ended; nothing where its law fails and says so."""
+    """Return a mutant's outcome, or "" if its law fails with the expected words."""
     if law == VALUES:
         touches = launch(None, _values, before=before)
         how = f"{'failed' if any(touches) else 'passed'}: {touches[0]} touches"
@@ -97,13 +97,13 @@ def _found(before: Mutant, law: str, words: str) -> str:
         try:
             (outcome,) = check(BACKEND, 2, laws=[law], launch=partial(launch, before=before))
             how = f"{outcome.status}: {outcome.reason}"
-        except LaunchError as error:  # it didn't get so far
+        except LaunchError as error:  # the mutant failed before the law began
             how = f"failed: {error}"
     return "" if how.startswith("failed") and words in how else how
 
 
 def places() -> list[Any]:
-    """What no backend named and nothing but the environment decide."""
+    """Return backends and devices that are chosen by default, with one visible device, for gloo."""
     assert BACKEND in idist.available_backends()
     masked = launch(None, _place, before=_masked(lambda rank: 1 - rank))
     return [launch(None, _place), masked, launch("gloo", _place)]
@@ -114,7 +114,7 @@ def _place(_: int) -> list[Any]:
 
 
 def values() -> list[Any]:
-    """How often the device is touched while values travel that aren't on it."""
+    """Return for each rank how often values that are on the CPU touch the device."""
     found: list[Any] = launch(None, _values)
     return found
 
@@ -133,7 +133,7 @@ def _values(_: int) -> int:
 
 
 def training() -> list[Any]:
-    """A wrapped model, a loader, and a file that is loaded elsewhere."""
+    """Train a wrapped model from a loader, and load its checkpoint on other devices."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder, "file.pt"))
         ranks = launch(None, _train, (path,), before=_masked())
@@ -171,7 +171,7 @@ def _load(_: int, path: str) -> list[Any]:
 
 
 def loaders() -> list[Any]:
-    """What a loader pins: on the device, where it or the data can't be, for a model on the CPU."""
+    """Return what a loader pins: by default, without pinned memory, for device data, for gloo."""
     unpinned = launch(None, _load_batches, before=lambda patch: patch.setenv(UNPINNED, "1"))
     there = launch(None, _load_batches_there)
     return [launch(None, _load_batches), unpinned, there, launch("gloo", _load_batches)]

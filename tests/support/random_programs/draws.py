@@ -1,4 +1,4 @@
-"""How the steps of random programs are drawn."""
+"""Hypothesis strategies that draw the steps of random programs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tests.support.random_programs import odd_values as odd
 from tests.support.random_programs.steps import BASIC, Step
 from tests.support.random_programs.values import Filled, Made, Point
 
-_LARGE = 120_000  # of float32, longer than what travels in a round of three ranks
-_LARGER = 1_200_000  # longer than a block of shared memory; of three dtypes of four
-# Sizes on both sides of what travels in a round of the control plane (16 KiB).
+_LARGE = 120_000  # elements; as float32, too long for a round of three ranks
+_LARGER = 1_200_000  # elements; in most dtypes, longer than a block of shared memory
+# Shapes below and above the limit of a round of the control plane (16 KiB).
 _SMALL: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (2, 3), (3, 0, 2), (5000,))
 _SHAPES = st.sampled_from((*_SMALL, *_SMALL, *[(_LARGE,)] * 4, (_LARGER,)))
 _FLOATS = ("float32", "bfloat16", "float64", "float16")
@@ -33,13 +33,13 @@ Values = st.SearchStrategy[Any]
 
 
 def some_of(size: int, least: int = 1) -> st.SearchStrategy[tuple[int, ...]]:
-    """Draw some ranks, or all, in their order."""
+    """Draw some or all ranks, in order."""
     ranks = st.sets(st.integers(0, size - 1), min_size=min(least, size))
     return (ranks | st.just(set(range(size)))).map(lambda found: tuple(sorted(found)))
 
 
 def _in_form(name: str, value: Any, size: int) -> Any:
-    """Return a value as the call of a name takes it."""
+    """Return a value in the form that a call takes."""
     if name == "broadcast_params in a dict":
         return {"a": value, "b": _ones(1)}
     if name.endswith("dict"):
@@ -58,7 +58,7 @@ def _step(
     group: tuple[int, ...] | None = None,
     **more: Any,
 ) -> Step:
-    """Draw the rest of a call, which ends as `ends` says of the function and the root."""
+    """Draw the rest of a call; `ends` is its end, or returns the end for call and root."""
     call = name.removesuffix(" in a dict").removesuffix(" in a list")
     drawn = {"op": "sum", "root": draw(st.sampled_from(group or range(len(values)))), **more}
     if "is_async" not in drawn:
@@ -112,8 +112,8 @@ def _limits_of(name: str) -> Values:
 
 
 def _tensors(shape: tuple[int, ...], dtype: str, op: str = "SUM") -> Values:
-    """Draw tensors that `op` reduces exactly in every order, a mean but for its rounding."""
-    if dtype in _EXACT or op in ("MIN", "MAX", "mean"):  # whole ones wrap
+    """Draw tensors that `op` reduces exactly in every order, except for a mean's rounding."""
+    if dtype in _EXACT or op in ("MIN", "MAX", "mean"):  # integers wrap around
         row: Values = st.tuples(*[_limits_of(dtype)] * 3)
     else:
         row = st.integers(1, 3).map(lambda least: (least, least + 1, least + 2))
@@ -121,7 +121,7 @@ def _tensors(shape: tuple[int, ...], dtype: str, op: str = "SUM") -> Values:
 
 
 def _numbers(op: str, tensor: Values, is_right: bool) -> list[Values]:
-    """List what else than a tensor `op` reduces, the same on every rank."""
+    """List strategies for values, besides tensors, that `op` reduces to the same everywhere."""
     small, limits = st.integers(-9, 9), _limits_of("float64")
     kinds: list[Values] = [small | st.integers(-(2**63), 2**63 - 1) | _limits_of("int64")]
     if op == "mean":
@@ -139,7 +139,7 @@ def _numbers(op: str, tensor: Values, is_right: bool) -> list[Values]:
 
 
 def _rows(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """Return a shape near to one, of rows for `count` ranks."""
+    """Return a similar shape whose rows can be divided among `count` ranks."""
     first, *rest = shape or (1,)
     return (max(first // count, 1) * count, *rest)
 
@@ -150,8 +150,8 @@ def reductions(
 ) -> Step:
     """Draw a reduction of numbers at their limits, or of tensors.
 
-    A mean of integers is refused where it would be in a place of theirs, and one of bools may be
-    refused anywhere: neither is right.
+    A mean of integers is refused if its result would have to be integers, and a mean of bools may
+    always be refused; neither counts as right.
     """
     name, op = draw(st.sampled_from(names)), draw(st.sampled_from(_OPS if is_right else _OPS[-1:]))
     dtypes: tuple[str, ...] = _EXACT if op in _BITS else (*_FLOATS, *_FLOATS, *_EXACT)
@@ -222,7 +222,8 @@ def means(size: int) -> st.SearchStrategy[Step]:
 def odd_tensors(draw: st.DrawFn, size: int, kinds: Sequence[str]) -> Step:
     """Draw a call with a tensor of an odd kind on some ranks, and plain ones on the others.
 
-    One without memory is refused or carried whole; any other counts as the plain one it shows.
+    A tensor without memory is refused or sent as an object; any other is treated as the plain
+    tensor with its values.
     """
     names = {*BASIC, "all_gather in a list", "all_reduce in a dict", "all_reduce_params"}
     names |= {"broadcast_params", "reduce_dict", "scatter in a list"}
@@ -250,8 +251,8 @@ def odd_tensors(draw: st.DrawFn, size: int, kinds: Sequence[str]) -> Step:
 def overlaps(draw: st.DrawFn, size: int) -> Step:
     """Draw a call on a list of tensors that share memory on some ranks.
 
-    Each element is reduced once, or all ranks refuse: where the copies on other ranks differ,
-    no rank can have one result for both.
+    Each element is reduced once, or all ranks refuse: if the copies on other ranks differ, memory
+    that is shared can't have both results.
     """
     how, ranks = draw(st.sampled_from(sorted(odd.OVERLAPS))), draw(some_of(size))
     numel, is_dict = draw(st.sampled_from([24, 300_000])), draw(st.booleans())
@@ -307,7 +308,7 @@ _MISFITS: tuple[tuple[Any, Any], ...] = (
 
 @st.composite
 def misfits(draw: st.DrawFn, size: int) -> Step:
-    """Draw a reduction of values of which one rank's doesn't fit to the others'."""
+    """Draw a reduction in which the value of one rank doesn't match those of the others."""
     (right, wrong), victim = draw(st.sampled_from(_MISFITS)), draw(st.integers(0, size - 1))
     values = [wrong if rank == victim else right for rank in range(size)]
     return _step(draw, draw(st.sampled_from(["all_reduce", "reduce"])), values, "refused")
@@ -331,9 +332,9 @@ def raising_values(draw: st.DrawFn, size: int) -> Step:
 
 @st.composite
 def calls_too_many(draw: st.DrawFn, size: int) -> tuple[list[list[Step]], Step, bool]:
-    """Draw the calls of each rank, the one among them that a single rank makes, and its like.
+    """Draw each rank's calls, of which one rank makes one more than the others.
 
-    The latter says whether the call after it is one of its kind.
+    Also returns that call, and whether the call after it is of the same function.
     """
     names = st.sampled_from(["all_reduce", "all_gather", "broadcast"])
     kind = draw(st.sampled_from(["number", "dict", "tensor", "large"]))

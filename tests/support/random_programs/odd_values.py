@@ -1,4 +1,4 @@
-"""Values that are more, or less, than a number or a piece of memory: how each is made."""
+"""Constructors of odd values, which aren't simply a number or a piece of memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unisono.testing.cases._law import quietly
 
 
 class Mine(Tensor):
-    """A subclass that has memory, such as users write to give a tensor a name."""
+    """A subclass with memory, as users define one to give a tensor a name."""
 
 
 @cache
@@ -28,7 +28,7 @@ def _mesh(world: Any) -> Any:
 
 
 def _dtensor(plain: Tensor) -> Tensor:
-    # Collective at its first use, so every rank makes one, whether it passes it or not.
+    # Its first use is collective, so every rank makes one, even if it then passes another value.
     mesh = _mesh(torch.distributed.group.WORLD)
     return DTensor.from_local(plain.clone(), mesh, [Shard(0)], run_check=False)
 
@@ -60,7 +60,7 @@ WITHOUT_MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
     "nested": _nested,
     "jagged": lambda plain: _nested(plain, torch.jagged),
 }
-"""Kinds that are refused on every rank, or carried whole."""
+"""Kinds that are refused on every rank, or sent as objects."""
 
 WITH_MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
     "parameter": lambda plain: nn.Parameter(plain.clone()),
@@ -68,17 +68,17 @@ WITH_MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
     "needs grad": lambda plain: plain.clone().requires_grad_() * 1,
     "inference": _inference,
     "expanded": lambda plain: plain[:1].expand(plain.shape),
-    # Memory of one element more as two columns, of which the second is the first, shifted.
+    # Two columns of overlapping memory: the second is the first, shifted by one element.
     "windows": lambda plain: torch.cat([plain, plain[:1]]).as_strided((len(plain), 2), (1, 1)),
     "stepped": lambda plain: torch.stack([plain, plain], -1)[..., 1],
     "transposed": lambda plain: plain.reshape(2, -1).t(),
     "negative": lambda plain: torch.complex(plain, -plain).conj().imag,
     "shifted": lambda plain: torch.cat([plain[:1], plain])[1:],
 }
-"""Kinds that count as the plain tensor that they show."""
+"""Kinds that are treated as the plain tensor with their values."""
 
 IN_PLACE_REFUSED = ("expanded", "windows")
-"""Kinds of the latter that can't be written to, for elements share memory."""
+"""Kinds with memory that can't be written to, because elements share memory."""
 ODD = {**WITHOUT_MEMORY, **WITH_MEMORY}
 
 
@@ -108,9 +108,9 @@ OVERLAPS: dict[str, Callable[[Tensor], list[Tensor]]] = {
     "two halves": lambda base: [base[: base.numel() // 2], base[base.numel() // 2 :]],
     "evens and odds": lambda base: [base[::2], base[1::2]],
 }
-"""Lists of tensors over one piece of memory [even]."""
+"""Functions that make lists of tensors from one piece of memory of even length."""
 APART = ("two halves",)
-"""Those that don't overlap."""
+"""Lists of tensors that don't overlap."""
 
 
 def overlapping(
@@ -134,7 +134,7 @@ def _boom_on(rank: int) -> str:
 
 
 def _raising(base: type, *names: str) -> Any:
-    """Make a subclass of which some methods raise."""
+    """Make a subclass in which some methods raise."""
     return type("Raising", (base,), dict.fromkeys(names, _boom))
 
 

@@ -1,4 +1,4 @@
-"""What each rank does at a step of a random program; it needs no hypothesis."""
+"""Functions with which ranks run the steps of random programs, without hypothesis."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from tests.support.random_programs.values import content, difference, make
 from unisono.errors import UnisonoError
 
 GroupKey = tuple[tuple[int, ...], int]
-"""Ranks, and which of the groups of these."""
-_CHILD_S = 5  # for a fork to learn that it is one; it needs no other process
+"""Ranks, and a number that distinguishes several groups of these ranks."""
+_CHILD_S = 5  # time for the call of a fork, which fails without other processes
 FAILURES = {
     "raises": FAULTS["raises"],
     "os._exit(3)": Fault(FAULTS["os._exit(3)"].do, "ended with exit code 3"),
     "SIGKILL": FAULTS["SIGKILL"],
 }
-"""How a rank fails, and what the error says of it by any launcher."""
+"""Failures of a rank, with words that the error of any launcher has."""
 
 
 @dataclass(frozen=True)
 class Raised:
-    """The error that a rank got."""
+    """An error that a call raised on a rank."""
 
     kind: str
     text: str
@@ -44,7 +44,7 @@ class Raised:
 
 
 Found = Raised | str | None
-"""What was wrong with a step on a rank, or the error that it raised."""
+"""The error that a step raised on a rank, a text that describes what was wrong, or None."""
 
 
 def _attempt(work: Callable[[], Any]) -> Any:
@@ -80,7 +80,7 @@ def _perform(step: Step, value: Any, group: Any = None) -> Any:
 
 
 def begin(step: Step, rank: int, group: Any = None) -> Callable[[], Found]:
-    """Make the call of a step on this rank; return what waits for it and says what was wrong.
+    """Make the call of a step on this rank; return a function that waits for it and checks it.
 
     Collective over the step's group.
     """
@@ -112,7 +112,7 @@ def _waited(started: Any) -> Any:
 
 
 def wrong_with(step: Step, found: Sequence[Found]) -> str | None:
-    """Return what is wrong with what the ranks found at a step, None if nothing is."""
+    """Return what is wrong with the outcomes of a step on all ranks, None if nothing is."""
     for rank, one in enumerate(found):
         if isinstance(one, str) or (isinstance(one, Raised) and not _may_raise(step, rank, one)):
             return f"rank {rank}: {one!r}"
@@ -125,17 +125,17 @@ def wrong_with(step: Step, found: Sequence[Found]) -> str | None:
 
 
 def _may_raise(step: Step, rank: int, error: Raised) -> bool:
-    """Return whether an error of ours refuses a step with the ranks in step after it."""
+    """Return whether a step may raise this error, after which the ranks are in step."""
     if step.ends == "right" or not error.is_ours or rank not in step.members:
         return False
-    # The argument of the rank's own is reported to it as such.
+    # The rank whose own argument is wrong may get an ArgumentError for it.
     is_own = step.ends == "raises" and rank == step.root and step.call == "all_reduce_params"
     kinds = ("PayloadError", "CollectiveMismatchError")
     return step.ends == "reads" or error.kind in kinds or (is_own and error.kind == "ArgumentError")
 
 
 class _Held(threading.local):
-    """What a rank keeps between steps, by number; replicas may be threads."""
+    """A rank's groups and started calls between steps; for each thread, as ranks may be threads."""
 
     def __init__(self) -> None:
         self.groups: dict[GroupKey | None, Any] = {None: None}
@@ -146,7 +146,7 @@ _held = _Held()
 
 
 def _group(key: GroupKey | None) -> Any:
-    """Return the group of a key, made at its first use. Collective over all ranks at creation."""
+    """Return the group of a key. The first use makes the group, collectively over all ranks."""
     if key not in _held.groups and key is not None:
         _held.groups[key] = unisono.new_group(list(key[0]))
     return _held.groups[key]
@@ -168,7 +168,7 @@ def wait(local_rank: int, number: int) -> Found:
 
 
 def sync(local_rank: int) -> None:
-    """Wait for all that is under way on this rank."""
+    """Wait for all asynchronous calls of this rank."""
     unisono.sync()
 
 
@@ -178,7 +178,7 @@ def in_threads(
     turns: Sequence[Sequence[Step]],
     delays_ms: Sequence[Sequence[int]],
 ) -> list[list[Found]]:
-    """Use several groups of the same ranks, each in a thread of its own."""
+    """Use several groups of the same ranks, each in a separate thread."""
     rank = unisono.get_rank()
     groups = [_group((ranks, i)) for i in range(len(turns))]
 
@@ -191,10 +191,10 @@ def in_threads(
 
 
 def fork(local_rank: int, ranks: tuple[int, ...], step: Step | None) -> str | None:
-    """Fork on some ranks; a call in the children, or their wait for the parent's, is an error."""
+    """Fork on some ranks; a child's call, or its wait for the parent's handle, must raise."""
     rank, size = unisono.get_rank(), unisono.get_world_size()
     handle = unisono.all_gather(rank, async_op=True)
-    # Made here, for that takes OpenMP's threads, which a fork hasn't.
+    # Made before the fork, because it uses OpenMP's threads, which a fork lacks.
     value = None if step is None else make(step.values[rank])
 
     def child() -> None:
@@ -208,7 +208,7 @@ def fork(local_rank: int, ranks: tuple[int, ...], step: Step | None) -> str | No
     code = 0
     if rank in ranks:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python 3.12 warns of threads
+            warnings.simplefilter("ignore")  # Python 3.12 warns if a process with threads forks
             code = in_fork(child)
     gathered = handle.wait()
     if code != 0 or gathered != list(range(size)) or unisono.all_reduce(1) != size:
@@ -219,7 +219,7 @@ def fork(local_rank: int, ranks: tuple[int, ...], step: Step | None) -> str | No
 def run_until(local_rank: int, program: Sequence[Step], at: int, victim: int, failure: str) -> None:
     """Run a program; at step `at` the rank `victim` fails. Collective over all ranks."""
     rank = unisono.get_rank()
-    # Made first: in its own part of that torch waits for a rank that has died until the timeout.
+    # Made first, because in `new_group` torch would wait for a dead rank until the timeout.
     groups = {step.group: step.group and unisono.new_group(step.group) for step in program}
     for i, step in enumerate(program):
         if i == at and rank == victim:
@@ -233,7 +233,7 @@ def run_until(local_rank: int, program: Sequence[Step], at: int, victim: int, fa
 def play_until_told(
     local_rank: int, programs: Sequence[Sequence[Step]], timeout_s: float
 ) -> list[Found]:
-    """Make a rank's own calls until one raises; return what was wrong with each. Collective."""
+    """Make each rank's calls until one raises; return what was wrong with each. Collective."""
     rank = unisono.get_rank()
     group = unisono.new_group(range(unisono.get_world_size()), timeout=timeout_s)
     found: list[Found] = []

@@ -20,7 +20,7 @@ BASIC = (
     "barrier", "all_reduce", "all_reduce_", "reduce", "reduce_scatter", "all_gather", "gather",
     "broadcast", "broadcast_", "scatter", "all_to_all",
 )  # fmt: skip
-"""Calls over a group, which may be asynchronous; the other ones are made of those."""
+"""Calls over a group, which may be asynchronous; all other calls are built from these."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,16 @@ class Step:
 
     Args:
         call: a function of unisono, or "mm." and one of its compat.mmengine.
-        values: by rank, described.
+        values: descriptions of the values, by rank.
         root: source or destination.
-        op: of a reduction.
-        group: ranks; None for all.
-        options: of the call.
-        is_async: whether it is started and waited for.
-        ends: "right"; "refused" on every rank; "either" of them; "raises", refused for a value
-            that can't be read; "reads", as that, but only where some rank reads it.
+        op: operation of a reduction.
+        group: ranks of the group; None for all.
+        options: further arguments of the call.
+        is_async: whether the call is asynchronous.
+        ends: "right"; "refused" on every rank; "either" of them; "raises" if the value of a rank
+            can't be read; "reads" if that may raise only on ranks that read the value.
         is_near: whether the right value is a mean that may be rounded.
-        line: where the call is in the source, by which ranks compare their calls.
+        line: line number of the call, by which ranks compare their calls.
     """
 
     call: str
@@ -62,7 +62,7 @@ class Step:
 
 
 def expected(step: Step, rank: int) -> Any:
-    """Return the content of what a step gives on a rank."""
+    """Return the content of a step's right result on a rank."""
     if step.call == "barrier" or rank not in step.members:
         return None if step.call == "barrier" else content(make(step.values[rank]))
     if rank != step.root and step.call in ("gather", "reduce"):
@@ -117,7 +117,7 @@ def _fold(op: str, given: Sequence[Any]) -> Any:
         return first
     if not isinstance(first, Tensor):
         return _fold_numbers(op, given)
-    # Exactly: floats are whole numbers, or only compared.
+    # This is exact, as floats are whole numbers, or are only compared.
     is_float = first.is_floating_point()
     arrays = [(each.double() if is_float else each).reshape(-1).numpy() for each in given]
     total = reduce(_STEPS_OF_ARRAYS[op], arrays)
@@ -138,7 +138,7 @@ def _fold_numbers(op: str, given: Sequence[Any]) -> Any:
 
 
 def wrong(step: Step, rank: int, got: Any) -> str | None:
-    """Return how a content differs from what a step gives on a rank, but for rounding."""
+    """Return how a content differs from a step's right result on a rank, except by rounding."""
     has_none = rank not in step.members or (step.call == "reduce" and rank != step.root)
     if has_none or not step.is_near:
         return difference(got, expected(step, rank))
@@ -178,12 +178,12 @@ def _wrong_integers(step: Step, got: Tensor, given: Sequence[Filled]) -> str | N
     is_cut = got.numel() and any(mean.denominator > 1 for mean in means)
     if is_cut and not step.call.startswith("mm."):
         return f"{means} was not refused"
-    row = tuple(map(math.trunc, means))  # as mmengine cuts them
+    row = tuple(map(math.trunc, means))  # as mmengine truncates means
     return difference(got, Filled(row, given[0].dtype, given[0].shape).make())
 
 
 def _wrong_mean(got: Tensor, given: Sequence[Tensor]) -> str | None:
-    """Compare with the mean of tensors, but for the rounding of its dtype."""
+    """Compare with the mean of tensors, except for the rounding of the dtype."""
 
     def wide(tensor: Tensor) -> Any:
         tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -34,7 +34,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Filled:
-    """A tensor of one row of numbers again and again."""
+    """A tensor filled with repetitions of one row of numbers."""
 
     row: tuple[Any, ...]
     dtype: str
@@ -56,7 +56,7 @@ def mapped(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def make(value: Any) -> Any:
-    """Make what is described, within containers too."""
+    """Make the value of a description, also within containers."""
     return value.make() if isinstance(value, (Made, Filled)) else mapped(make, value)
 
 
@@ -68,11 +68,11 @@ _PARTS: dict[str, Callable[[Any], Any]] = {
     "MaskedTensor": lambda tensor: [tensor.get_mask(), tensor.to_tensor(0)],
     "FakeTensor": lambda tensor: [str(tensor.dtype), list(tensor.shape)],
 }
-"""What ``same`` can't compare, by its class's name: a new process has no import of these."""
+"""Parts of values that ``same`` can't compare, by class name, as ranks may not import them."""
 
 
 def content(value: Any) -> Any:
-    """Return a copy of a value that ``same`` compares: plain tensors of one NaN and one zero."""
+    """Return a copy that ``same`` can compare: plain tensors with one kind of NaN and of zero."""
     return _law.quietly(_content, value)
 
 
@@ -99,5 +99,5 @@ def _content(value: Any) -> Any:
 
 
 def difference(one: Any, other: Any) -> str | None:
-    """Return how a content differs from the one that is wanted, None if it doesn't."""
+    """Return how a content differs from the wanted one, None if it doesn't differ."""
     return _law.difference(one, other) or None

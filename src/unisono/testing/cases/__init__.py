@@ -1,12 +1,12 @@
 """The laws of every model, one function each.
 
-Each law is called in every replica of a live context, at any number of replicas. It requires the
-same at one replica as at two.
+Each law is called in every replica of a live context, at any number of replicas. A law requires of
+one replica what it requires of two.
 """
 
 from __future__ import annotations
 
-from unisono.testing.cases import (  # noqa: F401 - they register themselves
+from unisono.testing.cases import (  # noqa: F401 - imported to register their laws
     contract,
     facts,
     forks,

@@ -26,7 +26,8 @@ class Law:
     Args:
         name: the function's name.
         check: called without arguments in every replica of a live context.
-        needs: capabilities of the model without which it must raise UnsupportedOperation.
+        needs: capabilities that the law uses; a model that lacks one must raise
+            UnsupportedOperation.
     """
 
     name: str
@@ -36,7 +37,7 @@ class Law:
 
 def law(*needs: str, ranks: int = 1) -> Callable[[Callable[[int, int], None]], object]:
     """Register a function of rank and world size as a law on models that declare `needs`."""
-    # With fewer than `ranks` replicas it holds: there is nothing that it could check.
+    # With fewer than `ranks` replicas the law passes without a check.
 
     def register(check: Callable[[int, int], None]) -> object:
         @wraps(check)
@@ -58,17 +59,17 @@ def same(value: Any, expected: Any, what: object = "") -> None:
 
 
 def difference(value: Any, expected: Any, path: str = "") -> str:
-    """Return a line on the first difference of two values, or an empty string."""
-    at = f"at {path}: " if path else ""
+    """Return one line that describes the first difference of two values, or an empty string."""
+    place = f"at {path}: " if path else ""
 
-    def wrong(got: object, due: object) -> str:
-        return f"{at}got {got}, wanted {due}"
+    def wrong(got: object, wanted: object) -> str:
+        return f"{place}got {got}, wanted {wanted}"
 
-    if type(value) is not type(expected):  # such as True and 1, which are equal
+    if type(value) is not type(expected):  # values of two types may be equal, as True and 1 are
         return wrong(_short(value), _short(expected))
     if isinstance(expected, Tensor):
         different = _difference_of_tensors(value, expected)
-        return different and at + different
+        return different and place + different
     if isinstance(expected, dict) and list(value) != list(expected):
         return wrong(f"the keys {_short(list(value))}", _short(list(expected)))
     if isinstance(expected, (list, tuple)) and len(value) != len(expected):
@@ -82,9 +83,9 @@ def difference(value: Any, expected: Any, path: str = "") -> str:
 
 def _difference_of_tensors(value: Tensor, expected: Tensor) -> str:
     for name in ("dtype", "shape", "device"):
-        got, due = getattr(value, name), getattr(expected, name)
-        if got != due:
-            shown = [tuple(each) if name == "shape" else each for each in (got, due)]
+        got, wanted = getattr(value, name), getattr(expected, name)
+        if got != wanted:
+            shown = [tuple(each) if name == "shape" else each for each in (got, wanted)]
             return f"got a tensor of {name} {shown[0]}, wanted {shown[1]}"
     if torch.equal(_bits(value), _bits(expected)):
         return ""
@@ -92,24 +93,26 @@ def _difference_of_tensors(value: Tensor, expected: Tensor) -> str:
     count, first = int(differs.sum()), int(differs.nonzero()[0])
     index = [int(each) for each in torch.unravel_index(torch.tensor(first), expected.shape)]
     values = [each.detach().cpu().reshape(-1)[first].item() for each in (value, expected)]
-    others = f", and {count - 1} other elements differ" if count > 1 else ""
-    return f"element {index} is {values[0]!r}, wanted {values[1]!r}{others}"
+    further = f", and {count - 1} other elements differ" if count > 1 else ""
+    return f"element {index} is {values[0]!r}, wanted {values[1]!r}{further}"
 
 
 def _short(value: Any) -> str:
+    """Describe a value's type, and its beginning or shape."""
     if isinstance(value, Tensor):
         return f"a tensor of {value.dtype} {tuple(value.shape)}"
     return f"{type(value).__name__} {reprlib.repr(value)}"
 
 
 def _is_same(value: Any, expected: Any) -> bool:
+    """Return whether two values of one type, except tensors and containers, are the same."""
     if isinstance(expected, (float, complex)):
-        return repr(value) == repr(expected)  # NaN is NaN, and -0.0 isn't 0.0
+        return repr(value) == repr(expected)  # as text NaN equals NaN, and -0.0 differs from 0.0
     return bool(value == expected)
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    # As bytes, so that NaN equals itself and -0.0 differs from 0.0.
+    """Return a tensor's bytes, by which NaN equals NaN, and -0.0 differs from 0.0."""
     values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return values.reshape(-1).unsqueeze(-1).view(torch.uint8)
 
@@ -118,7 +121,7 @@ _quiet = threading.Lock()
 
 
 def quietly(make: Callable[..., T], *args: Any) -> T:
-    """Call a function with warnings ignored, such as torch's about prototypes."""
+    """Call a function, and ignore warnings, for example torch's warnings about prototypes."""
     with _quiet, warnings.catch_warnings():  # replicas that are threads share the warning filters
         warnings.simplefilter("ignore")
         return make(*args)
@@ -142,9 +145,9 @@ def raises(
 
 
 def tensor_of(rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Create a tensor with values by rank, small enough to be exact in every dtype."""
+    """Create a tensor whose values depend on the rank, and are exact in every dtype."""
     count = torch.Size(shape).numel()
-    # Random, so that any two operations differ within a few elements.
+    # Random, so that the results of any two reductions differ within the first few elements.
     values = torch.randint(4, (count,), generator=torch.Generator().manual_seed(rank + 4))
     if dtype is torch.bool:
         values = values % 2

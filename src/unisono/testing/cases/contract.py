@@ -14,19 +14,21 @@ from unisono.testing.cases._law import law, same, tensor_of
 
 
 def _mine(model: ComputationModel, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Create this rank's input for a member of the model."""
     return tensor_of(model.topology.rank, shape, dtype).to(model.transport_device)
 
 
 def _ops(dtype: torch.dtype) -> list[ReduceOp]:
+    """List the operations that the library requests from a model for a dtype."""
     if dtype.is_floating_point:
-        return [ReduceOp.SUM, ReduceOp.PRODUCT]  # MIN and MAX of floats arrive as integers
+        return [ReduceOp.SUM, ReduceOp.PRODUCT]  # models get MIN and MAX of floats as integers
     return [op for op in ReduceOp if op is not ReduceOp.AVERAGE]
 
 
 def _agree(model: ComputationModel, got: Tensor, expected: Tensor, what: Any) -> None:
-    """Check for the same bits, and for the device of the model's tensors."""
-    place = torch.empty(0, device=model.transport_device).device  # a tensor's device has an index
-    assert got.device == place, f"{what}: got a tensor of device {got.device}, wanted {place}"
+    """Check that a result has the expected bits, and is on the model's transport device."""
+    wanted = torch.empty(0, device=model.transport_device).device  # a tensor's device has an index
+    assert got.device == wanted, f"{what}: got a tensor of device {got.device}, wanted {wanted}"
     same(got.cpu(), expected.cpu(), what)
 
 
@@ -67,7 +69,7 @@ def reductions_agree_with_the_derived_ones(rank: int, size: int) -> None:
             assert (total is None) is (rank != size - 1), f"{dtype} {op} reduce: {total}"
             if total is not None:
                 _agree(model, total, expected, (dtype, op, "reduce"))
-    for dtype in (torch.int8, torch.uint8, torch.int16):  # they wrap around, vectorised too
+    for dtype in (torch.int8, torch.uint8, torch.int16):  # vectorised sums wrap around, too
         if dtype in model.dtypes:
             most = torch.full((40,), torch.iinfo(dtype).max, dtype=dtype)
             got = model.all_reduce(most.to(model.transport_device, copy=True), ReduceOp.SUM)

@@ -46,11 +46,11 @@ def facts_have_their_types(rank: int, size: int) -> None:
 
 @law()
 def facts_never_communicate(rank: int, size: int) -> None:
-    if rank == size - 1:  # alone: a collective in any of these would hang
+    if rank == size - 1:  # only there, so that a collective in any of these calls would hang
         _ = idist.get_rank(), idist.get_world_size(), idist.get_local_rank(), idist.device()
         _ = idist.get_nnodes(), idist.get_node_rank(), idist.get_nproc_per_node()
         _ = idist.backend(), idist.model_name(), idist.is_main_process(), idist.is_distributed()
-    idist.sync()  # collective in a context created elsewhere: it finds the ranks of each host
+    idist.sync()  # on all ranks: in a context created elsewhere it finds the ranks of each host
     idist.barrier()
 
 
@@ -83,7 +83,7 @@ def ranks_of_a_node_have_a_device_each_where_tensors_travel_on_it(rank: int, siz
 @law()
 def results_are_on_the_device_of_the_input(rank: int, size: int) -> None:
     for device in dict.fromkeys((idist.device(), torch.device("cpu"))):
-        for count in (3, 5000):  # within a frame, and beyond it
+        for count in (3, 5000):  # within one frame, and longer
             rows = [tensor_of(r, (count,), torch.float32).to(device) for r in range(size)]
             joined, total, mine = torch.cat(rows), torch.stack(rows).sum(0), rows[rank]
             same(idist.all_gather(mine), joined, device)
@@ -110,7 +110,7 @@ def what_is_on_a_device_arrives_on_the_receiver_s_own(rank: int, size: int) -> N
         labelled = value.clone().as_subclass(Mine)
         got = idist.all_gather([value, labelled, torch.nn.Parameter(value.clone())])[src]
         assert [each.device for each in got] == [device] * 3, [each.device for each in got]
-        # A field that only pickle finds.
+        # The tensor is in a field that only pickle finds.
         same(idist.all_gather(SimpleNamespace(tensor=value))[src].tensor, value, device)
 
 

@@ -1,4 +1,4 @@
-"""A fork of a rank can't use its context, and gets a clear error."""
+"""A fork of a rank can't use the rank's context, and gets a clear error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REFUSED = "every call raised ContextError"
 
 
 def _calls() -> list[Callable[[], Any]]:
-    """List calls of every kind, with a value for each way that it may take."""
+    """List calls of every kind, with a value for each path through the library."""
     one, few, many = torch.ones(1), torch.ones(9), torch.ones(1 << 20)
     calls: list[Callable[[], Any]] = [
         idist.barrier,
@@ -51,7 +51,7 @@ def a_fork_of_a_rank_is_told_so_in_every_call(rank: int, size: int) -> None:
     if not hasattr(os, "fork"):
         return  # as on Windows
     calls = _calls()
-    # Starts the thread of asynchronous calls, which the fork lacks.
+    # This starts the thread of asynchronous calls, which the fork will lack.
     same(idist.all_reduce(1, async_op=True).wait(), size)
     reading, writing = os.pipe()
     child = quietly(os.fork)  # since 3.12 Python warns of forks of processes with threads
@@ -59,19 +59,19 @@ def a_fork_of_a_rank_is_told_so_in_every_call(rank: int, size: int) -> None:
         _reply(writing, calls, f"fork of rank {rank}")
     os.close(writing)
     try:
-        # Read once, not to the end: forks of ranks that are threads hold the other end, too.
+        # Read once, as forks of other thread ranks also hold the other end, so it isn't closed.
         reply = f"nothing within {_LIMIT_S:g} s"
         if select.select([reading], [], [], _LIMIT_S)[0]:
             reply = os.read(reading, 4000).decode(errors="replace") or "it ended without a reply"
     finally:
         os.close(reading)
-        os.kill(child, signal.SIGKILL)  # not yet waited for, so there is no other of this id
+        os.kill(child, signal.SIGKILL)  # not waited for yet, so its pid isn't another process's
         os.waitpid(child, 0)
     assert reply == _REFUSED, f"in a fork: {reply}"
 
 
-def _reply(writing: int, calls: list[Callable[[], Any]], text: str) -> None:
-    """Write the results of the calls to a pipe, and exit without the rank's exit handlers."""
+def _reply(writing: int, calls: list[Callable[[], Any]], who: str) -> None:
+    """Make the calls, write the outcome to a pipe, and exit without the rank's exit handlers."""
     reply, index = _REFUSED, -1
     try:
         for index, call in enumerate(calls):
@@ -79,7 +79,7 @@ def _reply(writing: int, calls: list[Callable[[], Any]], text: str) -> None:
                 reply = f"call {index} gave {call()!r}"
                 break
             except ContextError as error:
-                if text not in str(error):
+                if who not in str(error):
                     raise
     except BaseException as error:
         reply = f"call {index} raised {type(error).__name__}: {error}"

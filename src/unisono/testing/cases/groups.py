@@ -77,9 +77,9 @@ def a_list_of_ranks_makes_one_group_however_often_it_is_used(rank: int, size: in
 
 @law("groups", ranks=2)
 def two_groups_of_the_same_ranks_are_two_communicators(rank: int, size: int) -> None:
-    """Rank 0 calls both at once, each in a separate thread; the others one after the other.
+    """Rank 0 uses both groups at once, in two threads; other ranks use one after the other.
 
-    On a model that records graphs, which have one order, every rank calls one after the other.
+    On a model that records graphs, whose calls have one order, rank 0 does as the other ranks.
     """
     context = communicator()
     one, other = idist.new_group(range(size)), idist.new_group(range(size))

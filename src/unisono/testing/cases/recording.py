@@ -20,7 +20,7 @@ _LATE_CALLS = 4
 
 @contextmanager
 def _seen() -> Iterator[tuple[list[CollectiveRecord], list[CollectiveRecord]]]:
-    """Collect the records before and after this rank's calls."""
+    """Collect the records that hooks get before and after this rank's calls."""
     rank = idist.get_rank()
 
     def note(into: list[CollectiveRecord], record: CollectiveRecord) -> None:
@@ -38,7 +38,7 @@ def _seen() -> Iterator[tuple[list[CollectiveRecord], list[CollectiveRecord]]]:
 
 @law()
 def hooks_see_every_collective_with_name_bytes_group_and_number(rank: int, size: int) -> None:
-    """Each call is one record before and one after; equal numbers are one call on all ranks."""
+    """Hooks get a record before and after each call; its number is the same on all ranks."""
     tensor = torch.ones(3, dtype=torch.float64)
     with _seen() as (begun, done):
         idist.all_reduce(tensor)
@@ -92,7 +92,7 @@ def a_call_that_fails_is_recorded_with_its_error(rank: int, size: int) -> None:
 
 @law()
 def watching_names_the_rank_that_comes_late(rank: int, size: int) -> None:
-    """Every rank receives the late rank and the time lost."""
+    """Every rank gets the number of the late rank, and the lost time."""
     slow = size - 1
     with idist.watching() as watch:
         for _ in range(_LATE_CALLS):
@@ -104,6 +104,6 @@ def watching_names_the_rank_that_comes_late(rank: int, size: int) -> None:
         same((watch.slowest, watch.lost_s), (None, (0.0,)))
         return
     same(watch.slowest, slow, str(watch))
-    assert watch.last[slow] >= _LATE_CALLS - 1, str(watch)  # the others may be late for the first
+    assert watch.last[slow] >= _LATE_CALLS - 1, str(watch)  # another rank may be last once
     assert watch.lost_s[slow] >= (_LATE_CALLS - 1) * _LATE_S * 0.9, str(watch)
     same(idist.all_gather(watch.lost_s), [watch.lost_s] * size)

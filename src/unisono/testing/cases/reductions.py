@@ -35,6 +35,7 @@ _BOOL = {"SUM": or_, "PRODUCT": and_, "MIN": and_, "MAX": or_, **_BITWISE}
 
 
 def _ops(dtype: torch.dtype) -> tuple[Any, ...]:
+    """Return the operations that have a meaning for a dtype."""
     if dtype in COMPLEX:
         return ("SUM", "PRODUCT", "AVERAGE")
     if dtype in FLOATS:
@@ -43,7 +44,7 @@ def _ops(dtype: torch.dtype) -> tuple[Any, ...]:
 
 
 def expected(op: str, parts: list[Tensor]) -> Tensor:
-    """Reduce with Python's numbers, independently of every model's code."""
+    """Reduce with Python's numbers, so that the reference shares no code with a model."""
     dtype, shape = parts[0].dtype, parts[0].shape
     columns = list(zip(*(_numbers(part) for part in parts), strict=True))
     if op == "AVERAGE":
@@ -56,13 +57,14 @@ def expected(op: str, parts: list[Tensor]) -> Tensor:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for Python's numbers of a dtype, before they are rounded or wrapped."""
+    """Return the dtype of a reference result, before it is rounded or wrapped to `dtype`."""
     if dtype in COMPLEX or dtype is torch.bool:
         return dtype
     return torch.float64 if dtype in FLOATS else torch.int64
 
 
 def _numbers(tensor: Tensor) -> list[Any]:
+    """Return a tensor's elements as Python's numbers."""
     return list(tensor.to(_wide(tensor.dtype)).reshape(-1).tolist())
 
 
@@ -85,7 +87,7 @@ def all_reduce_takes_every_shape_and_layout(rank: int, size: int) -> None:
     layouts = [mine.to(memory_format=torch.channels_last), mine.clone().transpose(0, 3)]
     same(idist.all_reduce(layouts[0]), totals, "channels_last")
     same(idist.all_reduce(layouts[1]), totals.transpose(0, 3), "transposed")
-    mixed = mine if rank % 2 else layouts[0]  # strides differ between ranks, values do not
+    mixed = mine if rank % 2 else layouts[0]  # ranks have different strides, but the same shape
     same(idist.all_reduce(mixed), totals, "mixed strides")
     same(idist.all_reduce(torch.ones(1).expand(4)), torch.full((4,), float(size)), "expanded")
     same(idist.all_reduce(mine[:, 1:]), totals[:, 1:], "sliced")
@@ -160,7 +162,7 @@ def number_sums_are_the_same_on_every_rank(rank: int, size: int) -> None:
 
 @dataclass
 class Metrics:
-    """A dataclass of metrics, including a tensor or several."""
+    """A dataclass of metrics; `hits` is a tensor or a dict of tensors."""
 
     loss: float
     seen: int
@@ -180,7 +182,7 @@ def containers_are_reduced_leaf_by_leaf_and_keep_their_shape(rank: int, size: in
     got = idist.all_reduce(Metrics(1.0, 2, torch.ones(3)))
     same((got.loss, got.seen, got.hits), (1.0 * size, 2 * size, torch.full((3,), float(size))))
     same(idist.all_reduce({}), {})
-    # Too many names for one message.
+    # So many names don't fit into one message.
     many = {f"a name that takes room {i}": float(i) for i in range(3000)}
     same(idist.all_reduce(many), {key: size * item for key, item in many.items()})
     same(value["t"], torch.ones(2))
@@ -229,9 +231,9 @@ def in_place_forms_change_their_argument(rank: int, size: int) -> None:
     idist.all_reduce_(strided[:, 0].add_(rank + 1))
     same(strided[:, 0], torch.full((4,), float(sum(range(1, size + 1)))))
     same(strided[:, 1], torch.zeros(4))
-    for at in (slice(0), slice(1)):  # such a column is contiguous, although its stride is 2
-        column = torch.ones(4, 2)[at, 0]
-        same(idist.all_reduce_(column), torch.full(column.shape, float(size)), at)
+    for rows in (slice(0), slice(1)):  # a column of 0 or 1 rows is contiguous with any stride
+        column = torch.ones(4, 2)[rows, 0]
+        same(idist.all_reduce_(column), torch.full(column.shape, float(size)), rows)
         same(idist.all_reduce_(column, async_op=True).wait(), torch.full(column.shape, size**2.0))
     average = torch.full((2,), float(rank))
     same(idist.all_reduce_(average, "mean"), torch.full((2,), sum(range(size)) / size))

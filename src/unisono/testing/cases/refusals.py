@@ -121,7 +121,7 @@ class Scaled:
 
 @law()
 def what_a_users_class_raises_leaves_the_ranks_in_step(rank: int, size: int) -> None:
-    """Errors during the checks of a call and after its exchange keep the ranks in step."""
+    """The ranks stay in step if the class raises before or after the exchange of a call."""
     for value in (Pair(1.0, 2.0), Scaled(1.0, 2)):
         raises(PayloadError, ["can't be put together again"], idist.all_reduce, value)
         same(idist.all_reduce(1), size)
@@ -188,7 +188,7 @@ def a_tensor_that_one_rank_refuses_is_an_error_on_every_rank(rank: int, size: in
 
 
 def _refused_beside_good(size: int) -> Iterator[tuple[Sequence[Any], Any, Any]]:
-    """Yield calls with what one rank passes, which is refused, and what the others pass."""
+    """Yield calls, a value that is refused on one rank, and the value that other ranks pass."""
     for count in (size, 100_000 * size):
         good = torch.ones(count)
         sparse = good.to_sparse()
@@ -198,7 +198,7 @@ def _refused_beside_good(size: int) -> Iterator[tuple[Sequence[Any], Any, Any]]:
         writers = (idist.all_reduce_, idist.broadcast_)
         yield writers, torch.ones(1).expand(count * 2), torch.ones(count * 2)
         yield writers, torch.ones(3).as_strided((2, 2), (1, 1)), torch.ones(2, 2)
-        if size > 1:  # alone, it would be right
+        if size > 1:  # a single rank may pass integers
             yield _TAKE_TENSORS, good.int(), good
 
 
@@ -208,7 +208,7 @@ def what_is_several_times_in_memory_isnt_overwritten(rank: int, size: int) -> No
     for view in (
         base[:1].expand(4),
         base.as_strided((4, 4), (1, 1)),
-        base.as_strided((2, 2), (2, 2)),  # spans no more than its elements
+        base.as_strided((2, 2), (2, 2)),  # its span has room for its elements, but two overlap
     ):
         raises(PayloadError, ["all_reduce_", "contiguous()"], idist.all_reduce_, view)
         raises(PayloadError, ["broadcast_", "contiguous()"], idist.broadcast_, view)

@@ -1,4 +1,4 @@
-"""Tensors and trees in shared memory: they work like any others, by any transport."""
+"""Tensors and trees in shared memory work like any others, over any transport."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unisono.control.rendezvous import host_of_this_process
 from unisono.errors import ArgumentError, CollectiveMismatchError, PeerFailedError
 from unisono.testing.cases._law import law, raises, same
 
-_LONG = 1 << 16  # with shared memory, 256 KiB or more are not copied
+_LONG = 1 << 16  # float32 elements in 256 KiB, from which shared tensors aren't copied
 
 
 @law()
@@ -87,7 +87,7 @@ def nobody_sees_what_another_rank_writes_to_what_is_shared(rank: int, size: int)
 
     tensor, array = idist.shared(build)
     source.fill_(-1)
-    same(tensor, torch.zeros(_LONG), "it has changed with what build gave")
+    same(tensor, torch.zeros(_LONG), "it has changed with the tensor that build returned")
     tensor.fill_(rank)
     idist.barrier()
     same(tensor, torch.full((_LONG,), float(rank)))

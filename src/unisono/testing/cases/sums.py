@@ -1,4 +1,4 @@
-"""Bits of sums: equal on every rank and run; those of exact sums on every model, too."""
+"""Sums have the same bits on every rank and in every run; exact sums also on every model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unisono.testing.cases._law import law, raises, same
 from unisono.testing.cases.reductions import Metrics
 
 INF, NAN = math.inf, math.nan
-# Fraction bits, and the exponent of the smallest number.
+# The number of fraction bits, and the exponent of the smallest positive number.
 _FORMATS = {
     torch.float16: (10, -24),
     torch.bfloat16: (7, -133),
@@ -36,8 +36,8 @@ def rough(seed: int, count: int, dtype: torch.dtype, spread: int = 20) -> Tensor
 
 
 def correctly_rounded(column: Sequence[float], dtype: torch.dtype) -> float:
-    """Sum as fractions and round once: an independent reference."""
-    # A Fraction can't be infinite or NaN; floats add these correctly.
+    """Return the sum of fractions, rounded once: a reference without the library's code."""
+    # A Fraction can't be infinite or NaN, but float addition handles these correctly.
     if any(not math.isfinite(value) for value in column):
         return sum(column)
     if all(value == 0 and math.copysign(1, value) < 0 for value in column):
@@ -48,7 +48,7 @@ def correctly_rounded(column: Sequence[float], dtype: torch.dtype) -> float:
     fraction_bits, least_exponent = _FORMATS[dtype]
     magnitude, sign = abs(total), 1 if total > 0 else -1
     exponent = magnitude.numerator.bit_length() - magnitude.denominator.bit_length()
-    if magnitude < Fraction(2) ** exponent:  # the difference of the lengths is one more
+    if magnitude < Fraction(2) ** exponent:  # the lengths may differ by one more
         exponent -= 1
     step = Fraction(2) ** max(exponent - fraction_bits, least_exponent)
     nearest = round(magnitude / step) * step  # ties to even
@@ -56,14 +56,16 @@ def correctly_rounded(column: Sequence[float], dtype: torch.dtype) -> float:
 
 
 def _expected(parts: Sequence[Tensor]) -> Tensor:
+    """Return the exact sum of the ranks' tensors, rounded once."""
     columns = zip(*(part.double().reshape(-1).tolist() for part in parts), strict=True)
     return _sums(list(columns), parts[0].dtype).reshape(parts[0].shape)
 
 
 def _sums(columns: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
+    """Return a tensor with the correctly rounded sum of each column."""
     sums = [correctly_rounded(column, dtype) for column in columns]
     total = torch.tensor(sums, dtype=torch.float64).to(dtype)
-    return total.masked_fill(total.isnan(), NAN)  # conversions may change its bits
+    return total.masked_fill(total.isnan(), NAN)  # conversions may change the bits of NaN
 
 
 def _hard(rank: int, size: int, dtype: torch.dtype) -> Tensor:
@@ -71,8 +73,8 @@ def _hard(rank: int, size: int, dtype: torch.dtype) -> Tensor:
     info = torch.finfo(dtype)
     pairs = [(info.max, -info.max), (1.0, info.eps / 2), (1 + info.eps, info.eps / 2)]
     pairs += [(info.smallest_normal / 4, -info.smallest_normal / 2), (-0.0, -0.0), (-0.0, 0.0)]
-    ends = {size - 1: 1, 0: 0}  # a single rank has the first of each pair
-    # The others add -0.0, which changes no sum.
+    ends = {size - 1: 1, 0: 0}  # rank 0 comes last, so a single rank has the first of each pair
+    # Ranks between the first and the last add -0.0, which changes no sum.
     edges = [pair[ends[rank]] if rank in ends else -0.0 for pair in pairs]
     spread = -_FORMATS[dtype][1] // 2
     mine, next_one = (rough(r % size, 60, torch.float64, spread) for r in (rank, rank + 1))
@@ -84,8 +86,8 @@ def _hard(rank: int, size: int, dtype: torch.dtype) -> Tensor:
 
 @law()
 def sums_have_the_same_bits_on_every_rank(rank: int, size: int) -> None:
-    """On every path: short and long tensors, and each operation that rounds."""
-    for count in (5, 3_000, 40_000):  # within a frame, a short message, a long one
+    """The lengths and operations cover every path of sums that are rounded."""
+    for count in (5, 3_000, 40_000):  # one frame, a short message and a long message
         totals = []
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
             value = rough(rank, count, dtype)
@@ -133,7 +135,7 @@ def an_exact_sum_has_one_rule_for_what_isnt_finite(rank: int, size: int) -> None
         rows = [(INF, 1.0), (1.0, -INF), (INF, -INF), (INF, INF), (NAN, 1.0), (-INF, NAN)]
         rows += [(big, big), (-big, -big), (-0.0, -0.0), (-0.0, 0.0), (1.0, -1.0), (2.0, 3.0)]
         terms = torch.tensor(rows, dtype=dtype).T
-        # Rank 0 has the first of two terms, the last rank the second, those between none.
+        # Rank 0 has the first of two terms, the last rank has the second, other ranks have none.
         mine = terms if size == 1 else terms[:1] if rank == 0 else terms[1:]
         is_end = rank in (0, size - 1)
         same(idist.exact_sum(mine if is_end else mine[:0]), _sums(rows, dtype), dtype)
@@ -155,7 +157,7 @@ def exact_sums_of_containers_and_numbers_keep_their_shape(rank: int, size: int) 
     same(idist.all_reduce(mixed, exact=True), [_expected(double), torch.tensor([True]), total])
     same(idist.all_reduce(2**53 + 1, exact=True), size * (2**53 + 1))
     same(idist.all_reduce(True, exact=True), True)
-    # A partial sum overflows, unless the sum is exact.
+    # The sum of the first two overflows, unless it is exact.
     numbers = [1e308, 1e308, -1e308][: min(size, 3)] + [0.0] * (size - 3)
     same(idist.all_reduce(numbers[rank], exact=True), correctly_rounded(numbers, torch.float64))
     infinity = INF if rank == 0 else -INF if rank == size - 1 else 0.0
@@ -166,6 +168,7 @@ def exact_sums_of_containers_and_numbers_keep_their_shape(rank: int, size: int) 
 
 
 def _bits(number: Any) -> bytes:
+    """Return a float's bytes, which also show the sign of NaN."""
     return struct.pack("<d", number)
 
 
@@ -173,7 +176,7 @@ def _bits(number: Any) -> bytes:
 def an_exact_sum_doesnt_depend_on_which_rank_has_which_terms(rank: int, size: int) -> None:
     terms = torch.stack([_hard(r, 5, torch.float32) for r in range(5)])
     whole = _expected(list(terms))
-    for ways in (size, 1):  # the second leaves only one rank with values
+    for ways in (size, 1):  # for 1, rank 0 has all terms
         mine = terms[rank::ways] if rank < ways else terms[:0]
         same(idist.exact_sum(mine), whole, ways)
     backwards = terms.flip(0)[(size - 1 - rank) :: size]
@@ -218,8 +221,8 @@ def exact_sums_are_those_of_a_group(rank: int, size: int) -> None:
     group = idist.new_group(range(max(size - 1, 1)))
     parts = [rough(r, 100, torch.float64) for r in group.ranks]
     mine = rough(rank, 100, torch.float64)
-    due = _expected(parts) if rank in group.ranks else mine
-    same(idist.all_reduce(mine, group=group, exact=True), due)
+    wanted = _expected(parts) if rank in group.ranks else mine
+    same(idist.all_reduce(mine, group=group, exact=True), wanted)
     terms = mine.view(4, 25)
-    due = _expected([row for part in parts for row in part.view(4, 25)])
-    same(idist.exact_sum(terms, group=group), due if rank in group.ranks else terms)
+    wanted = _expected([row for part in parts for row in part.view(4, 25)])
+    same(idist.exact_sum(terms, group=group), wanted if rank in group.ranks else terms)

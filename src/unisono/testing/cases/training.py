@@ -57,7 +57,7 @@ def a_signal_to_one_rank_is_told_to_all_at_the_same_point(rank: int, size: int) 
             signal.raise_signal(signal.SIGUSR1)
         same(idist.preemption_point(), True)
         same(idist.preemption_point(), True)
-        if rank != size - 1:  # a signal to all ranks reaches this one later, harmlessly
+        if rank != size - 1:  # if all ranks get the signal, it does no harm that some get it later
             signal.raise_signal(signal.SIGUSR1)
         idist.barrier()
 
@@ -70,7 +70,7 @@ def values_that_differ_are_named_with_their_ranks(rank: int, size: int) -> None:
             parameter.fill_(0.5)
     idist.assert_equal(tree)
     idist.assert_equal([float("nan"), -0.0, {}, torch.tensor([float("nan")]), object()])
-    numbers = [0, 8, 2**70] if rank else [2**70, 8, 0]  # collide: a set's order differs
+    numbers = [0, 8, 2**70] if rank else [2**70, 8, 0]  # collide, so their sets differ in order
     idist.assert_equal([set(numbers), frozenset([frozenset(numbers), "a"]), set(map(str, numbers))])
     same(idist.all_reduce(1), size)
     if size == 1:
@@ -126,7 +126,7 @@ def what_a_rank_raises_in_evaluate_is_told_while_others_wait_in_it(rank: int, si
     def fails(rows: Tensor) -> Tensor:
         if rank == size - 1:
             raise KeyError("mine")
-        idist.all_reduce(1)  # the others wait here
+        idist.all_reduce(1)  # other ranks wait here
         return rows
 
     raises(PeerFailedError, ["KeyError: 'mine'"], idist.evaluate, fails, numbers)
@@ -143,13 +143,13 @@ def what_a_rank_raises_in_evaluate_is_told_while_others_wait_in_it(rank: int, si
 def a_rank_out_of_memory_halves_the_batch_on_all(rank: int, size: int) -> None:
     tried: list[int] = []
 
-    @idist.find_executable_batch_size(4)  # each try that fails collects all garbage
+    @idist.find_executable_batch_size(4)  # small, as each failed try collects all garbage
     def train(batch_size: int, room: int) -> tuple[int, int]:
         tried.append(batch_size)
         total = idist.all_reduce(1)
         if rank == size - 1 and batch_size > room:
             raise MemoryError(f"no room for {batch_size}")
-        return batch_size, total + idist.all_reduce(1)  # the others wait here
+        return batch_size, total + idist.all_reduce(1)  # other ranks wait here
 
     same(idist.all_gather(train(1)), [(1, 2 * size)] * size)
     same(tried, [4, 2, 1])
@@ -183,7 +183,7 @@ def gradients_are_clipped_by_the_norm_of_their_mean(rank: int, size: int) -> Non
         optimizer.step()
         optimizer.zero_grad()
     (weight,) = (item.detach().cpu() for item in idist.unwrap_model(model).parameters())
-    # Two steps of the mean gradient, a multiple of (3, 4), clipped to norm 1.
+    # Each of two steps subtracts the mean gradient, a multiple of (3, 4) clipped to norm 1.
     torch.testing.assert_close(weight, torch.tensor([[1 - 2 * 0.6, 1 - 2 * 0.8]]))
     idist.assert_equal(weight)
     scaler = torch.amp.GradScaler(idist.device().type, enabled=False)

@@ -15,7 +15,7 @@ from unisono.testing.cases.reductions import DTYPES
 @law()
 def all_gather_joins_tensors_of_every_dtype(rank: int, size: int) -> None:
     for dtype in DTYPES:
-        for count in (2, 200):  # within the first frame of an exchange, and more
+        for count in (2, 200):  # within the first frame of an exchange, and longer
             parts = [tensor_of(r, (count, 2), dtype) for r in range(size)]
             same(idist.all_gather(parts[rank]), torch.cat(parts), (dtype, count))
 
@@ -41,13 +41,13 @@ def all_gather_joins_every_shape_and_layout(rank: int, size: int) -> None:
 
 @law()
 def all_gather_joins_tensors_of_uneven_length(rank: int, size: int) -> None:
-    for scale in (1, 100):  # within a frame, and beyond it
+    for scale in (1, 100):  # within one frame, and longer
         parts = [torch.full((r * scale, 2), float(r)) for r in range(size)]
         same(idist.all_gather(parts[rank]), torch.cat(parts))
         same(idist.all_gather(parts[rank], uneven=True), parts)
         mixed = [torch.full((1 + r,) * (1 + r % 2), float(r)) for r in range(size)]
         same(idist.all_gather(mixed[rank], uneven=True), mixed)
-    for length in (3, 300_000):  # items that are kept or saved own exactly their memory
+    for length in (3, 300_000):  # each item's memory holds no other items, so it can be saved alone
         part = torch.full((length,), float(rank))
         shapes = [part.shape] * size
         of_shapes = idist.all_gather_tensors_with_shapes(part, shapes)
@@ -73,7 +73,7 @@ def all_gather_with_known_shapes_takes_one_round(rank: int, size: int) -> None:
     for dtype in (torch.float32, torch.int16, torch.bool):
         parts = [tensor_of(r, (r + 1, 3 - r % 2), dtype) for r in range(size)]
         same(gather(parts[rank], [list(part.shape) for part in parts]), parts, dtype)
-        for length in (0, 1):  # such a column is contiguous, although its stride is 2
+        for length in (0, 1):  # a column of 0 or 1 rows is contiguous with any stride
             column = torch.zeros(length, 2, dtype=dtype)[:, 0]
             same(gather(column, [[length]] * size), [column.clone()] * size, (dtype, length))
     one, two, ones = torch.ones(1), torch.ones(2), [[1]] * size
@@ -83,7 +83,7 @@ def all_gather_with_known_shapes_takes_one_round(rank: int, size: int) -> None:
     raises(ArgumentError, ["[2]", "[1]"], gather, two, ones)
     raises(ArgumentError, ["`shapes`", "float"], gather, one, [[1.0]] * size)
     raises(PayloadError, ["list"], gather, [1.0], ones)
-    sparse = torch.ones(1, device="cpu").to_sparse()  # no device is needed to refuse it
+    sparse = torch.ones(1, device="cpu").to_sparse()  # not every device has sparse tensors
     raises(PayloadError, ["dense"], gather, sparse, ones)
 
 
@@ -169,6 +169,7 @@ def all_to_all_sends_part_i_to_rank_i(rank: int, size: int) -> None:
 
 
 def _messages(rank: int) -> list[Any]:
+    """List the values that a rank sends."""
     return [
         rank, 2**60, "é" * 300, None, {"t": torch.arange(500)},
         tensor_of(rank, (3,), torch.int16), tensor_of(rank, (300,), torch.bool),

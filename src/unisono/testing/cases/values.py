@@ -79,6 +79,7 @@ class NoReduce:
 
 
 def _objects(rank: int) -> list[Any]:
+    """List objects and containers, which differ by rank."""
     return [
         {"a": torch.arange(3) + rank, "b": [1, "x", None, (2.5, True)]},
         {"big": 10**400, 7: {"nested": [[], {}, ()]}},
@@ -157,7 +158,7 @@ def a_value_that_cant_travel_is_an_error_on_every_rank(rank: int, size: int) -> 
 @law()
 def ints_beyond_64_bits_are_refused_on_every_rank(rank: int, size: int) -> None:
     last = f"rank {size - 1}"
-    for value in (2**63, -(2**63) - 1, 10**400):  # the last is beyond floats, too
+    for value in (2**63, -(2**63) - 1, 10**400):  # the last is too large for a float, too
         wrong = value if rank == size - 1 else 1
         raises(PayloadError, [last, "64 bits: reduce a float"], idist.all_reduce, wrong)
         raises(PayloadError, [last, "64 bits: reduce a float"], idist.all_reduce, [wrong])
@@ -196,9 +197,9 @@ def whatever_is_raised_while_a_value_is_encoded_is_an_error_on_every_rank(
 
 @law()
 def classes_of_tensors_arrive_as_they_are_where_a_value_is_carried(rank: int, size: int) -> None:
-    """They arrive as torch's own class if tensors are joined or reduced."""
+    """Tensors that are joined or reduced arrive as plain ``torch.Tensor`` instead."""
     src = size - 1
-    for count in (3, 200_000):  # within a frame, and beyond it
+    for count in (3, 200_000):  # within one frame, and longer
         plain = torch.arange(float(count))
         frozen = torch.nn.Parameter(plain.clone(), requires_grad=False)
         for value in (torch.nn.Parameter(plain.clone()), frozen, plain.clone().as_subclass(Mine)):

@@ -98,16 +98,20 @@ class World:
     size: int
 
     def same(self, value: object, *, among: Collection[int] | None = None) -> None:
-        """Check that type, dtype, shape and bits are the same on all ranks, or `among` some.
+        """Check that a value's type, dtype, shape and bits are the same on all ranks.
 
         Collective over all ranks.
+
+        Args:
+            value: the value on this rank.
+            among: the ranks whose values are compared; None compares those of all ranks.
         """
         __tracebackhide__ = hides
-        # Pickled, as tensors would be joined, and types may differ among ranks.
+        # Pickled, because all_gather joins tensors, and types may differ among ranks.
         pickles = all_gather(dumps(value))
         chosen = range(self.size) if among is None else sorted(among)
         values = {rank: pickle.loads(pickles[rank]) for rank in chosen}
-        groups: list[list[int]] = []  # of ranks with equal values, which may be unhashable
+        groups: list[list[int]] = []  # ranks of equal values, which may be unhashable
         for rank in chosen:
             equal = [each for each in groups if not difference(values[rank], values[each[0]])]
             if equal:
@@ -128,7 +132,7 @@ class World:
             error: the expected error, which ends the block; other errors propagate.
 
         Raises:
-            AssertionError: the block didn't raise there (on these ranks).
+            AssertionError: the block didn't raise on this rank (if it is among `rank`).
         """
         __tracebackhide__ = hides
         if not self.only(rank):
@@ -147,7 +151,7 @@ class World:
 
 def begin(local_rank: int, setting: Setting) -> None:
     """Start this rank's session."""
-    with _lock:  # threads import the same modules
+    with _lock:  # ranks that are threads import the same test modules
         _here.session = RankSession(setting)
 
 
@@ -178,16 +182,16 @@ class RankSession:
         rank = facts.get_rank()
         options = {**setting.options, IN_RANK: rank}
         # pytest deletes an existing base directory, so each rank's session has its own.
-        own = f"{facts.get_world_size()}-{facts.backend()}-rank{rank}-{os.getpid()}"
-        options["basetemp"] = str(Path(setting.temporary, own))
+        name = f"{facts.get_world_size()}-{facts.backend()}-rank{rank}-{os.getpid()}"
+        options["basetemp"] = str(Path(setting.temporary, name))
         # pytest would warn that this package is already imported.
         ignored = "ignore::pytest.PytestAssertRewriteWarning"
         options["pythonwarnings"] = [*(options.get("pythonwarnings") or ()), ignored]
         off = list(_NOT_LOADED)
         if not self.is_process:
             off += _PLUGINS_OF_A_PROCESS
-            options["assertmode"] = "plain"  # the parent's rewriting applies
-            # The parent has extended the search path that they share.
+            options["assertmode"] = "plain"  # the parent has rewritten the modules' assertions
+            # The parent has extended the search path of this process.
             options["override_ini"] = [*(options.get("override_ini") or ()), "pythonpath="]
         elif options.get("capture") == "fd":
             options["capture"] = "sys"
@@ -220,7 +224,7 @@ class RankSession:
         self._report, self._failure, self._tmp_path = RankReport(), None, Path(tmp_path)
         # Fixtures of modules and classes end when the parent leaves these, not between two tests.
         self._session._setupstate.teardown_exact(item)
-        around: Any = item.parent  # keeps its fixtures
+        around: Any = item.parent  # as the next item, it keeps the fixtures of module and class
         item.ihook.pytest_runtest_protocol(item=item, nextitem=around)
         # Ranks whose test has ended or replaced the context can't run another test.
         self._report.has_lost_context = context.current_model() is not self._model
@@ -327,6 +331,8 @@ class _NoTerminal:
 
 
 def _refused(name: str) -> Any:
+    """Make a fixture of this name that fails the test."""
+
     @pytest.fixture(name=name)
     def refuse(_: object) -> None:
         pytest.fail(
@@ -338,4 +344,5 @@ def _refused(name: str) -> Any:
     return refuse
 
 
+# A plug-in that replaces pytest's fixtures of these names in thread ranks.
 _Refused = type("_Refused", (), {name: _refused(name) for name in OF_A_PROCESS})

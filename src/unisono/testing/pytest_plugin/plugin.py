@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 IN_RANK = "unisono_rank"
-"""An option that only the configuration within a rank has."""
+"""An option that is set only in a rank's configuration."""
 OF_A_PROCESS = frozenset({
     "caplog", "capfd", "capfdbinary", "capsys", "capsysbinary", "capteesys",
     "monkeypatch", "recwarn",
@@ -22,7 +22,7 @@ OF_A_PROCESS = frozenset({
 """Fixtures that change the whole process, which thread ranks share."""
 _PLACE = "_ranks"  # the parameter with a test's `Place`
 _MARK = (
-    'ranks(*sizes, on=("threads", "gloo"), timeout=30): run the test\'s body in so many ranks, '
+    'ranks(*sizes, on=("threads", "gloo"), timeout=30): run the test\'s body in this many ranks, '
     "once for each size and backend; timeout is in seconds"
 )
 
@@ -40,7 +40,7 @@ class Place:
 
 
 def place_of(item: object) -> Place | None:
-    """Return where a test runs; None for a test in the parent."""
+    """Return the size and backend that a test runs with; None for a test in the parent."""
     callspec = getattr(item, "callspec", None)
     return None if callspec is None else callspec.params.get(_PLACE)
 
@@ -84,9 +84,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Create one test per size and backend, by the marks of the test, its class or module."""
-    # The first is of the nearest node, whose marks replace those of its class and module.
+    # The nearest node comes first, and its marks replace those of class and module.
     found = [*metafunc.definition.iter_markers_with_node("ranks")]
-    # Reversed: pytest lists the lowest decorator first.
+    # Reversed, because pytest lists the lowest decorator first.
     marks = [mark for node, mark in reversed(found) if node is found[0][0]]
     places = {str(place): place for mark in marks for place in _places(mark, metafunc)}
     if places:
@@ -95,11 +95,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _places(mark: pytest.Mark, metafunc: pytest.Metafunc) -> Iterator[Place]:
-    """Yield a place for each size and backend of a mark; fail the test for a wrong mark."""
+    """Yield a place for each size and backend of a mark; fail the test if its mark is wrong."""
     problem = ""
     unknown = sorted(set(mark.kwargs) - {"on", "timeout"})
     if unknown:
-        problem = f"mark ranks takes on and timeout, not {', '.join(unknown)}"
+        problem = f"mark ranks has no {', '.join(unknown)}: its keywords are on and timeout"
     elif not mark.args or not all(type(size) is int and size > 0 for size in mark.args):
         given = ", ".join(map(repr, mark.args))
         problem = f"mark ranks({given}) needs numbers of ranks, such as ranks(1, 2)"
@@ -168,20 +168,20 @@ class _Session:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """Drop a marked test's fixtures, which its ranks run; end thread ranks before others."""
+        """Drop the fixtures of a marked test, which its ranks set up; else end thread ranks."""
         if place_of(item) is not None:
             if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
                 pytest.fail(
-                    "mark ranks isn't for tests of hypothesis: each rank would draw different "
-                    "examples: remove the mark and pass the drawn values to a function: "
-                    "ranks(2).run(work, x), with the fixture ranks",
+                    "mark ranks isn't for tests of hypothesis, since each rank would draw "
+                    "different examples: remove the mark, and pass the drawn values to a function "
+                    "with the fixture ranks, as in ranks(2).run(work, x)",
                     pytrace=False,
                 )
             item.fixturenames = []  # type: ignore[attr-defined]
             return
         if self._pools is not None:
             self._pools.end_threads()
-        # pytest doesn't parametrize tests of some kinds, so these are marked and have no place.
+        # pytest doesn't parametrize some kinds of tests, so a marked one may have no place.
         if item.get_closest_marker("ranks") is not None:
             pytest.fail(
                 "mark ranks is for functions and for methods of plain classes: this test is "

@@ -37,17 +37,17 @@ __tracebackhide__ = hides
 _START_S = 120.0  # for ranks to start, and to collect the tests
 _THREAD = "unisono-rank-"  # prefix of the names of threads that are ranks
 _PLAIN = (type(None), bool, int, float, str)
-# Options of the session that aren't for its ranks, which run single tests.
-_FALSE = (
+# Options of the parent's session that don't apply to ranks, which run single tests.
+_FALSE_IN_RANKS = (
     "usepdb", "trace", "lf", "failedfirst", "newfirst", "stepwise", "stepwise_skip", "collectonly",
     "setuponly", "setupshow", "setupplan", "cacheclear", "looponfail",
 )  # fmt: skip
-_NONE = (
+_NONE_IN_RANKS = (
     "deselect", "xmlpath", "pastebin", "durations", "numprocesses", "inifilename", "rootdir",
 )  # fmt: skip
-_OFF: dict[str, Any] = {
-    **dict.fromkeys(_FALSE, False),
-    **dict.fromkeys(_NONE),
+_OPTIONS_IN_RANKS: dict[str, Any] = {
+    **dict.fromkeys(_FALSE_IN_RANKS, False),
+    **dict.fromkeys(_NONE_IN_RANKS),
     "keyword": "",
     "markexpr": "",
     "maxfail": 0,
@@ -65,8 +65,9 @@ class Pool:
         self._backend = backend
         self.size = size
         self._setting = setting
-        self._keeps_failures = keeps_failures  # for the debugger
-        self._is_held = False  # for it, too: ranks that a failure left busy, until the next call
+        # For the debugger, ranks that a failure left busy are held until the next call.
+        self._keeps_failures = keeps_failures
+        self._is_held = False
         self._pool = WorkerPool(backend, size)
 
     @property
@@ -95,7 +96,7 @@ class Pool:
 
     def debug(self, rank: int) -> None:
         """Start the debugger at the last failure of a rank."""
-        stdin = f"/proc/{os.getpid()}/fd/0"  # of this process, which the rank opens
+        stdin = f"/proc/{os.getpid()}/fd/0"  # the rank opens the stdin of this process
         if not Path(stdin).exists():  # as on macOS, which has no /proc
             stdin = "/dev/tty"
         asked = outcome(self._pool, in_session, (RankSession.debug, stdin), only=[rank], keep=True)
@@ -110,16 +111,16 @@ class Pool:
         end_replicas(self._pool)
 
     def close(self) -> None:
-        """End idle ranks in good order."""
+        """End idle ranks, after their threads and exit handlers."""
         if self._is_held:
             self.drop()
-        with contextlib.suppress(UnisonoError):  # their threads or exit handlers have failed
+        with contextlib.suppress(UnisonoError):  # threads or exit handlers of a rank have failed
             self._pool.close()
         self._pool = WorkerPool(self._backend, self.size)  # a closed one can't start ranks again
 
 
 class Pools:
-    """All warm ranks of a session; a plug-in of it from the first test in ranks on."""
+    """All warm ranks of a session; registered as its plug-in at the first test in ranks."""
 
     def __init__(self, session: pytest.Session) -> None:
         self._session = session
@@ -152,7 +153,7 @@ class Pools:
         temporary.mkdir(exist_ok=True)
         ini = None if config.inipath is None else str(config.inipath)
         return Setting(
-            options={**options, **_OFF},
+            options={**options, **_OPTIONS_IN_RANKS},
             root=str(config.rootpath),
             ini=ini,
             files=tuple(files),
@@ -183,7 +184,7 @@ class Pools:
         except BackendUnavailableError as error:
             raise pytest.skip.Exception(str(error), _use_item_location=True) from None
         self._merged = merged = reports.merge(answers, place, item, printed)
-        if merged.has_lost_context and not self._is_debugged:  # the debugger comes first
+        if merged.has_lost_context and not self._is_debugged:  # a debugger still needs the ranks
             pool.drop()
         merged.raise_unless_passed()
 
@@ -191,14 +192,14 @@ class Pools:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, Any, Any]:
-        """Replace the report of this process by the ranks' own."""
+        """Replace this process's report of a test by the merged report of its ranks."""
         report = yield
         if call.when == "call" and place_of(item) is not None and self._merged is not None:
             self._merged.copy_to(report)
         return report
 
     def pytest_exception_interact(self, node: Any, call: pytest.CallInfo[Any], report: Any) -> None:
-        """Start the debugger of ``--pdb`` in the rank that was asked for, else pytest's own."""
+        """Start the debugger of ``--pdb`` in a failed rank; for other failures, in this process."""
         if not self._is_debugged:
             return
         place = place_of(node)
@@ -212,10 +213,10 @@ class Pools:
         terminal.ensure_newline()
         report.toterminal(terminal._tw)  # as pytest does before its own debugger
         report._pdbshown = True  # read by pytest's own summary
-        failed = [] if self._merged is None else self._merged.failed  # the first cause first
+        failed = [] if self._merged is None else self._merged.failed  # begins with the cause
         wanted = node.config.getoption("ranks_pdb")
         if not failed:
-            terminal.write_line("no rank is there to look at: see the report")
+            terminal.write_line("no rank is left to debug: see the report")
             return
         rank = next((one for one in (wanted, 0) if one in failed), failed[0])
         if wanted is not None and rank != wanted:
@@ -225,7 +226,7 @@ class Pools:
         self._pool(place.backend, place.size).debug(rank)
 
     def pytest_internalerror(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-        """Start the debugger at an error of pytest's own."""
+        """Start the debugger at an internal error of pytest."""
         if self._is_debugged:
             self._debugger.pytest_internalerror(excinfo=excinfo)
 
@@ -254,6 +255,7 @@ class Pools:
 
 
 def _end_fixtures(pool: Pool, kept: list[str]) -> None:
+    """End the fixtures in a pool's ranks, except those of the nodes in `kept`."""
     answers = pool.run(RankSession.end_fixtures, kept, timeout_s=_START_S)
     if len(answers.answers) < pool.size:
         error = reports.error_of(answers, pool.size, "ending fixtures", _START_S)
@@ -268,8 +270,7 @@ class RankPool:
     _timeout_s: float
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Run ``function(*args, **kwargs)`` in every rank."""
-        # Local; in the ranks collectives work.
+        """Run ``function(*args, **kwargs)`` in every rank, where it may call collectives."""
         pickled = pickle_for_worker((function, args, kwargs))
         answers = self._pool.run(RankSession.call, pickled, timeout_s=self._timeout_s)
         size = self._pool.size
@@ -287,18 +288,19 @@ class _ByRank(ByThread):
         self._is_kept = is_kept
 
     def own(self) -> Any:
+        """Return the target of this thread: its rank's, or the stream if it isn't a rank."""
         thread = threading.current_thread().name
         if not thread.startswith(_THREAD):
             return self.stream
         rank = int(thread.removeprefix(_THREAD))
-        if rank not in self.streams:  # no other thread sets this one
+        if rank not in self.streams:  # no lock, as no other thread sets this rank's stream
             self.streams[rank] = io.StringIO() if self._is_kept else RankStream(self.stream, rank)
         return self.streams[rank]
 
 
 @contextlib.contextmanager
 def _output_of_threads(is_kept: bool) -> Iterator[reports.Printed]:
-    """Separate the output of ranks that are threads: keep it, else prefix its lines."""
+    """Separate the output of thread ranks; keep it, or prefix its lines with the rank."""
     out: Any = _ByRank(sys.stdout, is_kept)
     err: Any = _ByRank(sys.stderr, is_kept)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -306,7 +308,7 @@ def _output_of_threads(is_kept: bool) -> Iterator[reports.Printed]:
             yield {"stdout": out.streams, "stderr": err.streams} if is_kept else {}
         finally:
             for stream in (*out.streams.values(), *err.streams.values()):
-                stream.flush()  # incomplete lines
+                stream.flush()  # writes incomplete lines, which have waited for their end
 
 
 def _is_plain(value: object) -> bool:

@@ -39,7 +39,7 @@ _Outcome = Literal["passed", "failed", "skipped"]
 
 
 class RanksFailed(Exception):
-    """Raised in the session's process where a test failed in its ranks."""
+    """Raised in the parent for a test that failed in its ranks."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Merged:
         """Raise unless the test passed."""
         if self.outcome == "skipped" and self.wasxfail is None:
             raise pytest.skip.Exception(str(self.longrepr[2]), _use_item_location=True)
-        # For an xfail, too: `copy_to` turns this exception's report into that of the ranks.
+        # Raised for an xfail, too; `copy_to` replaces the report of this exception.
         if self.outcome != "passed":
             raise RanksFailed(_headline(self.longrepr))
 
@@ -77,7 +77,7 @@ class Merged:
 
 @dataclass
 class _Rank:
-    """One rank's report, with those of pytest as objects."""
+    """One rank's report, with pytest's reports of the phases loaded as objects."""
 
     rank: int
     report: RankReport
@@ -91,7 +91,7 @@ class _Rank:
 
     @property
     def is_unexpected_pass(self) -> bool:
-        """Whether it counts as failed since it passed, although a strict xfail is set."""
+        """Whether the test passed on this rank, which a strict xfail counts as a failure."""
         return str(self.decisive.longrepr).startswith(_STRICT)
 
 
@@ -121,8 +121,8 @@ def _verdict(answers: PoolCall, place: Place, item: pytest.Item, ranks: list[_Ra
     has_cause = any(not (one.report.is_secondary or one.is_unexpected_pass) for one in failed)
     if is_lost or has_cause:
         return _failure(answers, place, item, failed)
-    # The failures that remain count only if no rank skips or fails as expected: they are of ranks
-    # that waited for it, or that pass where a strict xfail wants a failure in any rank.
+    # The remaining failures are of ranks that waited for another one, or passed against a strict
+    # xfail, which one failing rank satisfies. A skip or an expected failure explains both.
     if skips:
         first = min(skips, key=lambda report: not hasattr(report, "wasxfail"))  # an xfail first
         return Merged("skipped", "call", first.longrepr, getattr(first, "wasxfail", None))
@@ -133,7 +133,7 @@ def _verdict(answers: PoolCall, place: Place, item: pytest.Item, ranks: list[_Ra
 
 
 def _by_rank(answers: PoolCall, item: pytest.Item) -> list[_Rank]:
-    """Return the ranks' reports by rank, also of those that failed outside of the test's phases."""
+    """Return the reports by rank; a rank that failed outside of the test's phases gets one."""
     load = partial(item.config.hook.pytest_report_from_serializable, config=item.config)
 
     def loaded(rank: int, report: RankReport) -> _Rank:
@@ -149,13 +149,13 @@ def _by_rank(answers: PoolCall, item: pytest.Item) -> list[_Rank]:
         else:
             longrepr = _repr_of(item, failure.summary, failure.traceback)
             phase = pytest.TestReport(item.nodeid, item.location, {}, "failed", longrepr, "call")
-            # Its time is unknown; this one is later than all known ones.
+            # When it failed is unknown; the present is later than all known times.
             ranks.append(_Rank(rank, RankReport(failed_at=time.monotonic()), [phase]))
     return sorted(ranks, key=lambda each: each.rank)
 
 
 def _failure(answers: PoolCall, place: Place, item: pytest.Item, failed: Sequence[_Rank]) -> Merged:
-    """Build the failure: the loss or timeout, else the first cause; then the others."""
+    """Build the report: the loss, the timeout or the first cause, then the other failures."""
     groups = others = _groups(failed)
     longrepr: Any
     when: Any = "call"
@@ -185,7 +185,7 @@ def _failure(answers: PoolCall, place: Place, item: pytest.Item, failed: Sequenc
 
 
 def _groups(failed: Iterable[_Rank]) -> list[list[_Rank]]:
-    """Group ranks by equal failure: causes before what follows from them, the earliest first."""
+    """Group ranks by equal failure: causes before their consequences, each the earliest first."""
     groups: dict[tuple[bool, str], list[_Rank]] = {}
     for one in sorted(
         failed, key=lambda r: (r.report.is_secondary, r.is_unexpected_pass, r.report.failed_at)
@@ -223,7 +223,7 @@ def _with_head(longrepr: Any, head: str, item: pytest.Item) -> Any:
 
 
 def _headline(longrepr: Any) -> str:
-    """Return the last exception of a failure in one line, or a failure that is only text."""
+    """Return a failure's last exception in one line, or its whole text without an exception."""
     crash = getattr(longrepr, "reprcrash", None)
     return str(longrepr) if crash is None else f"{crash.path}:{crash.lineno}: {crash.message}"
 
@@ -234,10 +234,10 @@ def _stacks(answers: PoolCall, size: int) -> str:
     was = "was" if len(done) == 1 else "were"
     parts = [f"{named(done)} of {size} {was} done\n"] if done else []
     for rank, frames in sorted(answers.stacks.items()):
-        # The body begins after the innermost of these frames; the others are of the rank's session.
+        # Frames up to the last of pytest's python.py are of the rank's session, not of the body.
         starts = [at for at, frame in enumerate(frames, 1) if frame.filename.endswith(_BODY)]
-        of_the_body = StackSummary.from_list(frames[max(starts, default=0) :])
-        shown = fold_text("".join(of_the_body.format())) or _NO_ANSWER
+        body = StackSummary.from_list(frames[max(starts, default=0) :])
+        shown = fold_text("".join(body.format())) or _NO_ANSWER
         parts.append(f"rank {rank} of {size}:\n{shown}")
     return "\n".join(parts)
 
@@ -251,9 +251,9 @@ def _sections(ranks: Sequence[_Rank], printed: Printed, size: int) -> Iterable[t
     for name, streams in printed.items():
         for rank, kept in sorted(streams.items()):
             by_text.setdefault((f"Captured {name} call", kept.getvalue()), []).append(rank)
-    for (name, text), those in by_text.items():
+    for (name, text), group in by_text.items():
         if text:
-            yield f"{name} ({named(those)} of {size})", text
+            yield f"{name} ({named(group)} of {size})", text
 
 
 def error_of(answers: PoolCall, size: int, what: str, timeout_s: float) -> BaseException:
@@ -265,6 +265,6 @@ def error_of(answers: PoolCall, size: int, what: str, timeout_s: float) -> BaseE
             f"{what} wasn't done on {named(answers.late)} of {size} after "
             f"{format_s(timeout_s)}\n{_stacks(answers, size)}"
         )
-    # Of the rank that least likely reports another one's failure.
+    # The rank whose failure was least likely caused by another rank's.
     rank = min(answers.failures, key=lambda rank: (answers.failures[rank].cause_order, rank))
     return answers.failures[rank].error(rank, size)
