@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unisono.accelerators import current_device
+from unisono.accelerators import accelerator, current_device
 from unisono.control.absent_ranks import LOOK_S, Wait
 from unisono.control.plane import SocketControlPlane
 from unisono.control.rendezvous import authenticate, host_of_this_process
@@ -238,10 +238,10 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
     def device(self) -> torch.device:
         if self._device is not None:
             return self._device
-        device = current_device()
-        if device.type == "cpu" or not process_group.serves(self._backend, device.type):
+        kind = accelerator()
+        if kind is None or not process_group.serves(self._backend, kind.type):
             return torch.device("cpu")
-        return device
+        return current_device()  # only now, because it initialises the accelerator
 
     def wrap_module(self, module: nn.Module, wrapper: str, **options: Any) -> nn.Module | None:
         return process_group.wrap(module, wrapper, self.device, **options)
