@@ -216,7 +216,9 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         # The step averages, collectively over all ranks. Backward can't: it only records a graph,
         # and may run in a thread of autograd's that isn't a replica.
         setattr(optimizer, _IS_SETTLED, False)
-        optimizer.register_step_pre_hook(self._before_step)
+        hook = optimizer.register_step_pre_hook(self._before_step)
+        # First, so that the user's earlier hooks, such as one that clips, get averaged gradients.
+        optimizer._optimizer_step_pre_hooks.move_to_end(hook.id, last=False)
         optimizer.register_step_post_hook(lambda *_: self.control.settle())
         return optimizer
 
