@@ -1,4 +1,4 @@
-"""This machine's accelerator, detected without initialising it."""
+"""This machine's accelerator, detected and counted without initialising it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def accelerator() -> torch.device | None:
 
 
 def current_device() -> torch.device:
-    """Return the accelerator's current device, or the CPU without one."""
+    """Return the accelerator's current device, or the CPU without one; initialises it."""
     kind = accelerator()
     if kind is None:
         return torch.device("cpu")

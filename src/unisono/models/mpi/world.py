@@ -94,7 +94,7 @@ def start() -> tuple[Any, bool]:
         return mpi, False
     try:
         mpi = sys.modules.get("mpi4py.MPI") or _import()
-        if not mpi.Is_initialized():  # true also of a finalized one
+        if not mpi.Is_initialized():  # true also of a finalized MPI
             mpi.Init_thread(mpi.THREAD_MULTIPLE)
     except (ImportError, RuntimeError) as error:
         raise BackendUnavailableError(
@@ -110,7 +110,7 @@ def start() -> tuple[Any, bool]:
 
 
 def _import() -> Any:
-    """Import ``mpi4py.MPI`` with its initialisation at import disabled, for this import only."""
+    """Import ``mpi4py.MPI``, but without the initialisation of MPI that the import does."""
     rc = importlib.import_module("mpi4py").rc
     initializes, rc.initialize = rc.initialize, False
     try:
@@ -127,9 +127,9 @@ def _finalize(mpi: Any, pid: int) -> None:
 class EndOfJob:
     """Ends the whole job when this rank fails: the other ranks would wait forever."""
 
-    # It is a ``sys.excepthook`` that first lets the former one print the traceback. It isn't called
-    # for errors in threads, which don't end the process, nor for ``sys.exit(1)``, for which
-    # there is ``python -m mpi4py``. Interactive sessions don't end the job.
+    # It is a ``sys.excepthook`` that first lets the former hook print the traceback. It isn't
+    # called for errors in threads, which don't end the process, nor for ``sys.exit(1)``, for
+    # which there is ``python -m mpi4py``. Interactive sessions don't end the job.
 
     def __init__(self, mpi: Any) -> None:
         self._mpi = mpi
@@ -182,8 +182,8 @@ def adopted_topology(mpi: Any, hint: ContextHint, environ: Mapping[str, str]) ->
     world, info = mpi.COMM_WORLD, hint.environment
     rank, size = world.rank, world.size
     if size == 1:
-        # Any process that runs alone has such a world. It counts if mpiexec has started the process
-        # and the environment knows of no other ranks.
+        # Any process that runs alone has such a world. The world counts if mpiexec has started the
+        # process and the environment shows no other ranks.
         is_started = any(name in environ for name in _SIZES)
         if not is_started or (info is not None and info.world_size > 1):
             return None
@@ -264,7 +264,7 @@ def ranks_of(mpi: Any, comm: Any) -> tuple[int, ...]:
 
 def choose_device(local_rank: int | None, choice: Any) -> torch.device:
     """Return the device of this rank, after making it the current one."""
-    # Ranks share devices if there are too few. Tests only run this on a machine with one.
+    # Ranks share devices if there are too few. Tests have run this only with a single device.
     if choice is not None:
         return torch.device(choice)
     count = accelerator_count()

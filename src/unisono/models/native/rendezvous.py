@@ -62,7 +62,7 @@ def is_one_host(info: RankInfo) -> bool:
 
 
 def gloo_interface(info: RankInfo) -> str:
-    """Return gloo's network interface; empty for that of the host's name."""
+    """Return gloo's network interface; empty for the one of the host's name."""
     if is_one_host(info) or is_loopback(info.master_addr or ""):
         return "lo"
     return own_interface(info.master_addr, has_others=info.nnodes is not None)
@@ -79,7 +79,7 @@ def wrong_interface(info: RankInfo) -> str:
         )
     if _GLOO not in os.environ and info.nnodes is not None and not gloo_interface(info):
         try:
-            own_address(info.master_addr)  # for its error
+            own_address(info.master_addr)  # only for its error
         except OSError as error:
             return f"; {error}"
     return ""
@@ -107,7 +107,7 @@ class Rendezvous:
         assert limit_s is not None
         self.info: RankInfo = info
         self.secret: bytes | None = None
-        """Known only to ranks of this job, once they have met in a store of their user's own."""
+        """Known only to ranks of this job; set once they have met in their user's private store."""
         private = info.private_store or os.environ.get(PRIVATE_STORE, "")
         self._private = private if is_one_host(info) else ""  # a file of this host
         self._limit_s = limit_s
@@ -121,7 +121,7 @@ class Rendezvous:
         """Return the time left for torch's own part of set-up, never zero."""
         return timedelta(seconds=max(self._until - time.monotonic(), min(_LEAST_S, self._limit_s)))
 
-    def at(self, url: str) -> bool:
+    def set_address(self, url: str) -> bool:
         """Set the store's address from a URL; return False if torch must read it instead."""
         parts = urlsplit(url)
         if parts.scheme != "tcp" or parts.query:  # torch reads ranks from a query
@@ -167,7 +167,7 @@ class Rendezvous:
         """Run `join` in a thread: torch waits forever for a listener that never answers."""
         outcome, thread = SafeFuture.in_thread(join, "unisono-rendezvous")
         try:
-            # Longer than the limit of `join`, whose own error says more.
+            # This wait is longer than that of `join`, whose own error says more.
             while not outcome.is_known and (left := self._until + _GRACE_S - time.monotonic()) > 0:
                 thread.join(left)
         except BaseException:  # Ctrl-C: the thread gives up, and its store closes
@@ -194,7 +194,8 @@ class Rendezvous:
         size = self.info.world_size
         while True:
             limit = timedelta(seconds=math.ceil(self.left().total_seconds()))
-            # In a list, as an error would refer to this frame, and the store listens meanwhile.
+            # In a list, from which it can be removed: an error refers to this frame, and a store
+            # listens while it is referenced.
             stores: list[Store] = [
                 self._host_store(addr, port, limit)
                 if is_host
@@ -214,7 +215,7 @@ class Rendezvous:
             return False
         try:
             found = _of_attempt(store).compare_set(f"process/{info.rank}", "", token)
-        except RuntimeError:  # it is closing; if not, the wait for its end reports it
+        except RuntimeError:  # the store is closing; else the wait for its end reports the error
             return True
         return found.decode() != token
 
@@ -251,14 +252,14 @@ class Rendezvous:
         if isinstance(missing, str):  # the ranks disagree
             raise ContextError(missing)
         limit = f"within {format_s(self._limit_s)}"
-        del store, attempt  # it listens while it is referenced, and the error refers to this frame
+        del store, attempt  # a referenced store listens, and the error refers to this frame
         if self.info.rank in missing:
             raise ContextError(
-                f"{self._who()} reached {self._at()} too late: the other ranks had timed out "
+                f"{self._who()} reached {self._address()} too late: the other ranks had timed out "
                 f"waiting for {named(missing)}; start all ranks {limit}, or pass a longer timeout"
             )
         raise ContextError(
-            f"{named(missing)} of {self.info.world_size} did not reach {self._at()} {limit} "
+            f"{named(missing)} of {self.info.world_size} did not reach {self._address()} {limit} "
             f"(rank {self.info.rank} did){self._remedy('them')}"
         )
 
@@ -266,9 +267,9 @@ class Rendezvous:
         return f"rank {self.info.rank} of {self.info.world_size}"
 
     def _where(self) -> str:
-        return f"{self._who()} can't reach the rendezvous at {self._at()}"
+        return f"{self._who()} can't reach the rendezvous at {self._address()}"
 
-    def _at(self) -> str:
+    def _address(self) -> str:
         if self._private:
             return "the store of this job"
         return f"{self.info.master_addr}:{self.info.master_port}"
@@ -301,9 +302,9 @@ class Rendezvous:
             time.sleep(_TRY_S)
 
     def _gather_ranks(self, store: PrefixStore) -> tuple[int, list[int] | str]:
-        """Return the turn, and the missing ranks: none, or those at the first rank's timeout.
+        """Return the turn, and the ranks that are missing at the first rank's timeout, if any.
 
-        An error text replaces them if the ranks disagree about their number.
+        If the ranks disagree about their number, an error text replaces the missing ranks.
         """
         # A store that outlives a context is used again: each turn has its own keys, and so has each
         # attempt of torchrun.
@@ -313,12 +314,12 @@ class Rendezvous:
         first = store.compare_set(f"size/{turn}", "", f"{rank} {size}").decode().split()
         if first[1] != str(size):
             text = (
-                f"rank {rank} joined {self._at()} with world size {size}, and rank {first[0]} "
+                f"rank {rank} joined {self._address()} with world size {size}, and rank {first[0]} "
                 f"with world size {first[1]}: give each node the same number of ranks "
                 "(nproc_per_node)"
             )
             store.compare_set(end, "", json.dumps(text))
-            time.sleep(_LINGER_S)  # as below
+            time.sleep(_LINGER_S)  # the others read it, and this rank may host the store
             return turn, text
         n_ranks = store.add(f"ranks/{turn}", 1)
         if n_ranks == size:
@@ -328,7 +329,7 @@ class Rendezvous:
             now = time.monotonic()
             if now >= self._until and self._is_default_limit:
                 n_before, n_ranks = n_ranks, store.add(f"ranks/{turn}", 0)
-                if n_ranks > n_before:  # the timeout is for set-up without progress
+                if n_ranks > n_before:  # a default timeout limits set-up without progress
                     self._until = min(now + host_s(self._limit_s), self._last)
             if now >= min(self._until, self._warn_at):
                 missing = [at for at in range(size) if store.add(f"arrived/{at}", 0) < turn]
@@ -356,7 +357,7 @@ class Rendezvous:
             "%s has waited %g s at %s %s, and gives up after %.3g s%s",
             self._who(),
             _WARN_AFTER_S,
-            self._at(),
+            self._address(),
             what,
             self._limit_s,
             self._remedy(missing),

@@ -1,6 +1,6 @@
 """Model of replicas that XLA's runtime starts: threads and processes of torch_xla's launcher.
 
-This module doesn't import torch_xla, so that it can be queried without it; `graph` does.
+This module doesn't import torch_xla, so that it can be queried without it; `graph` imports it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ REPLICAS = ThreadExchange()
 """Host-side exchange between the replicas of this process before each graph.
 
 A graph that only one replica launches ends the whole process after ten seconds; here a replica
-waits up to its timeout. One per process: an adopted XLA context has no place for it.
+waits up to its timeout. There is one for each process, because an adopted XLA context has no
+place for it.
 """
 _REDUCTIONS = {
     ReduceOp.SUM: "sum",
@@ -128,7 +129,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
             return None
         graph = setup.find_graph()
         topology = None if graph is None else graph.replica()
-        if topology is None or REPLICAS.has_left(topology.rank):  # it was finalized, or failed
+        if topology is None or REPLICAS.has_left(topology.rank):  # finalized, or failed
             return None
         return cls(graph, topology, False)
 
@@ -164,7 +165,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         REPLICAS.leave(self._topology.rank, "has failed")
 
     def is_alive(self) -> bool:
-        # Replicas that start later take the place of the single one.
+        # Replicas that start later take the place of a single replica.
         return self._is_live and self._n_replicas == self._graph.n_replicas()
 
     @property
@@ -213,12 +214,13 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
     ) -> Optimizer | None:
         if options or is_averaged:
             return None
-        # The step averages, collectively over all ranks. Backward can't: it only records a graph,
-        # and may run in a thread of autograd's that isn't a replica.
+        # The step averages, collectively over all ranks. Backward can't average: it only
+        # records a graph, and may run in a thread of autograd's, which isn't a replica.
         setattr(optimizer, _IS_SETTLED, False)
         hook = optimizer.register_step_pre_hook(self._before_step)
-        # First, so that the user's earlier hooks, such as one that clips, get averaged gradients.
-        optimizer._optimizer_step_pre_hooks.move_to_end(hook.id, last=False)
+        # It runs first, so that the user's earlier hooks, such as clipping, get averaged gradients.
+        hooks: Any = optimizer._optimizer_step_pre_hooks
+        hooks.move_to_end(hook.id, last=False)
         optimizer.register_step_post_hook(lambda *_: self.control.settle())
         return optimizer
 
@@ -237,7 +239,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         n = self._topology.size(group)
         if n == 1:
             return tensor.unsqueeze(0)
-        if tensor.numel() == 0:  # XLA fails on it
+        if tensor.numel() == 0:  # XLA fails on empty tensors
             return tensor.new_empty((n, *tensor.shape))
         if not self._is_everybody(group):
             part = tensor.to("cpu", copy=True)  # other threads read it later
@@ -254,8 +256,8 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
         if not self._is_native(tensor, ReduceOp.SUM, group):
             return super().broadcast(tensor, src, group)
-        # The sum with zeros, of integers, for any dtype: exact, and needs n times less memory than
-        # all_gather.
+        # The other ranks add zeros, to the bits as integers. This is exact for any dtype, and takes
+        # n times less memory than all_gather.
         if self._topology.rank != src:
             tensor = torch.zeros(tensor.shape, dtype=tensor.dtype)
         build = partial(self._graph.all_reduce, kind="sum", as_bits=True)
