@@ -46,7 +46,7 @@ class Row:
 
     names: tuple[str, ...]  # names for users: a model's backends, a launcher's name
     path: str  # ``module:attribute``, or ``module``
-    library: str = ""  # its library's module, searched for on the path without an import
+    library: str = ""  # the module of its library, which is found without an import
     remedy: str = ""  # how to get the library
     check: str = ""  # ``module:function`` that returns why it can't be used, or None
     distribution: str = ""  # empty for unisono

@@ -82,7 +82,9 @@ def exchange_bodies(
     # `bucket` rounds a size up, equally on all ranks: XLA compiles once for each shape.
     # A size beyond any memory comes from a damaged frame, or from another library's message.
     if max(sizes) > _LARGEST_BYTES:
-        raise CollectiveError(f"the frames announce {sizes} bytes: some rank sent something else")
+        raise CollectiveError(
+            f"the ranks announced {sizes} bytes, more than any memory: make all ranks call the same"
+        )
     width = bucket(max(sizes))
     if 2 * sum(sizes) > width * len(sizes):
         rows = model.all_gather(_tensor(model, blob.ljust(width, b"\0")), group).cpu()

@@ -72,7 +72,7 @@ _Fold: TypeAlias = Literal[
     ReduceOp.AND, ReduceOp.OR, ReduceOp.XOR,
 ]  # fmt: skip
 FoldLike: TypeAlias = "_FoldName | _Fold"
-"""Values of `op=` that are never a mean to a type checker: integers stay integers."""
+"""Values of `op=` that type checkers know not to be a mean, so that integers stay integers."""
 OpLike: TypeAlias = "_FoldName | _MeanName | ReduceOp | dist.ReduceOp | dist.ReduceOp.RedOpType"
 """Values of `op=`: a name, a ReduceOp, or one of ``torch.distributed.ReduceOp``."""
 

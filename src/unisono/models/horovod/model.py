@@ -87,7 +87,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
     _current: ClassVar[HorovodModel | None] = None
 
     def __init__(self, topology: Topology, is_owner: bool, timeout_s: float) -> None:
-        # hvd.init() creates a new one each time; holding this one keeps its identity unique.
+        # hvd.init() creates a new map each time; this reference keeps the map's identity unique.
         self._identity = hvd.mpi_ops._handle_map
         self._topology = topology
         self._device = _device()
@@ -308,7 +308,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
         name = f"unisono.{name_of(group)}{label}"
         key = f"{call}.{name}"
         earlier = self._under_way.get(key)
-        if earlier is not None:  # it timed out, was interrupted, or hasn't been waited for
+        if earlier is not None:  # timed out, interrupted, or not waited for yet
             self._wait(call, group, 0, earlier)
         step = self.control.steps.begin(name_of(group), call)
         try:
@@ -431,7 +431,7 @@ def _topology(hint: ContextHint) -> Topology:
 
 def _device() -> torch.device:
     """Return the device for the local rank."""
-    # Only the CPU's branch has been run: no build for GPUs was available.
+    # Only the CPU's branch has run, because no build for GPUs was available.
     is_built = hvd.cuda_built() or hvd.rocm_built()
     if not is_built or not torch.cuda.is_available():
         return torch.device("cpu")

@@ -70,7 +70,7 @@ class LivenessProbe:
         item: list[Any] = [None, body]
         with _sending:
             _sent[:] = [earlier for earlier in _sent if not self._is_done(earlier[0])]
-            _sent.append(item)  # before MPI has it: an interrupt in between must not free it
+            _sent.append(item)  # before MPI has the body, which an interrupt must not free
         item[0] = self._comm.Isend([body, self._mpi.BYTE], rank, tag)
 
     def _is_done(self, request: Any) -> bool:
@@ -106,7 +106,7 @@ def bounded_barrier(
 
 
 def _collect(mpi: Any, comm: Any, others: list[int], limit_s: float, what: str) -> list[int]:
-    """Wait for the other ranks, and send them the list of missing ones, which is returned."""
+    """Wait for the other ranks; send them the list of missing ranks, and return it."""
     marks = bytearray(len(others))
     _held[id(marks)] = marks
     view = memoryview(marks)
@@ -132,7 +132,7 @@ def _collect(mpi: Any, comm: Any, others: list[int], limit_s: float, what: str) 
 
 
 def _await(requests: list[Any], limit_s: float, what: str) -> set[int]:
-    """Test requests until all are done or the time is over; return the positions of open ones."""
+    """Test requests until all are done or the time is over; return the open ones' positions."""
     begin, spins = time.monotonic(), 0
     warn_at = begin + _WARN_AFTER_S
     left = set(range(len(requests)))

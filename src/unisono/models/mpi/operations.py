@@ -116,7 +116,7 @@ class MPICalls:
 
     def native_op(self, op: ReduceOp, dtype: torch.dtype) -> Any:
         """Return MPI's operation, or one that calls torch if MPI's has other results."""
-        operation = self._operations.get((id(op), dtype))  # an enum's own hash is Python, and slow
+        operation = self._operations.get((id(op), dtype))  # an enum's own hash is slow Python
         if operation is None:
             if op.is_bitwise and dtype.is_floating_point:
                 raise PayloadError(f"{op.name} works on integer tensors, not on {dtype}")

@@ -158,7 +158,7 @@ class EndOfJob:
         """End all ranks now, including this one."""
         if os.getpid() == self._pid and live() is not None and self._mpi.COMM_WORLD.size > 1:
             if self._reason:
-                _log.error("%s: this rank ends the job, for others may wait for it", self._reason)
+                _log.error("%s: this rank ends the job, as others may wait for it", self._reason)
             # Abort ends the process without flushing its output.
             sys.stdout.flush()
             sys.stderr.flush()
@@ -236,7 +236,8 @@ def measured_topology(mpi: Any, info: RankInfo) -> Topology:
     wrong = [
         f"MPI's rank {at} of {size} is rank {claimed} of {total} for {info.source}"
         for at, (_, claimed, total) in enumerate(facts)
-        if total not in (1, size) or (total == size and claimed != at)  # 1: no launcher's variables
+        # A total of 1 means that no launcher has set variables.
+        if total not in (1, size) or (total == size and claimed != at)
     ]
     if wrong:
         raise ContextError(
@@ -276,6 +277,6 @@ def choose_device(local_rank: int | None, choice: Any) -> torch.device:
 def is_cuda_aware(mpi: Any) -> bool:
     """Return whether the MPI library accepts pointers to CUDA memory."""
     # Open MPI, MPICH and MVAPICH have one function for this, reached through mpi4py's
-    # extension, which has loaded the library. Not tested with a library that returns true.
+    # extension, which has loaded the library. No test has had a library that returns true.
     query = getattr(ctypes.CDLL(mpi.__file__), "MPIX_Query_cuda_support", None)
     return query is not None and bool(query())

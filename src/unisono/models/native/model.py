@@ -75,7 +75,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class _KnownBackends:
-    """The backends that torch knows at the time of access: more may be registered later."""
+    """The backends that torch knows at the time of access, as more may be registered later."""
 
     def __get__(self, _instance: object, _owner: type) -> tuple[str, ...]:
         names = dist.Backend.backend_list
@@ -263,12 +263,12 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         return rows
 
     def _gather_at_root(self, tensor: Tensor, rows: Tensor) -> Tensor:
-        """Gather over rank 0 while many ranks are set up: gloo's own all_gather is a ring."""
+        """Gather over rank 0 while many ranks are set up, as gloo's own all_gather is a ring."""
         # The ring takes as many steps as there are ranks, each on every rank.
         is_root = self._topology.rank == 0
         self._run("all_gather", None, dist.gather, tensor, [*rows] if is_root else None, 0)
         self._run("all_gather", None, dist.broadcast, rows, 0)
-        # Overwritten, because a stranger in rank 0's place could replay one of an earlier proof.
+        # Overwritten, because a stranger in rank 0's place could replay this rank's earlier proof.
         rows[self._topology.rank] = tensor
         return rows
 

@@ -188,7 +188,7 @@ _THREADS = Path("/proc/self/task")
 _CONDITION = r"\d+ 0x\w+ 0x1?89 0x\w+ "
 if torch.__version__ >= "2.7":
     _THREAD_NAME, _BUSY = "pt_gloo_runloop\n", re.compile(f"(?!{_CONDITION}0x0 )")
-else:  # torch doesn't name gloo's threads: any thread that Python didn't start may be one
+else:  # torch doesn't name gloo's threads, so any that Python didn't start may be one
     _THREAD_NAME, _BUSY = "", re.compile(f"running|{_CONDITION}0x[^0]")
 
 
@@ -210,7 +210,7 @@ def _system_calls() -> Iterator[str]:
     others = {str(thread.native_id) for thread in threading.enumerate()}
     with contextlib.suppress(FileNotFoundError):  # this isn't Linux
         for thread in _THREADS.iterdir():
-            with contextlib.suppress(OSError):  # it has exited
+            with contextlib.suppress(OSError):  # the thread has exited
                 name = (thread / "comm").read_text()
                 if thread.name not in others and name.startswith(_THREAD_NAME):
                     yield (thread / "syscall").read_text()

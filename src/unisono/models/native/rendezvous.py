@@ -164,7 +164,7 @@ class Rendezvous:
         return self._in_thread(lambda: self._join_store(addr, port, is_host))
 
     def _in_thread(self, join: Callable[[], Store]) -> Store:
-        """Run `join` in a thread: torch waits forever for a listener that never answers."""
+        """Run `join` in a thread, because torch waits forever for a listener that never answers."""
         outcome, thread = SafeFuture.in_thread(join, "unisono-rendezvous")
         try:
             # This wait is longer than that of `join`, whose own error says more.
@@ -208,8 +208,8 @@ class Rendezvous:
 
     def _is_of_earlier_run(self, store: Store) -> bool:
         """Return whether another process was this rank in the store, which node 0 closes soon."""
-        # If each node makes its own calls, one may begin the next run before node 0 has ended the
-        # last one, whose ranks met at the same port.
+        # If each node makes its own calls, a node may begin the next run before node 0 has ended
+        # the previous run, whose ranks met at the same port.
         info, token = self.info, _token(os.getpid())
         if info.source != "spawn" or not info.node_rank or not info.store_is_hosted:
             return False
@@ -290,7 +290,7 @@ class Rendezvous:
             ) from error
 
     def _wait_for_listener(self, addr: str, port: int) -> None:
-        """Wait for a listener: torch's own attempts take up to three times as long."""
+        """Wait for a listener, because torch's own attempts take up to three times as long."""
         while reason := why_unreachable(addr, port, max(_TRY_S, self._until - time.monotonic())):
             now = time.monotonic()
             if now + _TRY_S > self._until:
@@ -386,8 +386,8 @@ def _opened(path: str) -> str:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise ContextError(
-            f"the file that this job's ranks meet in cannot be opened: {error}; its path is in "
-            f"{PRIVATE_STORE}: did the process that launched the job end, or this one change "
+            f"the file in which this job's ranks meet can't be opened: {error}; its path is in "
+            f"{PRIVATE_STORE}. Has the process that launched the job ended, or this one changed "
             "its user or its process namespace? Initialize before that, or unset the variable"
         ) from error
     opened = f"/proc/self/fd/{file}"

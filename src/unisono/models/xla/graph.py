@@ -64,7 +64,7 @@ def replica() -> Topology | None:
 
 
 def _is_replica_thread() -> bool:
-    """Return whether the runtime's launcher is on the stack: any other thread looks like rank 0."""
+    """Return whether the launcher is on the stack, because any other thread looks like rank 0."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         is_launcher = frame.f_globals.get("__name__") == "torch_xla._internal.pjrt"

@@ -82,15 +82,15 @@ class _ControlPlane(ControlPlane):
 class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
     """Replica of XLA's runtime, a thread or a process."""
 
-    # An instance belongs to one replica; in a process with several each of their threads has its
-    # own. Every collective is a separate graph, computed when it returns. Replicas that are
+    # An instance belongs to one replica; in a process with several replicas each one's thread has
+    # its own. Every collective is a separate graph, computed when it returns. Replicas that are
     # threads of one process, as on a CPU, synchronise on the host before each graph, and exchange
     # bytes and create groups there; in a job of several processes all of that needs XLA, whose
     # graphs need every replica, so there are no groups of some of them.
     # On a CPU the collectives take tensors of the host, where the facade can compute exactly what
     # XLA can't. Floats move exactly, but a SUM treats -0.0 as 0.0 and denormals as zero.
-    # Run on torch_xla 2.9's CPU device. Written from documentation and not yet run: TPU and CUDA,
-    # jobs of several processes, and the exchange over graphs in such a job.
+    # Tests run on torch_xla 2.9's CPU device. What is for TPU and CUDA, and for jobs of several
+    # processes with their exchange over graphs, is written from documentation and not yet run.
 
     name: ClassVar[str] = "xla-dist"
     backends: ClassVar[tuple[str, ...]] = ("xla-tpu", "xla-cuda", "xla-cpu")
@@ -146,7 +146,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
                 "dist.init_process_group('xla', init_method='xla://') first"
             )
         graph.begin(setup.KINDS[backend])
-        topology = topology or graph.replica()  # known once the runtime has begun
+        topology = topology or graph.replica()  # a single replica is known from now on
         if topology is None:
             raise ContextError(
                 f"{backend}: this thread isn't a replica of XLA's runtime: make the call in the "
