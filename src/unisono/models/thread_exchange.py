@@ -61,8 +61,8 @@ class ThreadExchange:
         """Return whether `rank` has left and not joined again."""
         return self._has_left(rank, self._joined.get(rank, 0))
 
-    def _has_left(self, rank: int, visit: int) -> bool:
-        return rank in self._left and self._left[rank][0] >= visit
+    def _has_left(self, rank: int, n_joined: int) -> bool:
+        return rank in self._left and self._left[rank][0] >= n_joined
 
     def swap(
         self,

@@ -95,7 +95,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
         self.control: SocketControlPlane = SocketControlPlane(self, timeout_s)
         self._under_way: dict[str, int] = {}
         self._numbers: dict[str, int] = {}
-        self._made = 0
+        self._n_groups_made = 0
         HorovodModel._current = self
 
     @classmethod
@@ -245,7 +245,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
 
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
         timeout_s = only_timeout_s("new_group on horovod", options)
-        self._made += 1
+        self._n_groups_made += 1
         try:
             made = self._find_process_set(ranks) or hvd.add_process_set(list(ranks))
         except ValueError as error:
@@ -258,7 +258,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
                 ) from error
             self._fail(f"new_group({list(ranks)})", None, error)
         # Horovod has one process set for these ranks; names keep the operations of groups apart.
-        return Group(ranks, made, f"group{self._made}", timeout_s)
+        return Group(ranks, made, f"group{self._n_groups_made}", timeout_s)
 
     def _find_process_set(self, ranks: tuple[int, ...]) -> Any:
         """Return the existing process set of `ranks`: Horovod allows only one."""

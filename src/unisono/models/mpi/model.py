@@ -101,7 +101,7 @@ class MpiModel(ComputationModel):
         self._end = world.EndOfJob.install(mpi)
         self._calls = MPICalls(mpi, topology.rank, self._end.end_at_exit)
         self._world: Any = None
-        self._pairs: Any = mpi.COMM_WORLD
+        self._message_comm: Any = mpi.COMM_WORLD
         self._comms: list[Any] = []
         self._is_live = True
         self.control: _ControlPlane = _ControlPlane(self, self._calls)
@@ -130,8 +130,8 @@ class MpiModel(ComputationModel):
         topology = world.measured_topology(mpi, info)
         device = world.choose_device(topology.local_rank, options.get("device"))
         model = cls(mpi, topology, device)
-        model._pairs = model._communicator(None)
-        model._calls.probe = LivenessProbe(mpi, model._pairs)
+        model._message_comm = model._communicator(None)
+        model._calls.probe = LivenessProbe(mpi, model._message_comm)
         if timeout is not None:
             model._calls.timeout_s = None if timeout == timedelta.max else timeout.total_seconds()
         return model
@@ -250,8 +250,8 @@ class MpiModel(ComputationModel):
         native = calls.native_op(op, tensor.dtype)
         is_root, root = self._topology.rank == dst, self._topology.position(group, dst)
         for piece in self._pieces(tensor):
-            ends = (self._mpi.IN_PLACE, piece) if is_root else (piece, None)
-            calls.run("Reduce", comm, *ends, native, root)
+            buffers = (self._mpi.IN_PLACE, piece) if is_root else (piece, None)
+            calls.run("Reduce", comm, *buffers, native, root)
         return tensor if is_root else None
 
     def scatter(
@@ -280,13 +280,13 @@ class MpiModel(ComputationModel):
 
     def send(self, tensor: Tensor, dst: int, group: Group | None = None) -> None:
         # An adopted world itself is used, because only all ranks together could duplicate it.
-        comm = self._pairs if group is None else group.handle
+        comm = self._message_comm if group is None else group.handle
         position = self._topology.position(group, dst)
         for piece in self._pieces(tensor):
             self._calls.run("Send", comm, piece, position, _TAG)
 
     def recv(self, into: Tensor, src: int, group: Group | None = None) -> Tensor:
-        comm = self._pairs if group is None else group.handle
+        comm = self._message_comm if group is None else group.handle
         position = self._topology.position(group, src)
         for piece in self._pieces(into):
             self._calls.run("Recv", comm, piece, position, _TAG)
@@ -299,9 +299,9 @@ class MpiModel(ComputationModel):
         if self._topology.rank not in ranks:
             return Group(ranks)
         name = f"new_group({list(ranks)})"
-        pairs = self._pairs
-        create = lambda: self._keep(pairs.Create_group(pairs.group.Incl(ranks), _TAG))  # noqa: E731
-        comm = self._calls.run_when_all_arrived(name, pairs, ranks, create)
+        parent = self._message_comm
+        create = lambda: self._keep(parent.Create_group(parent.group.Incl(ranks), _TAG))  # noqa: E731
+        comm = self._calls.run_when_all_arrived(name, parent, ranks, create)
         if timeout_s is not None:
             self._calls.timeouts_s[id(comm)] = timeout_s
         return Group(ranks, comm, _name(comm), timeout_s)

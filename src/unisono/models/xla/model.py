@@ -108,7 +108,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         self._is_owner = is_owner
         self._timeout_s = timeout_s
         self._is_live = True
-        self._made: dict[tuple[int, ...], int] = {}
+        self._groups_made: dict[tuple[int, ...], int] = {}
         self._n_replicas = graph.n_replicas()
         self._device: torch.device = graph.device()
         self._are_threads = graph.replicas_are_threads()
@@ -284,7 +284,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
                 "XLA's graphs need every replica; use all ranks, or backend 'nccl' or 'gloo'",
             )
         # The count gives each group of the same ranks its own rounds.
-        count = self._made[ranks] = self._made.get(ranks, 0) + 1
+        count = self._groups_made[ranks] = self._groups_made.get(ranks, 0) + 1
         return Group(ranks, name=f"{ranks} {count}")
 
     def _is_everybody(self, group: Group | None) -> bool:
