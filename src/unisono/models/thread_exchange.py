@@ -22,13 +22,13 @@ from unisono.tracebacks import hides
 __tracebackhide__ = hides
 
 T = TypeVar("T")
-_Round = dict[int, tuple[str, Any]]  # each arrived rank's call and item
+_Round = dict[int, tuple[str, Any]]  # the call and the item of each rank that has arrived
 
 
 class ThreadExchange:
     """Rounds in which the replicas of one job, threads of this process, exchange items."""
 
-    # A rank that has left is reported at once, a late one at the timeout.
+    # A rank that has left is reported at once, and a late rank at the timeout.
     # Protocol of a round of a group, as seen by one of its ranks:
     #   open, from the first rank that arrives --all have arrived--> complete: return all items
     #   open --a missing rank has left, the job has failed, timeout--> withdraw, raise
@@ -39,8 +39,9 @@ class ThreadExchange:
         self.failure: tuple[int, str] | None = None  # rank and text, if the job has failed
         self._condition = Condition()
         self._open: dict[Hashable, list[_Round]] = {}
-        # How often each rank has joined; and this count when it last left, with the reason.
+        # How often each rank has joined.
         self._joined: dict[int, int] = {}
+        # How often a rank had joined when it last left, and why it left.
         self._left: dict[int, tuple[int, str]] = {}
 
     def join(self, rank: int) -> None:
