@@ -1,4 +1,4 @@
-"""This machine's accelerator, detected without initialising it."""
+"""This machine's accelerator, detected and counted without initialising it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def accelerator() -> torch.device | None:
 
 
 def current_device() -> torch.device:
-    """Return the accelerator's current device, or the CPU without one."""
+    """Return the accelerator's current device, or the CPU without one; initialises it."""
     kind = accelerator()
     if kind is None:
         return torch.device("cpu")
@@ -24,7 +24,7 @@ def current_device() -> torch.device:
 def accelerator_count() -> int:
     """Count the devices that this process may use."""
     # A process that has initialised CUDA can no longer be forked, and
-    # ``torch.accelerator.is_available`` does so. Devices are counted without it (NVML, on CUDA).
+    # ``torch.accelerator.is_available`` initialises it. The count doesn't (by NVML, on CUDA).
     kind = _kind()
     if kind is None:
         return 0
@@ -38,7 +38,7 @@ def can_pin_for(device: torch.device) -> bool:
     if kind is None or device.type != kind.type:
         return False
     if kind.type != "cuda" and (kind.type == "mps" or torch.__version__ < "2.9"):
-        return False  # loaders would warn or ignore it; a TorchVersion isn't compared as text
+        return False  # loaders would warn, or ignore it; a TorchVersion isn't compared as text
     # A loader would raise if it can't pin: a third-party accelerator may have no pinned memory,
     # and tensors on another default device aren't pinned.
     try:

@@ -16,7 +16,7 @@ from typing import Any
 def attach(package: str, *variables: str, hidden: tuple[str, ...] = ()) -> None:
     """Import the names that a package has under ``if TYPE_CHECKING`` at first use."""
     # Each name is written once, in an import that type checkers read. The table is derived from the
-    # module's code, which exists without its source, too, and contains imports that don't run.
+    # module's code, which contains imports that don't run, and exists even without its source.
     module, origins = sys.modules[package], cache(partial(_imported, sys._getframe(1).f_code))
 
     def public() -> tuple[str, ...]:
@@ -24,7 +24,7 @@ def attach(package: str, *variables: str, hidden: tuple[str, ...] = ()) -> None:
 
     def find(name: str) -> Any:
         if name in variables:
-            return VARIABLES[name]()  # not stored, as it may change
+            return VARIABLES[name]()  # not stored, because it may change
         if name == "__all__":
             value: Any = public()
         elif (origin := origins().get(name)) is None:
@@ -52,7 +52,7 @@ def _imported(code: CodeType) -> dict[str, str]:
     found: dict[str, str] = {}
     source, is_name = "", False
     for step in dis.get_instructions(code):
-        if step.opname == "EXTENDED_ARG":  # a prefix of the next step
+        if step.opname == "EXTENDED_ARG":  # a prefix of the next instruction
             continue
         if step.opname == "IMPORT_NAME":
             source = step.argval

@@ -1,4 +1,7 @@
-"""Objects loaded by name: built in, registered at run time, or plug-ins. Doesn't import torch."""
+"""Objects loaded by name: built in, registered at run time, or plug-ins.
+
+This module doesn't import torch.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +46,9 @@ class Row:
 
     names: tuple[str, ...]  # names for users: a model's backends, a launcher's name
     path: str  # ``module:attribute``, or ``module``
-    library: str = ""  # its library's module, searched for on the path without an import
+    library: str = ""  # the module of its library, which is found without an import
     remedy: str = ""  # how to get the library
-    check: str = ""  # ``module:function`` that returns the reason if it can't be used, else None
+    check: str = ""  # ``module:function`` that returns why it can't be used, or None
     distribution: str = ""  # empty for unisono
     script: str = ""  # the launcher's function that runs scripts: run(script) -> Outcome
     seats_nodes: bool = False  # whether one call of a launcher starts ranks on all nodes
@@ -108,7 +111,7 @@ LAUNCHERS = (
         seats_nodes=True,
     ),
 )
-# Launchers of a single model, which names one in its attribute `launcher`.
+# Launchers of a single model, whose attribute `launcher` names its launcher.
 OF_MODELS = (
     Row(("mpi",), "unisono.launchers.mpi:launch", command="unisono run --launcher mpi"),
     Row(("horovod",), "unisono.launchers.horovod:launch", command="horovodrun"),
@@ -147,7 +150,7 @@ def begin_trace() -> None:
 
 
 class PluginRegistry(Generic[T]):
-    """Objects of one kind by name; looks in registered ones, built-in ones, then plug-ins."""
+    """Objects of one kind by name: registered ones first, then built-in ones, then plug-ins."""
 
     def __init__(
         self,
@@ -308,7 +311,7 @@ def why_not_installed(row: Row, name: str) -> str | None:
     # `find_spec` raises for a loaded module without a spec, which a program may have made.
     if root and root not in sys.modules and not _is_package(root):
         return f"{root} isn't installed: {row.remedy}"
-    names = (name,) if len(row.names) > 1 else ()  # else the check has no parameter
+    names = (name,) if len(row.names) > 1 else ()  # for a single name the check has no parameter
     reason: str | None = load(row.check)(*names) if row.check else None
     return reason
 

@@ -81,7 +81,7 @@ _NATIVE = Row((), "unisono.models.native.model:NativeModel")
 
 
 class _Models(PluginRegistry[type[ComputationModel]]):
-    """Models by backend. A name without a row may be torch's backend, which only torch knows."""
+    """Models by backend. A name without a row may be a backend of torch, which only torch knows."""
 
     watched: list[_Watched] | None = None
 
@@ -149,7 +149,7 @@ def register_model(cls: type[ComputationModel], override: bool = False) -> type[
     check_is_model(cls)
     backends = [backend.lower() for backend in cls.backends]
     _models.register(backends, cls, override=override)
-    _models.watched = None  # listed again by the next `probe`
+    _models.watched = None  # the next `probe` lists them again
     return cls
 
 
@@ -186,7 +186,7 @@ def _unknown(backend: str) -> str:
 
 def probe(hint: ContextHint) -> ComputationModel | None:
     """Adopt the live context that was created outside unisono in this process, or return None."""
-    # A model whose library isn't imported can have none, so it isn't imported either.
+    # A model without its library in the process can have no context, so it isn't imported.
     for watched in _models.watched or _models.watch():
         if watched.library in sys.modules:
             cls = watched.cls or _load_or_warn(watched)
@@ -201,7 +201,7 @@ def _load_or_warn(watched: _Watched) -> type[ComputationModel] | None:
     try:
         watched.cls = _models.load(row)
     except Exception as error:  # a plug-in's import may raise anything, and must not stop others
-        watched.library = "\0"  # no module has this name, so it isn't tried again
+        watched.library = "\0"  # no module has this name, so the model isn't tried again
         warn_left_out(f"model {row.path} of {row.distribution or 'unisono'}", error)
     return watched.cls
 
@@ -218,7 +218,7 @@ def find_launcher(name: str) -> Callable[..., Any]:
 
 
 def find_script_runner(name: str) -> Callable[[Any], Any]:
-    """Return a launcher's runner of scripts: its own, or one that runs them as a function."""
+    """Return a launcher's own runner of scripts, or one that runs a script as a function."""
     launch = find_launcher(name)
     row = _launchers.built_in.get(name)
     if isinstance(row, Row) and row.script:
@@ -248,7 +248,7 @@ def availability() -> dict[str, str | None]:
     table.update(
         {name: native.why_unavailable(name) or why_no_device(name) for name in native.backends}
     )
-    # Last, as registered models replace others.
+    # Last, because registered models replace others.
     table.update({name: cls.why_unavailable(name) for name, cls in _models.registered.items()})
     return table
 

@@ -249,8 +249,11 @@ def part_late() -> None:
         else:
             with block, pytest.raises(CollectiveTimeoutError) as caught:
                 model.all_reduce(torch.ones(2), ReduceOp.SUM)
-            assert str(caught.value).startswith(f"rank {n - 1} never")
-            assert f"rank {rank} of {n}: all_reduce: not done after" in str(caught.value)
+            text = str(caught.value)
+            assert text.startswith(f"rank {n - 1} never")
+            # The first rank that times out reports it, which may end the wait of the other one.
+            assert re.search(rf"rank \d of {n}: all_reduce: not done after", text)
+            assert f"rank {rank} of {n}" in text
             signs[rank].touch()
         model.finalize()
 

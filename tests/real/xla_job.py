@@ -243,6 +243,18 @@ def trained() -> list[Tensor]:
     return [parameter.detach().cpu() for parameter in model.parameters()]
 
 
+def hooks() -> None:
+    """A hook of the step that is older than auto_optim gets averaged gradients."""
+    weight: Any = torch.zeros(1, device=idist.device(), requires_grad=True)
+    seen = []
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    optimizer.register_step_pre_hook(lambda *_: seen.append(weight.grad.item()))
+    idist.auto_optim(optimizer)
+    weight.grad = torch.full_like(weight, float(idist.get_rank()))
+    optimizer.step()
+    assert seen == [0.5]
+
+
 def saved() -> list[Tensor]:
     """Save a checkpoint, and load it into another model."""
     path = Path(os.environ[FOLDER], "x.pt")
@@ -278,7 +290,7 @@ CHECKS: dict[str, Callable[[RankInfo], Any]] = {
     "come_late": partial(of_model, come_late, limit_s=0.5),
     **{
         check.__name__: partial(of_facade, check)
-        for check in (texts, steps, trained, saved, digits)
+        for check in (texts, steps, trained, hooks, saved, digits)
     },
 }
 

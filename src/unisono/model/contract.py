@@ -1,7 +1,7 @@
 """Contract of a computation model: few required members, all others derived from them.
 
-The derived defaults are correct and slow. They are also the specification: a model that overrides
-one is compared with it, for every operation, dtype, root and group, by the conformance laws.
+The derived defaults are correct and slow. They are also the specification: the conformance laws
+compare each override with its default, for every operation, dtype, root and group.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ COMMON_DTYPES: frozenset[torch.dtype] = frozenset({
 
 
 class ComputationModel(ABC):
-    """Base class of a way in which replicas communicate.
+    """Base class of models, each of which is one way for replicas to communicate.
 
     An instance is one live context of one replica. Tensors passed to it are contiguous, on
-    `transport_device`, with a dtype of `dtypes`, without gradient; it may overwrite and return
-    its arguments, as nothing else reads that memory.
+    `transport_device`, with a dtype of `dtypes`, without gradient; the model may overwrite and
+    return its arguments, because nothing else reads their memory.
     `group` is None for all ranks, else a group that this replica is a member of.
     """
 
     name: ClassVar[str]
     """The model's name, such as ``"native-dist"``."""
     backends: ClassVar[tuple[str, ...]]
-    """Its backends, best first; read again at every use."""
+    """Its backends, best first; the attribute is read again at every use."""
     capabilities: ClassVar[frozenset[str]] = frozenset()
     """Its features beyond the derived members: ``"groups"``, ``"send_recv"``, ``"launch"``."""
     dtypes: frozenset[torch.dtype]
@@ -53,14 +53,14 @@ class ComputationModel(ABC):
     replicas_are_threads: ClassVar[bool] = False
     """Whether its replicas are threads, so that no launcher of processes starts them."""
     launcher: ClassVar[str] = "processes"
-    """Default launcher of its replicas, unless it can ``"launch"`` them."""
+    """Default launcher of its replicas, unless the model has the capability ``"launch"``."""
 
     @classmethod
     @abstractmethod
     def from_context(cls, hint: ContextHint) -> Self | None:
         """Adopt a live context that was created outside unisono; return None if there is none.
 
-        It must not communicate: called on one rank alone it returns at once.
+        It must not communicate, so that it returns at once even if only one rank calls it.
 
         Args:
             hint: facts of the local rank, from the user and the environment.
@@ -165,22 +165,22 @@ class ComputationModel(ABC):
     def all_reduce(self, tensor: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
         """Reduce [*shape] of all ranks to one [*shape] on every rank.
 
-        Collective over `group`. `op` is never AVERAGE, and for floats SUM or PRODUCT: the facade
-        derives the others from these and from integers.
+        Collective over `group`. `op` is never AVERAGE, and for floats it is SUM or PRODUCT: the
+        facade derives the other reductions from these and from reductions of integers.
         """
         return fold_tensors(op, self.all_gather(tensor, group))
 
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
-        """Send the [*shape] of global rank `src` to every rank; others pass memory of its shape.
+        """Send the [*shape] of global rank `src` to every rank.
 
-        Collective over `group`.
+        Collective over `group`. The other ranks pass memory of the same shape.
         """
         return self.all_gather(tensor, group)[self.topology.position(group, src)]
 
     def reduce(
         self, tensor: Tensor, dst: int, op: ReduceOp, group: Group | None = None
     ) -> Tensor | None:
-        """Reduce [*shape] to global rank `dst`; others return None. Collective over `group`."""
+        """Reduce [*shape] to global rank `dst`; other ranks get None. Collective over `group`."""
         total = self.all_reduce(tensor, op, group)
         return total if self.topology.rank == dst else None
 
@@ -200,7 +200,7 @@ class ComputationModel(ABC):
         return self.all_reduce(rows, op, group)[self.topology.position(group)]
 
     def all_to_all(self, rows: Tensor, group: Group | None = None) -> Tensor:
-        """Send row i of [n, *shape] to the i-th rank; row i of the result is from there.
+        """Send row i of [n, *shape] to the i-th rank, which sends row i of the result.
 
         Collective over `group`.
         """
@@ -238,6 +238,6 @@ class ComputationModel(ABC):
     ) -> Handle[Tensor] | None:
         """Start `all_reduce` without waiting, or return None if the library has no such call.
 
-        Collective over `group`. If None, `all_reduce` is run in the background.
+        Collective over `group`. For None, the facade runs `all_reduce` in the background.
         """
         return None

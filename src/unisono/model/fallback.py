@@ -25,7 +25,7 @@ __tracebackhide__ = hides
 
 FRAME_BYTES = 256
 INLINE_TENSOR_BYTES = 128
-"""The largest tensor that fits into a frame together with its header and that of the call."""
+"""Size of the largest tensor that fits into a frame beside its header and the call's header."""
 _LENGTH = struct.Struct("<Q")
 _LARGEST_BYTES = 2**47  # the address space of a process
 _INLINE_BYTES = FRAME_BYTES - _LENGTH.size
@@ -80,14 +80,16 @@ def exchange_bodies(
 ) -> list[bytes]:
     """Exchange blobs whose sizes every rank already knows. Collective over `group`."""
     # `bucket` rounds a size up, equally on all ranks: XLA compiles once for each shape.
-    # A size beyond any memory is that of a damaged frame, or of another library's message.
+    # A size beyond any memory comes from a damaged frame, or from another library's message.
     if max(sizes) > _LARGEST_BYTES:
-        raise CollectiveError(f"the frames announce {sizes} bytes: some rank sent something else")
+        raise CollectiveError(
+            f"the ranks announced {sizes} bytes, more than any memory: make all ranks call the same"
+        )
     width = bucket(max(sizes))
     if 2 * sum(sizes) > width * len(sizes):
         rows = model.all_gather(_tensor(model, blob.ljust(width, b"\0")), group).cpu()
         return [to_bytes(row[:size]) for row, size in zip(rows, sizes, strict=True)]
-    # One by one, where more than half of a gather would be padding.
+    # One broadcast for each blob, because more than half of a gather would be padding.
     blobs = []
     for rank, size in zip(model.topology.members(group), sizes, strict=True):
         if size == 0:

@@ -1,4 +1,4 @@
-"""Handles of pending operations, and the thread that runs those without a native one."""
+"""Handles of pending operations, and the thread that runs operations without a native handle."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ U = TypeVar("U")
 class SafeFuture(Generic[T]):
     """The value or the error of a call."""
 
-    # As `concurrent.futures.Future`, whose lock an asynchronous exception (Ctrl-C, an alarm) may
-    # leave locked; here the interpreter itself waits.
+    # In place of `concurrent.futures.Future`, whose own lock an asynchronous exception (Ctrl-C, an
+    # alarm) may leave locked. Here the gate is the only lock, and the interpreter waits for it.
 
     __slots__ = ("_error", "_gate", "_value", "is_known")
 
@@ -44,7 +44,7 @@ class SafeFuture(Generic[T]):
             if not is_own(error):
                 raise  # the call was interrupted and can run again
             self._error = error
-        self.is_known = True  # last, as other threads read it without a lock
+        self.is_known = True  # last, because other threads read it without a lock
         self._gate.release()
 
     @classmethod
@@ -94,7 +94,7 @@ class Handle(Generic[T]):
             The value that the blocking call would have returned; the same object on every call.
 
         Raises:
-            UnisonoError: as the blocking call, on every call.
+            UnisonoError: the operation failed, as in the blocking call; on every call.
             ContextError: this process is a fork of the one that started the operation.
         """
         self._check_process()
@@ -113,7 +113,7 @@ class Handle(Generic[T]):
         """Return whether an error is the operation's own, and not an interrupt of the wait."""
         if isinstance(error, UnisonoError):
             return True
-        # While the operation is pending, an exception can only be that of an alarm's handler.
+        # While the operation is pending, only a signal's handler, such as an alarm's, can raise.
         return isinstance(error, Exception) and self._is_completed()
 
     def is_completed(self) -> bool:
@@ -123,13 +123,13 @@ class Handle(Generic[T]):
             True once the operation is done or has failed.
 
         Raises:
-            ContextError: as `wait`.
+            ContextError: this process is a fork of the one that started the operation.
         """
         self._check_process()
         return self._outcome.is_known or (not self._waits and self._is_completed())
 
     def _check_process(self) -> None:
-        """Raise in a fork, where no thread completes the operation: it would wait forever."""
+        """Raise in a fork: no thread completes the operation there, so a wait would be endless."""
         if not self._outcome.is_known and self._pid != os.getpid():
             raise ContextError(
                 f"this process is a fork of process {self._pid}, which started the operation and "
@@ -137,7 +137,7 @@ class Handle(Generic[T]):
             )
 
     def then(self, finish: Callable[[T], U]) -> Handle[U]:
-        """Return a handle whose value is `finish` of this one's.
+        """Return a handle whose value is `finish` of this handle's value.
 
         Args:
             finish: called once, in the waiting thread.
@@ -149,14 +149,14 @@ class Handle(Generic[T]):
 
 
 def joined(outer: Handle[Handle[T]]) -> Handle[T]:
-    """Return one handle for an operation that another one starts."""
+    """Return one handle for an operation that another operation starts."""
 
     def is_completed() -> bool:
         if not outer.is_completed():
             return False
         try:
             return outer.wait().is_completed()
-        except Exception:  # which `wait` raises again
+        except Exception:  # `wait` raises it again
             return True
 
     return Handle(lambda: outer.wait().wait(), is_completed)
@@ -181,8 +181,8 @@ class Background:
 
     def submit(self, call: Callable[[], T]) -> Handle[T]:
         """Queue a call."""
-        # A call submitted by a queued call is part of it, and runs at once: at the end of the queue
-        # its position among the others would differ between ranks.
+        # A call submitted by a queued call is part of that call, and runs at once: if queued, its
+        # position among the other calls would differ between ranks.
         outcome: SafeFuture[T] = SafeFuture()
         if self._is_own_thread():
             outcome.of(call)
@@ -193,15 +193,16 @@ class Background:
 
     def settle(self) -> None:
         """Wait until all queued calls are done; their handles raise the errors."""
-        # A queued call doesn't wait: all earlier ones are done.
+        # A queued call needn't wait, because all calls before it are done.
         last = self._last
         if last is None or self._is_own_thread():
             return
-        if not last.is_known:  # an interrupted `submit` may not have queued it: wait for one more
+        if not last.is_known:
+            # An interrupted `submit` may not have queued it, so this waits for another call.
             after: SafeFuture[None] = SafeFuture()
             self._calls.put((after, lambda: None))
             after.wait()
-        if self._last is last:  # another thread may have submitted one
+        if self._last is last:  # another thread may have submitted a call
             self._last = None
 
     def _is_own_thread(self) -> bool:

@@ -26,7 +26,7 @@ class LaunchHooks:
     def launch(cls, entry: Callable[[Any], T], plan: LaunchPlan, **options: Any) -> list[T]:
         """Create replicas in the model's own way and run `entry` in each.
 
-        Only for models that declare ``"launch"``; others name a `launcher`.
+        Called only if the model has the capability ``"launch"``; other models name a `launcher`.
 
         Args:
             entry: called once in each replica with its model.

@@ -49,7 +49,7 @@ class ReduceOp(enum.Enum):
 
     @property
     def is_bitwise(self) -> bool:
-        """Whether it works on bits, so only on integers and bool."""
+        """Whether it works on bits, and therefore only on integers and bools."""
         return self in _BITWISE
 
 
@@ -72,13 +72,13 @@ _Fold: TypeAlias = Literal[
     ReduceOp.AND, ReduceOp.OR, ReduceOp.XOR,
 ]  # fmt: skip
 FoldLike: TypeAlias = "_FoldName | _Fold"
-"""Values of `op=` that are never a mean to a type checker: integers stay integers."""
+"""Values of `op=` that type checkers know not to be a mean, so that integers stay integers."""
 OpLike: TypeAlias = "_FoldName | _MeanName | ReduceOp | dist.ReduceOp | dist.ReduceOp.RedOpType"
 """Values of `op=`: a name, a ReduceOp, or one of ``torch.distributed.ReduceOp``."""
 
 
 def parse_op(op: OpLike | str) -> ReduceOp:
-    """Return the reduction for a name, in any case, or for an operation of torch."""
+    """Return the reduction for a name, in upper or lower case, or for an operation of torch."""
     if isinstance(op, ReduceOp):
         return op
     name = op if isinstance(op, str) else _name_in_torch(op)
@@ -86,7 +86,7 @@ def parse_op(op: OpLike | str) -> ReduceOp:
     if found is not None:
         return found
     known = " ".join((*ReduceOp.__members__, "MEAN"))
-    raise ArgumentError(f"unknown reduction {op!r}: use one of {known} (in any case)")
+    raise ArgumentError(f"unknown reduction {op!r}: use one of {known}, in upper or lower case")
 
 
 def _name_in_torch(op: object) -> str:
@@ -111,8 +111,8 @@ TENSOR_STEPS: dict[ReduceOp, Callable[..., Tensor]] = {
 
 def mean_factors(size: int) -> tuple[float, float]:
     """Return the factor before a sum of `size` terms, and the divisor after it, for their mean."""
-    # Dividing only after the sum would overflow where the mean doesn't. The first factor is a
-    # power of two, so that only numbers below the dtype's normal ones are rounded.
+    # A sum that is divided only at the end may overflow although the mean doesn't. The first factor
+    # is a power of two, so that it rounds only subnormal numbers.
     before = 2.0 ** -(size - 1).bit_length()
     return before, size * before
 
@@ -128,7 +128,7 @@ def fold_tensors(op: ReduceOp, parts: Sequence[Tensor] | Tensor) -> Tensor:
 
 
 def fold_into(op: ReduceOp, parts: Sequence[Tensor], out: Tensor) -> None:
-    """Reduce several tensors as `fold_tensors`, but into `out`, and for AVERAGE, too."""
+    """Reduce several tensors as `fold_tensors` does, but into `out`, and also for AVERAGE."""
     if op is ReduceOp.AVERAGE:
         before, after = mean_factors(len(parts))
         torch.mul(parts[0], before, out=out)
@@ -138,7 +138,7 @@ def fold_into(op: ReduceOp, parts: Sequence[Tensor], out: Tensor) -> None:
             out.div_(after)
         return
     step = TENSOR_STEPS[op]
-    step(parts[0], parts[1], out=out)  # a single rank shares no memory: there are two
+    step(parts[0], parts[1], out=out)  # at least two, because a single rank shares no memory
     for part in parts[2:]:
         step(out, part, out=out)
 
@@ -161,9 +161,10 @@ _BOOL_STEPS: dict[ReduceOp, Callable[[Any, Any], Any]] = {
 
 
 def fold_numbers(op: ReduceOp, values: Sequence[Number]) -> Number:
-    """Reduce python numbers in the order given, exactly where they are integers."""
+    """Reduce Python numbers in the order given; integers are reduced exactly."""
     if op is ReduceOp.SUM and type(values[0]) in (int, float):
-        return reduce(add, values)  # the usual case; `sum` corrects floats since 3.12
+        # The usual case, first. Not by `sum`, which rounds floats differently since Python 3.12.
+        return reduce(add, values)
     kinds = {type(value) for value in values}
     if kinds == {bool}:
         if op is ReduceOp.AVERAGE:
@@ -182,7 +183,7 @@ def fold_numbers(op: ReduceOp, values: Sequence[Number]) -> Number:
 
 
 def sum_numbers_exactly(values: Sequence[Any]) -> Number:
-    """Sum python numbers without rounding, then round once."""
+    """Sum Python numbers without rounding, then round once."""
     kinds = {type(value) for value in values}
     if kinds <= {bool, int}:
         return fold_numbers(ReduceOp.SUM, values)
@@ -195,7 +196,7 @@ def sum_numbers_exactly(values: Sequence[Any]) -> Number:
 def _float_sum(values: Sequence[float]) -> float:
     special = [value for value in values if not math.isfinite(value)]
     if any(map(math.isnan, special)) or len(set(special)) > 1:
-        return math.nan  # always the same NaN: in a sum it would depend on the order
+        return math.nan  # always the same NaN: a sum's would depend on the order
     if special:
         return float(special[0])
     if all(value == 0 and math.copysign(1, value) < 0 for value in values):
@@ -208,19 +209,20 @@ def _float_sum(values: Sequence[float]) -> float:
 
 
 def _mean(values: Sequence[Any]) -> Number:
-    """Return the mean, also where the sum is beyond the largest float."""
+    """Return the mean, even if the sum is beyond the largest float."""
     if any(isinstance(value, complex) for value in values):
         real, imag = (_mean([getattr(v, part) for v in values]) for part in ("real", "imag"))
         return complex(real, imag)
     total, count = reduce(add, values), len(values)
     if not math.isinf(total) or any(math.isinf(value) for value in values):
         return total / count  # type: ignore[no-any-return]
-    scale = 0.5 ** (count - 1).bit_length()  # exact; an underflow is negligible beside the rest
+    # The factor is a power of two, so that only negligibly small values are rounded.
+    scale = 0.5 ** (count - 1).bit_length()
     return reduce(add, [value * scale for value in values]) / (count * scale)  # type: ignore[no-any-return]
 
 
 def _extreme(op: ReduceOp, values: Sequence[Any]) -> Number:
-    """Return the least or greatest; NaN wins and -0.0 is below 0.0, as in tensors."""
+    """Return the least or greatest value; NaN wins and -0.0 is below 0.0, as in tensors."""
     if any(value != value for value in values):
         return float("nan")
     choose = min if op is ReduceOp.MIN else max
@@ -230,7 +232,7 @@ def _extreme(op: ReduceOp, values: Sequence[Any]) -> Number:
 
 
 def is_order_of_floats(tensor: Tensor, op: ReduceOp) -> bool:
-    """Return whether `op` is MIN or MAX of floats, where libraries differ on NaN."""
+    """Return whether `op` is MIN or MAX of floats, for which libraries treat NaN differently."""
     return tensor.is_floating_point() and op in (ReduceOp.MIN, ReduceOp.MAX)
 
 
@@ -241,10 +243,11 @@ def as_ordered_ints(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, Callable[[Ten
     nan = torch.iinfo(bits).min if op is ReduceOp.MIN else magnitude
     shift = bits.itemsize * 8 - 1
 
-    def turn(key: Tensor) -> Tensor:  # negative floats count downwards; its own inverse
+    def flip(key: Tensor) -> Tensor:  # is its own inverse
+        # The bits of negative floats, read as integers, are in descending order.
         return key ^ ((key >> shift) & magnitude)
 
     def restore(key: Tensor) -> Tensor:
-        return turn(key).view(tensor.dtype).masked_fill_(key == nan, float("nan"))
+        return flip(key).view(tensor.dtype).masked_fill_(key == nan, float("nan"))
 
-    return turn(tensor.view(bits)).masked_fill_(tensor.isnan(), nan), restore
+    return flip(tensor.view(bits)).masked_fill_(tensor.isnan(), nan), restore

@@ -48,7 +48,7 @@ class TrainingHooks:
 
         Returns:
             An optimizer whose ``step`` averages the gradients itself, instead of backward; None
-            if there is nothing to adapt, and no option is known.
+            if there is nothing to adapt, and the library takes none of the options.
         """
         return None
 
@@ -58,7 +58,7 @@ class TrainingHooks:
         Collective over all ranks, as the step would be.
 
         Args:
-            optimizer: from `wrap_optimizer`, or created by the library's own means.
+            optimizer: from `wrap_optimizer`, or one that the library itself created.
 
         Returns:
             A function that lets the step average again, called after a step and at the next

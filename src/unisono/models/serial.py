@@ -1,4 +1,4 @@
-"""Model of a single replica: world size 1, with the semantics of any other size."""
+"""Model of a single replica: world size 1, with the same semantics as any other world size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T")
-# Options of other models, accepted so that a program runs alone as it runs on many ranks.
+# Options of other models, so that a program written for many ranks runs unchanged on one.
 _GROUP_OPTIONS = ("timeout", "backend", "pg_options", "group_desc", "use_local_synchronization")
 _ALONE = Topology(rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, nnodes=1)
 
@@ -77,7 +77,9 @@ class SerialModel(ComputationModel, LaunchHooks):
 
 
 class ChildOfRank(SerialModel):
-    """Facts of the rank that started this process, such as a DataLoader's worker."""
+    """Model in a process that a rank started, such as a DataLoader worker."""
+
+    # It is serial, but has the topology, the backend and the device of that rank.
 
     def __init__(self, topology: Topology, name: str, backend: str, device: str) -> None:
         super().__init__()

@@ -22,13 +22,13 @@ from unisono.tracebacks import hides
 __tracebackhide__ = hides
 
 T = TypeVar("T")
-_Round = dict[int, tuple[str, Any]]  # each arrived rank's call and item
+_Round = dict[int, tuple[str, Any]]  # the call and the item of each rank that has arrived
 
 
 class ThreadExchange:
     """Rounds in which the replicas of one job, threads of this process, exchange items."""
 
-    # A rank that has left is reported at once, a late one at the timeout.
+    # A rank that has left is reported at once, and a late rank at the timeout.
     # Protocol of a round of a group, as seen by one of its ranks:
     #   open, from the first rank that arrives --all have arrived--> complete: return all items
     #   open --a missing rank has left, the job has failed, timeout--> withdraw, raise
@@ -39,8 +39,9 @@ class ThreadExchange:
         self.failure: tuple[int, str] | None = None  # rank and text, if the job has failed
         self._condition = Condition()
         self._open: dict[Hashable, list[_Round]] = {}
-        # How often each rank has joined; one that has left the n-th time may join again.
+        # How often each rank has joined.
         self._joined: dict[int, int] = {}
+        # How often a rank had joined when it last left, and why it left.
         self._left: dict[int, tuple[int, str]] = {}
 
     def join(self, rank: int) -> None:
@@ -61,8 +62,8 @@ class ThreadExchange:
         """Return whether `rank` has left and not joined again."""
         return self._has_left(rank, self._joined.get(rank, 0))
 
-    def _has_left(self, rank: int, visit: int) -> bool:
-        return rank in self._left and self._left[rank][0] >= visit
+    def _has_left(self, rank: int, n_joined: int) -> bool:
+        return rank in self._left and self._left[rank][0] >= n_joined
 
     def swap(
         self,
@@ -79,7 +80,7 @@ class ThreadExchange:
             entries = self._round_of(group, rank)
             entries[rank] = (call, item)
             is_last = len(entries) == len(ranks)
-            if is_last:  # the next call of a rank opens another round
+            if is_last:  # closes this round, so that the next call of a rank opens another one
                 self._open[group].remove(entries)
                 if not self._open[group]:
                     del self._open[group]
@@ -128,10 +129,10 @@ class ThreadExchange:
                 if not late:
                     return
                 item = entries[rank][1] if entries else None
-                if isinstance(item, bytes):  # its header has the call and the line
+                if isinstance(item, bytes):  # a blob's header has the call and the line
                     call = describe(item)
                 try:
-                    # First: a failure of the job is what makes ranks leave.
+                    # First, because a failure of the job makes ranks leave.
                     self._check(rank, f"waited in {call}")
                     for peer in self._gone(late, rank):
                         why = f"rank {peer} {self._left[peer][1]}"
@@ -139,7 +140,7 @@ class ThreadExchange:
                     if now >= until:
                         raise self._time_out(rank, late, call, limit_s)
                 except CollectiveError:
-                    entries.pop(rank, None)  # the round can't be completed now
+                    entries.pop(rank, None)  # the round can't be completed without this rank
                     raise
             if now >= warn_at:
                 warn_at = math.inf
@@ -147,7 +148,7 @@ class ThreadExchange:
 
     def _gone(self, missing: list[int], rank: int) -> list[int]:
         """Return those of the missing ranks that have left."""
-        # A peer that left before this rank joined may join again, as this rank did.
+        # A peer that left before this rank joined isn't gone: it may join again, as this rank did.
         return [r for r in missing if self._has_left(r, self._joined.get(rank, 0))]
 
     def _check(self, rank: int, doing: str) -> None:

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 __tracebackhide__ = hides
 
 T = TypeVar("T")
-_GRACE_S = 2.0  # until replicas notice a failure
-_POLL_S = 0.2  # a failure doesn't wake `join`
-_REPORT_S = 0.3  # replicas that wait for a late one report more: their error comes first
+_GRACE_S = 2.0  # time for replicas to notice a failure
+_POLL_S = 0.2  # each `join` is short, because a failure doesn't wake it
+_REPORT_S = 0.3  # after a deadline, for errors of the replicas that wait, which say more
 _log = logging.getLogger(__name__)
 
 
@@ -43,8 +43,8 @@ class _World(ThreadExchange):
         super().__init__(warn_after_s())
         self.size = size
         self.timeout_s: float = timeout_s or DEFAULT_TIMEOUT_S
-        self.is_lost: bool = False  # whether a replica has ended with an error: others soon will
-        self.is_late: bool = False  # whether a deadline is the failure
+        self.is_lost: bool = False  # whether a replica has failed, so that the others soon will
+        self.is_late: bool = False  # whether that failure is a timeout
         self.threads: dict[int, int] = {}  # the replicas' thread ids, by rank
         # By the name of the group, the sender and the receiver.
         self._messages: dict[tuple[str, int, int], list[Tensor]] = {}
@@ -53,7 +53,7 @@ class _World(ThreadExchange):
         """Mark the job as failed by `rank`; waiting replicas raise."""
         with self._condition.lock:
             self.is_lost = True
-            if self.failure is None:  # later ones mostly follow from it
+            if self.failure is None:  # later failures mostly follow from the first
                 self.failure = (rank, text)
             self._condition.notify_all()
 
@@ -68,7 +68,7 @@ class _World(ThreadExchange):
                 if not _left(end):
                     ranks = [rank for rank in range(self.size) if not self.has_left(rank)]
                     late = f"{overdue(ranks, self.size)}\n{self._describe(ranks)}"
-                    self.fail(-1, "the deadline is over")  # -1: not a replica's failure
+                    self.fail(-1, "the deadline is over")  # -1: no replica failed
         end = time.monotonic() + _GRACE_S
         for thread in threads:
             thread.join(_left(end))
@@ -181,7 +181,7 @@ class ThreadsModel(ComputationModel, LaunchHooks):
                 with torch.autograd.set_multithreading_enabled(False):
                     results[rank] = entry(cls(world, rank))
                 world.leave(rank, "ended before reaching the call")
-            except BaseException as error:  # SystemExit too: a replica that exits has failed
+            except BaseException as error:  # also SystemExit: a replica that exits has failed
                 failures.append((rank, error))  # before the description, which takes a while
                 text = str(WorkerFailedError.of(error, rank, world.size))
                 world.fail(rank, text.splitlines()[0])
@@ -210,8 +210,8 @@ class ThreadsModel(ComputationModel, LaunchHooks):
         timeout_s = allowed_s(self._world.timeout_s, group)
         return self._world.swap(name_of(group), ranks, rank, call, item, timeout_s)
 
-    # Other replicas read what one has submitted after its call has returned, when the caller may
-    # overwrite its tensor: hence the clones.
+    # Other replicas may read a submitted tensor after its rank's call has returned, when the caller
+    # may already overwrite that tensor. Therefore each rank submits a clone.
 
     def _swap_tensors(self, call: str, tensor: Tensor, group: Group | None) -> list[Tensor]:
         return self._swap(f"{call} {tensor.dtype} {list(tensor.shape)}", tensor, group)
@@ -227,7 +227,7 @@ class ThreadsModel(ComputationModel, LaunchHooks):
         return fold_tensors(op, parts)
 
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
-        # The parts of the other ranks are not read.
+        # Only the source's part is read, so the other ranks needn't clone theirs.
         part = tensor.clone() if src == self._topology.rank else tensor
         parts = self._swap_tensors(f"broadcast from {src}", part, group)
         return parts[self._topology.position(group, src)].clone()

@@ -1,4 +1,4 @@
-"""Model of replicas that Horovod connects: under horovodrun, mpirun, or our own launcher."""
+"""Model of replicas that Horovod connects: under horovodrun, mpirun, or unisono's launcher."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ class HorovodModel(ComputationModel, TrainingHooks):
 
     # Each context has one instance, however often it is adopted, so that the numbers of calls
     # stay equal on all ranks.
-    # Horovod's own: all_gather, broadcast, all_to_all, all_reduce by SUM, PRODUCT, MIN and MAX,
-    # reduce_scatter by SUM, asynchronous all_reduce, groups (its process sets). Derived: reduce,
-    # scatter, all_reduce by AND, OR and XOR, reduce_scatter by all but SUM. Narrow integers are
-    # reduced as int32. Horovod moves no bfloat16; float16 isn't in `dtypes` either: as float32 its
-    # sums are rounded once, where Horovod would round them at each rank.
+    # Horovod itself has all_gather, broadcast, all_to_all, all_reduce by SUM, PRODUCT, MIN and MAX,
+    # reduce_scatter by SUM, asynchronous all_reduce, and groups (its process sets). Derived are
+    # reduce, scatter, all_reduce by AND, OR and XOR, and reduce_scatter by all but SUM. Narrow
+    # integers are reduced as int32. Horovod moves no bfloat16. Nor is float16 in `dtypes`: its sums
+    # as float32 are rounded once, while Horovod would round them at each rank.
 
     name: ClassVar[str] = "horovod-dist"
     backends: ClassVar[tuple[str, ...]] = ("horovod",)
@@ -87,7 +87,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
     _current: ClassVar[HorovodModel | None] = None
 
     def __init__(self, topology: Topology, is_owner: bool, timeout_s: float) -> None:
-        # hvd.init() creates a new one each time; holding this one keeps its identity unique.
+        # hvd.init() creates a new map each time; this reference keeps the map's identity unique.
         self._identity = hvd.mpi_ops._handle_map
         self._topology = topology
         self._device = _device()
@@ -95,7 +95,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
         self.control: SocketControlPlane = SocketControlPlane(self, timeout_s)
         self._under_way: dict[str, int] = {}
         self._numbers: dict[str, int] = {}
-        self._made = 0
+        self._n_groups_made = 0
         HorovodModel._current = self
 
     @classmethod
@@ -114,7 +114,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
         model = cls._current
         if not isinstance(model, cls) or not model.is_alive():
             model = cls(_topology(hint), False, DEFAULT_TIMEOUT_S)
-        elif not model._is_owner:  # ours measured its topology
+        elif not model._is_owner:  # a context made here measured its topology
             model._topology = _topology(hint)
         return model
 
@@ -126,9 +126,9 @@ class HorovodModel(ComputationModel, TrainingHooks):
         if model._device.type != "cpu":
             torch.accelerator.set_device_index(model._device.index)
         host = os.environ.get("HOROVOD_HOSTNAME") or host_of_this_process()
-        # Not with Horovod's node numbers, which count only the nodes that have this local rank.
-        own = Topology(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
-        model._topology = own.among(model.exchange(host.encode()))
+        # Without Horovod's node numbers, which count only the nodes that have this local rank.
+        position = Topology(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
+        model._topology = position.among(model.exchange(host.encode()))
         return model
 
     def finalize(self) -> None:
@@ -139,8 +139,8 @@ class HorovodModel(ComputationModel, TrainingHooks):
 
     def _end(self) -> None:
         try:
-            # The first to shut down breaks pending operations of the others, so all meet before,
-            # in a reduction: hvd.barrier can't time out.
+            # The first rank that shuts down breaks the others' pending operations, so all ranks
+            # meet before, in a reduction, because hvd.barrier can't time out.
             start = _reduction(torch.zeros(1, dtype=torch.int32), ReduceOp.SUM)
             self._run("barrier", None, 1, start, ".barrier")
         except CollectiveError as error:
@@ -175,12 +175,12 @@ class HorovodModel(ComputationModel, TrainingHooks):
         return made
 
     def settle_gradients(self, optimizer: Optimizer) -> Callable[[], None] | None:
-        own: Any = optimizer
-        if not hasattr(own, "skip_synchronize"):
+        wrapped: Any = optimizer
+        if not hasattr(wrapped, "skip_synchronize"):
             return None
-        # `synchronize` averages, and without skipping the step would average again.
-        own.synchronize()
-        skipping = own.skip_synchronize()
+        # `synchronize` averages; the step would average again unless it skips that.
+        wrapped.synchronize()
+        skipping = wrapped.skip_synchronize()
         skipping.__enter__()
         return partial(skipping.__exit__, None, None, None)
 
@@ -245,7 +245,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
 
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
         timeout_s = only_timeout_s("new_group on horovod", options)
-        self._made += 1
+        self._n_groups_made += 1
         try:
             made = self._find_process_set(ranks) or hvd.add_process_set(list(ranks))
         except ValueError as error:
@@ -258,7 +258,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
                 ) from error
             self._fail(f"new_group({list(ranks)})", None, error)
         # Horovod has one process set for these ranks; names keep the operations of groups apart.
-        return Group(ranks, made, f"group{self._made}", timeout_s)
+        return Group(ranks, made, f"group{self._n_groups_made}", timeout_s)
 
     def _find_process_set(self, ranks: tuple[int, ...]) -> Any:
         """Return the existing process set of `ranks`: Horovod allows only one."""
@@ -277,8 +277,8 @@ class HorovodModel(ComputationModel, TrainingHooks):
         return Group(tuple(handle.ranks), handle, name)
 
     # Horovod matches operations by name. These names depend only on the group and the kind of call,
-    # never on a value, so mismatched calls raise Horovod's own error; and the response
-    # cache works, which a new name for each call would only fill. Concurrent calls are
+    # never on a value, so that mismatched calls raise Horovod's own error, and Horovod's
+    # response cache works, which a new name for each call would only fill. Asynchronous calls are
     # numbered.
 
     def _run(
@@ -289,8 +289,9 @@ class HorovodModel(ComputationModel, TrainingHooks):
 
     def _start(self, call: str, group: Group | None, count: int, start: Start) -> Handle[Any]:
         """Start an operation without waiting for it. Collective over `group`, as `_run` is."""
-        number = self._numbers.get(team := name_of(group), 0)
-        self._numbers[team] = number + 1
+        name = name_of(group)
+        number = self._numbers.get(name, 0)
+        self._numbers[name] = number + 1
         work = self._begin(call, group, count, start, f".async{number % _ASYNC_NAMES}")
         return Handle(partial(self._finish, *work), partial(_is_done, work[-1]))
 
@@ -301,13 +302,13 @@ class HorovodModel(ComputationModel, TrainingHooks):
         if count > _MAX_COUNT:
             raise PayloadError(
                 f"{call} of {count} elements over all ranks: Horovod counts in 32 bits, so "
-                f"{_MAX_COUNT} are the most; split the tensor"
+                f"{_MAX_COUNT} is the limit; split the tensor"
             )
         members = hvd.global_process_set if group is None else group.handle
         name = f"unisono.{name_of(group)}{label}"
         key = f"{call}.{name}"
         earlier = self._under_way.get(key)
-        if earlier is not None:  # it timed out, was interrupted, or hasn't been waited for
+        if earlier is not None:  # timed out, interrupted, or not waited for yet
             self._wait(call, group, 0, earlier)
         step = self.control.steps.begin(name_of(group), call)
         try:
@@ -337,11 +338,11 @@ class HorovodModel(ComputationModel, TrainingHooks):
             self._fail(call, group, error)
 
     def _fail(self, call: str, group: Group | None, error: Exception) -> NoReturn:
-        """Raise our error for an error of Horovod's."""
+        """Raise unisono's error for one of Horovod's."""
         try:
             Wait(self.control, group, call).fail(_ERRORS, error)
-        except CollectiveMismatchError as ours:
-            text = f"{ours}; make every rank call the same, with equal shapes and dtypes"
+        except CollectiveMismatchError as mismatch:
+            text = f"{mismatch}; make every rank call the same, with equal shapes and dtypes"
             raise CollectiveMismatchError(text) from error
 
 
@@ -374,7 +375,7 @@ def _initialize(info: RankInfo, timeout_s: float) -> None:
             "Horovod is initialised already in this process: use it as it is, or call "
             "hvd.shutdown() first"
         )
-    if _is_mpi_over():
+    if _is_mpi_finalized():
         raise ContextError(
             "Horovod can't be initialised again in this process: its first context ended MPI too; "
             "import mpi4py.MPI before the first initialize, and MPI lives as long as the process"
@@ -384,7 +385,7 @@ def _initialize(info: RankInfo, timeout_s: float) -> None:
         hvd.init()
     else:
         try:
-            hvd.init(process_sets="dynamic")  # leaves the variable set
+            hvd.init(process_sets="dynamic")  # Horovod leaves the variable set
         finally:
             os.environ.pop(_DYNAMIC, None)
     if hvd.size() == 1 < info.world_size:
@@ -395,7 +396,7 @@ def _initialize(info: RankInfo, timeout_s: float) -> None:
         )
 
 
-def _is_mpi_over() -> bool:
+def _is_mpi_finalized() -> bool:
     """Return whether Horovod would abort the process by using a finalized MPI."""
     if not hvd.mpi_built() or os.environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo":
         return False
@@ -405,8 +406,8 @@ def _is_mpi_over() -> bool:
 
 
 def _leave(end: Callable[[], None], limit_s: float) -> None:
-    """Shut Horovod down within a limit: its calls wait 30 s for a stopped peer."""
-    # After the limit it continues in a thread, which the exit of the process may wait for.
+    """Shut Horovod down within a limit, because its calls wait 30 s for a stopped peer."""
+    # After the limit the shutdown continues in its thread, which may delay the exit of the process.
     outcome, thread = SafeFuture.in_thread(end, "unisono-leaving")
     thread.join(limit_s)
     if outcome.is_known:
@@ -414,12 +415,12 @@ def _leave(end: Callable[[], None], limit_s: float) -> None:
 
 
 def _topology(hint: ContextHint) -> Topology:
-    """Return this replica's position, as far as Horovod's context has it."""
+    """Return this replica's position, as far as Horovod's context knows it."""
     local_rank = hvd.local_rank()
     node_rank: int | None = hvd.cross_rank()
     nnodes: int | None = hvd.cross_size()
     if local_rank > 0 and not hvd.mpi_ops.is_homogeneous():
-        # Its cross numbers count only nodes that have this local rank.
+        # Horovod's cross numbers count only nodes that have this local rank.
         info = hint.environment
         is_same = info is not None and (info.rank, info.world_size) == (hvd.rank(), hvd.size())
         node_rank, nnodes = (info.node_rank, info.nnodes) if info and is_same else (None, None)
@@ -430,7 +431,7 @@ def _topology(hint: ContextHint) -> Topology:
 
 def _device() -> torch.device:
     """Return the device for the local rank."""
-    # Only the CPU's branch has been run: no build for GPUs was available.
+    # Only the CPU's branch has run, because no build for GPUs was available.
     is_built = hvd.cuda_built() or hvd.rocm_built()
     if not is_built or not torch.cuda.is_available():
         return torch.device("cpu")

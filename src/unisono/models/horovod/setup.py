@@ -22,7 +22,7 @@ _AGAIN = "install it again beside this torch and Python, with HOROVOD_WITH_PYTOR
 
 def why_unusable() -> str | None:
     """Return why the installed Horovod can't be used, None if no fault is found."""
-    # Only files are read: faults that the loader alone detects are the import's own error.
+    # Only files are read. Faults that only the loader detects are errors of the import.
     spec = importlib.util.find_spec("horovod")
     folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
     if not folders:
@@ -67,7 +67,7 @@ _scopes = itertools.count(1)
 
 
 def wait_for_all(environ: Mapping[str, str], timeout_s: float) -> None:
-    """Wait until every rank is about to create a context, and clear addresses of earlier ones."""
+    """Wait until every rank is about to create a context; clear addresses of earlier contexts."""
     # Collective over all ranks. Returns at once without a server of horovodrun: under mpirun, for a
     # single rank, and in an elastic job, whose ranks change.
     if any(name not in environ for name in _NEEDED) or environ.get("HOROVOD_ELASTIC") == "1":
@@ -116,7 +116,7 @@ def _meet(store: Store, rank: int, size: int, until: float) -> str:
         why = f"rank {places.index(_GONE)} had timed out"
     else:
         why = store.missing(size)
-    store.ask("PUT", _VERDICT, why)  # even of a failure, as the others wait for it
+    store.ask("PUT", _VERDICT, why)  # also after a failure, because the others wait for it
     return why
 
 
@@ -124,12 +124,12 @@ def _clear(store: Store, scope: str, size: int) -> None:
     for _ in range(size):
         if store.ask("GET", "0", scope=scope) is None:
             return
-        # The server counts these: it clears the scope with the last one of its size.
+        # The server counts these requests, and clears the scope at the last one of its size.
         store.ask("DELETE", "0", scope=scope)
 
 
 class Store:
-    """HTTP client of the server: keys of the barrier's scope, and of Horovod's own."""
+    """HTTP client of horovodrun's server, for keys of the barrier and of Horovod itself."""
 
     def __init__(self, address: str, port: int, scope: str) -> None:
         self._where = (address, port)
@@ -153,7 +153,7 @@ class Store:
     def ask(self, verb: str, key: str, value: str = "", scope: str = "") -> bytes | None:
         """Send a request; return the value of a key, or None."""
         path = f"/{scope or self._scope}/{key}"
-        for _ in range(_TRIES - 1):  # its listen queue is short
+        for _ in range(_TRIES - 1):  # the server's listen queue is short
             with suppress(OSError, http.client.HTTPException):
                 return self._ask_once(verb, path, value)
             time.sleep(_SLOWEST_POLL_S)

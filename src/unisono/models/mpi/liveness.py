@@ -14,15 +14,16 @@ _log = logging.getLogger(__name__)
 LIMIT_S = 60.0
 """Seconds for set-up, unless the user sets a timeout."""
 _WARN_AFTER_S = 10.0
-_GRACE_S = 1.0  # for the verdict of the first rank to arrive
-_QUESTION, _ANSWER, _TAG = 32_764, 32_765, 32_766  # beside that of the model's own messages
+_GRACE_S = 1.0  # in which the verdict of the first rank arrives
+_QUESTION, _ANSWER, _TAG = 32_764, 32_765, 32_766  # tags, beside the model's own
 _BYTES = 256  # of an answer, and of a verdict
 _SHOWN = 32  # ranks that fit into a verdict
 _SPINS = 1_000  # tests before the first nap
 _NAP_S = 1e-3
-_HERE = b"!"  # outlives every call, even an abandoned one
+_HERE = b"!"  # global, because MPI may read it even after an abandoned call
 _sending = threading.Lock()
-_sent: list[list[Any]] = []  # buffers that MPI reads, until it is done: also longer than a context
+# Buffers, with their requests, until MPI has read them, which may be after the context's end.
+_sent: list[list[Any]] = []
 # Buffers that MPI may still access, by id: an interrupt leaves them here permanently.
 _held: dict[int, object] = {}
 
@@ -58,7 +59,7 @@ class LivenessProbe:
     def _received(self, tag: int) -> list[tuple[int, bytes]]:
         messages = []
         status = self._mpi.Status()
-        # The message itself, not a probe of it: another waiting thread could receive that one.
+        # Improbe takes the message: a probed one could be received by another waiting thread.
         while message := self._comm.Improbe(self._mpi.ANY_SOURCE, tag, status):
             body = bytearray(status.Get_count(self._mpi.BYTE))
             message.Recv([body, self._mpi.BYTE])
@@ -69,7 +70,7 @@ class LivenessProbe:
         item: list[Any] = [None, body]
         with _sending:
             _sent[:] = [earlier for earlier in _sent if not self._is_done(earlier[0])]
-            _sent.append(item)  # before MPI has it: an interrupt in between must not free it
+            _sent.append(item)  # before MPI has the body, which an interrupt must not free
         item[0] = self._comm.Isend([body, self._mpi.BYTE], rank, tag)
 
     def _is_done(self, request: Any) -> bool:
@@ -105,7 +106,7 @@ def bounded_barrier(
 
 
 def _collect(mpi: Any, comm: Any, others: list[int], limit_s: float, what: str) -> list[int]:
-    """Wait for the other ranks, and send them the list of missing ones, which is returned."""
+    """Wait for the other ranks; send them the list of missing ranks, and return it."""
     marks = bytearray(len(others))
     _held[id(marks)] = marks
     view = memoryview(marks)
@@ -125,13 +126,13 @@ def _collect(mpi: Any, comm: Any, others: list[int], limit_s: float, what: str) 
         else:
             sends.append(comm.Isend([verdict, mpi.BYTE], rank, _TAG))
     del _held[id(marks)]
-    if not _await(sends, _GRACE_S, what):  # else MPI still reads it
+    if not _await(sends, _GRACE_S, what):  # else MPI still reads the verdict
         del _held[id(verdict)]
     return absent[:_SHOWN]
 
 
 def _await(requests: list[Any], limit_s: float, what: str) -> set[int]:
-    """Test requests until all are done or the time is over; return the positions of the others."""
+    """Test requests until all are done or the time is over; return the open ones' positions."""
     begin, spins = time.monotonic(), 0
     warn_at = begin + _WARN_AFTER_S
     left = set(range(len(requests)))

@@ -86,7 +86,7 @@ class MpiModel(ComputationModel):
     launcher: ClassVar[str] = "mpi"
     options: ClassVar[frozenset[str]] = frozenset({"timeout", "device"})
     dtypes: frozenset[torch.dtype] = frozenset(DATATYPES)
-    transport_device: torch.device = torch.device("cpu")  # no property: each collective reads it
+    transport_device: torch.device = torch.device("cpu")  # no property: collectives read it
     largest_count: ClassVar[int] = 2**31 - 1
     """Elements in one MPI call, which MPI 3 counts with a C int; more are sent in several calls."""
     _has_started_mpi: ClassVar[bool] = False
@@ -101,7 +101,7 @@ class MpiModel(ComputationModel):
         self._end = world.EndOfJob.install(mpi)
         self._calls = MPICalls(mpi, topology.rank, self._end.end_at_exit)
         self._world: Any = None
-        self._pairs: Any = mpi.COMM_WORLD
+        self._message_comm: Any = mpi.COMM_WORLD
         self._comms: list[Any] = []
         self._is_live = True
         self.control: _ControlPlane = _ControlPlane(self, self._calls)
@@ -115,7 +115,7 @@ class MpiModel(ComputationModel):
         if topology is None:
             return None
         adopted = cls._adopted
-        # A second instance would duplicate the world again, and wait for ranks with one instance.
+        # A second instance would duplicate the world again, and wait for ranks that have only one.
         if not (isinstance(adopted, cls) and adopted.is_alive()):
             adopted = cls._adopted = cls(mpi, topology, world.choose_device(None, None))
         adopted._topology = topology  # the hint may have changed
@@ -126,12 +126,12 @@ class MpiModel(ComputationModel):
         mpi, has_started = world.start()
         MpiModel._has_started_mpi |= has_started
         timeout = options.get("timeout")
-        world.gather(mpi, info, timeout)  # first, as MPI's collectives can't time out
+        world.gather(mpi, info, timeout)  # first, because MPI's collectives can't time out
         topology = world.measured_topology(mpi, info)
         device = world.choose_device(topology.local_rank, options.get("device"))
         model = cls(mpi, topology, device)
-        model._pairs = model._communicator(None)
-        model._calls.probe = LivenessProbe(mpi, model._pairs)
+        model._message_comm = model._communicator(None)
+        model._calls.probe = LivenessProbe(mpi, model._message_comm)
         if timeout is not None:
             model._calls.timeout_s = None if timeout == timedelta.max else timeout.total_seconds()
         return model
@@ -141,7 +141,7 @@ class MpiModel(ComputationModel):
         return world.why_unavailable()
 
     def finalize(self) -> None:
-        self._end.remove()  # also of an aborted context, and if a call below raises
+        self._end.remove()  # first, also for an aborted context: a call below may raise
         if self.is_alive():  # else pending operations may never end, or MPI is finalized
             is_finished = self._calls.finish()
             with self._calls.mapped_errors("Comm_free"):
@@ -173,7 +173,7 @@ class MpiModel(ComputationModel):
             with self._calls.mapped_errors("Comm_dup"):
                 self._world = self._keep(self._mpi.COMM_WORLD.Dup())
                 self.control.has_world = True
-                # Collective, so it is done here, where all ranks are in the same call.
+                # Split_type is collective, and all ranks are in this call.
                 host = self._world.Split_type(self._mpi.COMM_TYPE_SHARED)
                 self.control.is_one_host = host.size == self._world.size
                 host.Free()
@@ -250,8 +250,8 @@ class MpiModel(ComputationModel):
         native = calls.native_op(op, tensor.dtype)
         is_root, root = self._topology.rank == dst, self._topology.position(group, dst)
         for piece in self._pieces(tensor):
-            ends = (self._mpi.IN_PLACE, piece) if is_root else (piece, None)
-            calls.run("Reduce", comm, *ends, native, root)
+            buffers = (self._mpi.IN_PLACE, piece) if is_root else (piece, None)
+            calls.run("Reduce", comm, *buffers, native, root)
         return tensor if is_root else None
 
     def scatter(
@@ -274,19 +274,19 @@ class MpiModel(ComputationModel):
     def all_to_all(self, rows: Tensor, group: Group | None = None) -> Tensor:
         if rows.numel() > self.largest_count:
             return super().all_to_all(rows, group)
-        got = torch.empty_like(rows)
-        self._calls.run("Alltoall", self._communicator(group), rows, got)
-        return got
+        received = torch.empty_like(rows)
+        self._calls.run("Alltoall", self._communicator(group), rows, received)
+        return received
 
     def send(self, tensor: Tensor, dst: int, group: Group | None = None) -> None:
-        # Uses an adopted world itself, since only all ranks together could duplicate it.
-        comm = self._pairs if group is None else group.handle
+        # An adopted world itself is used, because only all ranks together could duplicate it.
+        comm = self._message_comm if group is None else group.handle
         position = self._topology.position(group, dst)
         for piece in self._pieces(tensor):
             self._calls.run("Send", comm, piece, position, _TAG)
 
     def recv(self, into: Tensor, src: int, group: Group | None = None) -> Tensor:
-        comm = self._pairs if group is None else group.handle
+        comm = self._message_comm if group is None else group.handle
         position = self._topology.position(group, src)
         for piece in self._pieces(into):
             self._calls.run("Recv", comm, piece, position, _TAG)
@@ -299,9 +299,9 @@ class MpiModel(ComputationModel):
         if self._topology.rank not in ranks:
             return Group(ranks)
         name = f"new_group({list(ranks)})"
-        pairs = self._pairs
-        create = lambda: self._keep(pairs.Create_group(pairs.group.Incl(ranks), _TAG))  # noqa: E731
-        comm = self._calls.run_when_all_arrived(name, pairs, ranks, create)
+        parent = self._message_comm
+        create = lambda: self._keep(parent.Create_group(parent.group.Incl(ranks), _TAG))  # noqa: E731
+        comm = self._calls.run_when_all_arrived(name, parent, ranks, create)
         if timeout_s is not None:
             self._calls.timeouts_s[id(comm)] = timeout_s
         return Group(ranks, comm, _name(comm), timeout_s)

@@ -57,25 +57,25 @@ _OPS = {
     ReduceOp.XOR: "BXOR",
 }
 _log = logging.getLogger(__name__)
-# By the names of MPI's error classes, some of which this MPI may lack.
+# By the names of MPI's error classes. This MPI may lack some of them.
 _ERRORS: dict[str, type[CollectiveError]] = {
     "ERR_PROC_FAILED|ERR_PROC_ABORTED|ERR_REVOKED": PeerFailedError,
     "ERR_TRUNCATE": CollectiveMismatchError,
 }
 _DIFFERENT = ": the ranks passed different sizes, or called different things"
-_SPINS_PER_ANSWER = 100  # 10 ms after the first spins
+_SPINS_PER_ANSWER = 100  # about 10 ms, once the wait naps after each test
 _ASK_S = 0.4  # short: a stuck rank never answers, and the caller is past its deadline
 _SPINS = 1_000  # tests of a request before the wait yields to other processes, and then naps
-# By number: pending calls of MPI and their memory, from before the call until it is done. Abandoned
-# ones stay permanently, even after their context: MPI may access them at any time.
+# By number, pending calls of MPI and their memory, from before the call until it is done. Abandoned
+# calls stay permanently, even after their context, because MPI may access their memory at any time.
 _held: dict[int, list[Any]] = {}
 _numbers = itertools.count()
 
 
 def is_folded_by_torch(dtype: torch.dtype) -> bool:
     """Return whether torch adds and multiplies in place of MPI, which has no 16-bit floats."""
-    # Open MPI's vectorised sums of small integers saturate, and torch's wrap around; they won't
-    # change that: https://github.com/open-mpi/ompi/issues/8045
+    # Open MPI's vectorised sums of small integers saturate, and torch's wrap around. Open MPI
+    # won't change that: https://github.com/open-mpi/ompi/issues/8045
     return dtype.itemsize < torch.float32.itemsize
 
 
@@ -88,16 +88,16 @@ class MPICalls:
         self._end_at_exit = end_at_exit
         self._operations: dict[tuple[int, torch.dtype], Any] = {}
         self._folds: list[Any] = []
-        self._one_test = threading.Lock()  # of a request, which two threads must not test at once
+        self._test_lock = threading.Lock()  # two threads must not test one request at once
         self._under_way: dict[int, Any] = {}  # requests by number, as in `_held`
         self._datatypes = {dtype: getattr(mpi, name) for dtype, name in DATATYPES.items()}
-        self._at = mpi.buffer.fromaddress
+        self._memory_at = mpi.buffer.fromaddress
         self._interrupted = ""  # how a call was interrupted, after which this rank is out of step
         self._warn_after_s = warn_after_s()
         self.probe: LivenessProbe = LivenessProbe(mpi, mpi.COMM_WORLD)
         self.timeout_s: float | None = DEFAULT_TIMEOUT_S
         self.timeouts_s: dict[int, float] = {}
-        """Other timeouts, by the identity of communicators, which must be permanent."""
+        """Timeouts of groups, by the ids of their communicators, which must live as long."""
 
     def _as_buffer(self, arg: Any) -> Any:
         """Return MPI's buffer of a contiguous tensor, which must outlive it; else `arg` itself."""
@@ -105,7 +105,7 @@ class MPICalls:
             return arg
         if arg.is_cuda:
             torch.cuda.current_stream(arg.device).synchronize()  # MPI is unaware of streams
-        return [self._at(arg.data_ptr(), arg.nbytes), self._datatypes[arg.dtype]]
+        return [self._memory_at(arg.data_ptr(), arg.nbytes), self._datatypes[arg.dtype]]
 
     def allows(self, level: str) -> bool:
         """Return whether MPI was initialised with at least the named thread level."""
@@ -115,8 +115,8 @@ class MPICalls:
         return limit_of(self.timeouts_s.get(id(comm), self.timeout_s))
 
     def native_op(self, op: ReduceOp, dtype: torch.dtype) -> Any:
-        """Return MPI's operation, or one made of torch's if MPI computes other results."""
-        operation = self._operations.get((id(op), dtype))  # an enum's own hash is Python, and slow
+        """Return MPI's operation, or one that calls torch if MPI's has other results."""
+        operation = self._operations.get((id(op), dtype))  # an enum's own hash is slow Python
         if operation is None:
             if op.is_bitwise and dtype.is_floating_point:
                 raise PayloadError(f"{op.name} works on integer tensors, not on {dtype}")
@@ -130,7 +130,7 @@ class MPICalls:
 
     def run(self, name: str, comm: Any, *args: Any) -> None:
         """Call a method of a communicator, with tensors as buffers, and wait for it."""
-        # Collective over `comm`, or as the method is.
+        # Collective over `comm`, except for `Send` and `Recv`.
         try:
             if self._limit_s(comm) is None:  # nothing to poll for: MPI's own wait is faster
                 self._check_in_step(name)
@@ -146,7 +146,7 @@ class MPICalls:
         self, start: Callable[..., Any], args: tuple[Any, ...], name: str
     ) -> tuple[int, Any]:
         """Start a non-blocking call; return its number in `_held`, and the request."""
-        # An interrupt at any moment leaves its memory in `_held`.
+        # An interrupt at any moment leaves the memory of the call in `_held`.
         self._check_in_step(name)
         number = next(_numbers)
         buffers = [self._as_buffer(arg) for arg in args]
@@ -175,7 +175,7 @@ class MPICalls:
         self, comm: Any, n_ranks: int, blob: bytes, largest: int
     ) -> tuple[list[int], list[bytes] | None]:
         """Return the size of every rank's bytes, and the bytes, in one round if all are short."""
-        # Collective over `comm`. None stands for more than `largest` bytes, which MPI can't count.
+        # Collective over `comm`. Returns None for more than `largest` bytes: MPI can't count them.
         byte = self._mpi.BYTE
         heads = bytearray(n_ranks * FRAME_BYTES)
         self.run("Allgather", comm, [as_frame(blob), byte], [heads, byte])
@@ -194,7 +194,8 @@ class MPICalls:
         self, name: str, comm: Any, tensor: Tensor, *args: Any
     ) -> tuple[Callable[[], Tensor], Callable[[], bool]]:
         """Start a non-blocking method with its result in `tensor`. Collective over `comm`."""
-        for number, earlier in list(self._under_way.items()):  # a dropped handle isn't waited for
+        # Calls whose handles were dropped are released here, once they are done.
+        for number, earlier in list(self._under_way.items()):
             if self._is_done(earlier):
                 self._release(number)
         with self.mapped_errors(name):
@@ -212,16 +213,16 @@ class MPICalls:
         return wait, is_completed
 
     def _is_done(self, request: Any) -> bool:
-        with self._one_test:
+        with self._test_lock:
             return bool(request.Test())
 
     def run_when_all_arrived(
         self, name: str, comm: Any, ranks: Sequence[int], call: Callable[[], T]
     ) -> T:
         """Run a call that MPI can't cancel, once all ranks have arrived in time."""
-        # Collective over `ranks`. If MPI may be called from any thread, a thread does both: Ctrl-C
-        # and alarms interrupt the main thread, and between the two steps one would leave the other
-        # ranks in MPI forever.
+        # Collective over `ranks`. If MPI may be called from any thread, another thread does both
+        # steps: Ctrl-C and alarms interrupt the main thread, and an interrupt between the steps
+        # would leave the other ranks in MPI forever.
 
         def act() -> T:
             with self.mapped_errors(name):
@@ -264,7 +265,7 @@ class MPICalls:
             self._fail(name, error)
 
     def _await(self, name: str, comm: Any, request: Any) -> None:
-        """Wait for a call of `_begin`, which is held until it is released."""
+        """Wait for a call of `_begin`; its memory stays until `_release`."""
         limit_s = self._limit_s(comm)
         if limit_s is None:
             request.Wait()
@@ -301,7 +302,7 @@ class MPICalls:
         return f"{name} over ranks {self._ranks(comm)} at {site().decode('utf-8', 'replace')}"
 
     def _late(self, comm: Any, doing: str) -> str:
-        """Return a report of the ranks that don't wait in this call, which it asks first."""
+        """Ask all ranks for their calls; return a report of those that don't wait in this one."""
         ranks = self._ranks(comm)
         answers = self.probe.ask(ranks, doing, _ASK_S)
         me, call = self._mpi.COMM_WORLD.rank, doing.partition(" at ")[0]

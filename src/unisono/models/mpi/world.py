@@ -94,7 +94,7 @@ def start() -> tuple[Any, bool]:
         return mpi, False
     try:
         mpi = sys.modules.get("mpi4py.MPI") or _import()
-        if not mpi.Is_initialized():  # true also of a finalized one
+        if not mpi.Is_initialized():  # true also of a finalized MPI
             mpi.Init_thread(mpi.THREAD_MULTIPLE)
     except (ImportError, RuntimeError) as error:
         raise BackendUnavailableError(
@@ -110,7 +110,7 @@ def start() -> tuple[Any, bool]:
 
 
 def _import() -> Any:
-    """Import ``mpi4py.MPI`` with its initialisation at import disabled, for this import only."""
+    """Import ``mpi4py.MPI``, but without the initialisation of MPI that the import does."""
     rc = importlib.import_module("mpi4py").rc
     initializes, rc.initialize = rc.initialize, False
     try:
@@ -127,9 +127,9 @@ def _finalize(mpi: Any, pid: int) -> None:
 class EndOfJob:
     """Ends the whole job when this rank fails: the other ranks would wait forever."""
 
-    # It is a ``sys.excepthook`` that first lets the former one print the traceback. It isn't called
-    # for errors in threads, which don't end the process, nor for ``sys.exit(1)``, for which
-    # there is ``python -m mpi4py``. Interactive sessions don't end the job.
+    # It is a ``sys.excepthook`` that first lets the former hook print the traceback. It isn't
+    # called for errors in threads, which don't end the process, nor for ``sys.exit(1)``, for
+    # which there is ``python -m mpi4py``. Interactive sessions don't end the job.
 
     def __init__(self, mpi: Any) -> None:
         self._mpi = mpi
@@ -158,7 +158,7 @@ class EndOfJob:
         """End all ranks now, including this one."""
         if os.getpid() == self._pid and live() is not None and self._mpi.COMM_WORLD.size > 1:
             if self._reason:
-                _log.error("%s: this rank ends the job, for others may wait for it", self._reason)
+                _log.error("%s: this rank ends the job, as others may wait for it", self._reason)
             # Abort ends the process without flushing its output.
             sys.stdout.flush()
             sys.stderr.flush()
@@ -182,8 +182,8 @@ def adopted_topology(mpi: Any, hint: ContextHint, environ: Mapping[str, str]) ->
     world, info = mpi.COMM_WORLD, hint.environment
     rank, size = world.rank, world.size
     if size == 1:
-        # Any process that runs alone has such a world. It counts if mpiexec has started the process
-        # and the environment knows of no other ranks.
+        # Any process that runs alone has such a world. The world counts if mpiexec has started the
+        # process and the environment shows no other ranks.
         is_started = any(name in environ for name in _SIZES)
         if not is_started or (info is not None and info.world_size > 1):
             return None
@@ -236,7 +236,8 @@ def measured_topology(mpi: Any, info: RankInfo) -> Topology:
     wrong = [
         f"MPI's rank {at} of {size} is rank {claimed} of {total} for {info.source}"
         for at, (_, claimed, total) in enumerate(facts)
-        if total not in (1, size) or (total == size and claimed != at)  # 1: no launcher's variables
+        # A total of 1 means that no launcher has set variables.
+        if total not in (1, size) or (total == size and claimed != at)
     ]
     if wrong:
         raise ContextError(
@@ -264,7 +265,7 @@ def ranks_of(mpi: Any, comm: Any) -> tuple[int, ...]:
 
 def choose_device(local_rank: int | None, choice: Any) -> torch.device:
     """Return the device of this rank, after making it the current one."""
-    # Ranks share devices if there are too few. Tests only run this on a machine with one.
+    # Ranks share devices if there are too few. Tests have run this only with a single device.
     if choice is not None:
         return torch.device(choice)
     count = accelerator_count()
@@ -276,6 +277,6 @@ def choose_device(local_rank: int | None, choice: Any) -> torch.device:
 def is_cuda_aware(mpi: Any) -> bool:
     """Return whether the MPI library accepts pointers to CUDA memory."""
     # Open MPI, MPICH and MVAPICH have one function for this, reached through mpi4py's
-    # extension, which has loaded the library. Not tested with a library that returns true.
+    # extension, which has loaded the library. No test has had a library that returns true.
     query = getattr(ctypes.CDLL(mpi.__file__), "MPIX_Query_cuda_support", None)
     return query is not None and bool(query())

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unisono.accelerators import current_device
+from unisono.accelerators import accelerator, current_device
 from unisono.control.absent_ranks import LOOK_S, Wait
 from unisono.control.plane import SocketControlPlane
 from unisono.control.rendezvous import authenticate, host_of_this_process
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 __tracebackhide__ = hides
 
-_NAMES = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")  # the last only on gloo
+_NAMES = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")  # the last three only on gloo
 _OPS = {parse_op(name): getattr(dist.ReduceOp, name) for name in _NAMES}
 _SLICE = timedelta(seconds=LOOK_S)
 _LEAST_S = 0.001  # 0 means no limit to torch
@@ -68,14 +68,14 @@ _ERRORS: dict[str, type[CollectiveError]] = {
     "timed out": CollectiveTimeoutError,
     "closed by peer|reset by peer|connection closed|broken pipe|socket closed": PeerFailedError,
 }
-_MANY = 8  # ranks, from which on a ring is slower than two operations over rank 0
+_MANY = 8  # from this many ranks, a ring is slower than two operations over rank 0
 # Torch 2.13 deprecates the older names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class _KnownBackends:
-    """The backends that torch knows at the time of access: more may be registered later."""
+    """The backends that torch knows at the time of access, as more may be registered later."""
 
     def __get__(self, _instance: object, _owner: type) -> tuple[str, ...]:
         names = dist.Backend.backend_list
@@ -92,7 +92,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         {"timeout", "init_method", "store", "device", "device_id", "pg_options", "group_name"}
     )
     dtypes: frozenset[torch.dtype] = COMMON_DTYPES
-    transport_device: torch.device = torch.device("cpu")  # an attribute: read in each collective
+    transport_device: torch.device = torch.device("cpu")  # no property: collectives read it
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         self._is_owner = is_owner
         self._interface = interface
         table = process_group.backends_by_device(self._backend)
-        # Gloo carries tensors of the host only.
+        # Gloo carries only tensors in the host's memory.
         is_hosted = table.get(self.device.type, "gloo") == "gloo"
         self.transport_device = torch.device("cpu") if is_hosted else self.device
         self._timeout = timeout or process_group.timeout_of(self._pg, self.transport_device)
@@ -119,14 +119,14 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         timeout_s = None if self._timeout is None else self._timeout.total_seconds()
         self.control: SocketControlPlane = SocketControlPlane(self, timeout_s)
         self.control.has_levels = is_gloo
-        if torch.__version__ >= "2.7":  # before, a destroyed group may wait for its own threads
+        if torch.__version__ >= "2.7":  # in older ones, a destroyed group may wait for its threads
             self.control.destroy = _destroy
         if is_gloo:
             process_group.settle_at_exit()
         # On an accelerator a wait only orders streams, so that it can't be watched.
         self._is_watched = self.transport_device.type == "cpu" and topology.world_size > 1
         self._ops = {op: _OPS[op] for op in _OPS if is_gloo or not op.is_bitwise}
-        # Gloo's always sums, for any operation: in torch 2.6, no longer in torch 2.9.
+        # Gloo's reduce_scatter sums whatever the operation: in torch 2.6, but not in torch 2.9.
         only_sums = is_gloo and torch.__version__ < "2.9"
         self._scatter_ops = {ReduceOp.SUM: self._ops[ReduceOp.SUM]} if only_sums else self._ops
 
@@ -154,7 +154,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
                 topology = topology.or_else(placed)
         local_rank = hint.local_rank
         if local_rank is None and info is None:
-            text = os.environ.get("LOCAL_RANK", "")  # alone it doesn't show the other ranks
+            text = os.environ.get("LOCAL_RANK", "")  # LOCAL_RANK alone doesn't show the other ranks
             local_rank = int(text) if text.isdecimal() else None
         if local_rank is not None:
             topology = replace(topology, local_rank=local_rank, is_guess=False)
@@ -165,12 +165,12 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         device = process_group.choose_device(backend, info, options.pop("device", None))
         carrier = process_group.backends_by_device(backend).get(device.type)
         if device.type != "cpu" and carrier != "gloo":
-            # Binds the group to the device: its barriers and new groups needn't guess it.
+            # Binds the group to the device, so its barriers and new groups needn't guess it.
             options.setdefault("device_id", device)
         timeout = options.pop("timeout", None)
         rendezvous = Rendezvous(info, timeout)
         url = options.get("init_method")
-        if "store" not in options and (url is None or rendezvous.at(url)):
+        if "store" not in options and (url is None or rendezvous.set_address(url)):
             options["store"] = rendezvous.store()
             options.pop("init_method", None)  # torch rejects both together
         is_local = is_one_host(rendezvous.info)
@@ -182,14 +182,14 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
             model = cls(info.topology(), device, True, allowed, interface)
             model.control.secret, model.control.is_one_host = rendezvous.secret, is_local
             if info.world_size > 1:
-                # Also so that a finished rank doesn't look dead to one that still joins.
+                # The exchange also keeps ranks from ending, and looking dead, while others join.
                 with deadline(rendezvous.left()):
                     hosts = model.exchange(host_of_this_process().encode())
                     model._topology = model.topology.among(hosts)
         except (RuntimeError, ValueError, OSError) as error:
             if dist.group.WORLD is not None:
                 dist.destroy_process_group()
-            options.clear()  # a held store listens, and the error holds this frame
+            options.clear()  # the error refers to this frame, and a store listens
             if isinstance(error, PeerRefusedError):  # it says more than the text below
                 raise
             here = rendezvous.info
@@ -209,7 +209,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
     def finalize(self) -> None:
         self.control.close()
         if self._is_owner and self.is_alive():
-            process_group.settle()  # else destroying a group could deadlock
+            process_group.settle()  # else destroying a group could deadlock with gloo's threads
             dist.destroy_process_group()
 
     def abort(self) -> None:
@@ -238,10 +238,10 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
     def device(self) -> torch.device:
         if self._device is not None:
             return self._device
-        device = current_device()
-        if device.type == "cpu" or not process_group.serves(self._backend, device.type):
+        kind = accelerator()
+        if kind is None or not process_group.serves(self._backend, kind.type):
             return torch.device("cpu")
-        return device
+        return current_device()  # only now, because it initialises the accelerator
 
     def wrap_module(self, module: nn.Module, wrapper: str, **options: Any) -> nn.Module | None:
         return process_group.wrap(module, wrapper, self.device, **options)
@@ -255,7 +255,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
 
     def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
         rows = tensor.new_empty((self._topology.size(group), *tensor.shape))
-        # Only until the ranks are connected by unisono's own sockets.
+        # Used only until unisono's own sockets connect the ranks.
         if self._gathers_at_root and group is None and EVERYBODY not in self.control.hubs:
             return self._gather_at_root(tensor, rows)
         flat = (rows.view(-1), tensor.view(-1))
@@ -263,12 +263,12 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         return rows
 
     def _gather_at_root(self, tensor: Tensor, rows: Tensor) -> Tensor:
-        """Gather over rank 0 while many ranks are set up: gloo's own all_gather is a ring."""
+        """Gather over rank 0 while many ranks are set up, as gloo's own all_gather is a ring."""
         # The ring takes as many steps as there are ranks, each on every rank.
         is_root = self._topology.rank == 0
         self._run("all_gather", None, dist.gather, tensor, [*rows] if is_root else None, 0)
         self._run("all_gather", None, dist.broadcast, rows, 0)
-        # A stranger in rank 0's place can't replay this rank's random number of an earlier proof.
+        # Overwritten, because a stranger in rank 0's place could replay this rank's earlier proof.
         rows[self._topology.rank] = tensor
         return rows
 
@@ -318,8 +318,8 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
         allowed = options.setdefault("timeout", self._timeout)
         try:
-            # Not with use_local_synchronization: it names the group by this rank's count of groups,
-            # which differs between members of overlapping groups (torch 2.13).
+            # Without use_local_synchronization, because that names the group by this rank's count
+            # of groups, which differs between members of overlapping groups (torch 2.13).
             with listening_at(self._interface):
                 made = dist.new_group(list(ranks), **options)
         except TypeError as error:
@@ -328,8 +328,8 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
             self._fail(f"new_group({list(ranks)})", None, error)
         if self._topology.rank not in ranks:
             return Group(ranks)
-        allowed_s = None if allowed is None else allowed.total_seconds()
-        group = Group(ranks, made, made.group_name, allowed_s)
+        timeout_s = None if allowed is None else allowed.total_seconds()
+        group = Group(ranks, made, made.group_name, timeout_s)
         secret = self.control.secret
         if secret is not None and len(ranks) > 1:  # torch has opened new connections for it
             # A group of another backend, such as gloo, may take CPU tensors only.
@@ -399,13 +399,13 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
             except RuntimeError as error:  # also raised at the end of a slice
                 if is_over:
                     check.fail(_ERRORS, error)
-            if not work.is_completed():  # else just after its slice, or with an error
+            if not work.is_completed():  # else it was done just after the slice, or failed
                 check()
 
     def _message(
         self, call: str, group: Group | None, start: Callable[..., Any], *args: Any
     ) -> None:
-        """Send or receive a message without slices: gloo's can't be waited for twice."""
+        """Send or receive with a single wait, because gloo's messages allow no second one."""
         # Called on two ranks; raises as `_run` does.
         limit_s = limit_of(allowed_s(self.control.timeout_s, group))
         try:

@@ -45,7 +45,7 @@ def backends_by_device(backend: str) -> dict[str, str]:
 
 def why_no_device(backend: str) -> str | None:
     """Return which device `backend` lacks on this machine, or None if it has one."""
-    # Only for lists of usable backends: the ranks may run on other machines.
+    # Only lists of usable backends need this, because ranks may run on other machines.
     kinds = backends_by_device(backend)
     kind = accelerator()
     if "cpu" in kinds or (kind is not None and kind.type in kinds):
@@ -58,8 +58,8 @@ def why_no_device(backend: str) -> str | None:
 
 def choose_device(backend: str, info: RankInfo, choice: Any) -> torch.device:
     """Return a replica's device, after making it the current one."""
-    # The accelerator, if `backend` is torch's default for it or names it; else the CPU.
-    # With one visible device (masked by the launcher) its index is 0 for any local rank.
+    # It is the accelerator if `backend` is torch's default for it or names it, else the CPU. If
+    # the launcher leaves only one device visible, its index is 0 for every local rank.
     kind = accelerator()
     if choice is not None:
         device = _as_device(choice, kind)
@@ -93,10 +93,10 @@ def _as_device(choice: Any, kind: torch.device | None) -> torch.device:
 
 
 def serves(backend: str, device_type: str) -> bool:
-    """Return whether ranks of a backend compute on an accelerator."""
+    """Return whether ranks of a backend compute on accelerators of a type."""
     if ":" in backend:  # the user names the devices
         return device_type in backends_by_device(backend)
-    # Gloo is registered for CUDA, too, but isn't its default. Some accelerators have none.
+    # Gloo is registered for CUDA, too, but isn't its default. Some accelerators have no default.
     return dist.Backend.default_device_backend_map.get(device_type) == backend
 
 
@@ -110,8 +110,8 @@ def join(
     """Create torch's default group; return the timeout of unisono's operations over it."""
     # Collective over all ranks of `info`. Gloo connects all ranks within the time left for set-up.
     # After that its timeout is slightly longer than the job's. So a rank that waits in unisono's
-    # collectives times out before those that wait in torch's, such as a backward pass's, and its
-    # error names them.
+    # collectives times out before the ranks that wait in torch's, such as in a backward pass, and
+    # its error names those ranks.
     if timeout is not None:
         options = {**options, "timeout": timeout}
     options = {**options, "rank": info.rank, "world_size": info.world_size}
@@ -163,7 +163,7 @@ def wrap(module: nn.Module, wrapper: str, device: torch.device, **options: Any) 
     # Collective over all ranks.
     if wrapper == "ddp":
         if not any(parameter.requires_grad for parameter in module.parameters()):
-            return module  # DistributedDataParallel rejects it
+            return module  # DistributedDataParallel rejects a frozen one
         ids = None if device.type == "cpu" else [device]
         return nn.parallel.DistributedDataParallel(module, device_ids=ids, **options)
     if wrapper == "fsdp":
@@ -179,16 +179,16 @@ def wrap(module: nn.Module, wrapper: str, device: torch.device, **options: Any) 
 # Gloo's threads release an operation's tensors shortly after it. For a tensor with a Python object
 # they need the interpreter lock. Destroying a group earlier waits for the threads, and torch 2.6
 # holds the lock meanwhile: a deadlock. Exiting earlier aborts the program, "terminate called
-# without an active exception": until Python 3.14, CPython unwinds a thread that requests the lock
-# at exit, out of a destructor of torch that must not be left.
+# without an active exception": before Python 3.14, CPython unwinds a thread that requests the lock
+# at exit, and torch requests it in a destructor, which must not be unwound.
 _SETTLE_S = 3.0  # shorter than a launcher's wait for the exit of its ranks
 _THREADS = Path("/proc/self/task")
-# A wait for a condition variable, up to its fourth argument, the timeout. An idle thread has none
-# (0x0), unlike gloo within an operation and a thread that waits for the interpreter lock.
+# A wait for a condition variable, up to its fourth argument, the timeout. An idle thread has no
+# timeout (0x0); gloo within an operation, or a thread that waits for the interpreter lock, has one.
 _CONDITION = r"\d+ 0x\w+ 0x1?89 0x\w+ "
 if torch.__version__ >= "2.7":
     _THREAD_NAME, _BUSY = "pt_gloo_runloop\n", re.compile(f"(?!{_CONDITION}0x0 )")
-else:  # torch doesn't name gloo's threads: any thread that Python didn't start may be one
+else:  # torch doesn't name gloo's threads, so any that Python didn't start may be one
     _THREAD_NAME, _BUSY = "", re.compile(f"running|{_CONDITION}0x[^0]")
 
 
@@ -210,7 +210,7 @@ def _system_calls() -> Iterator[str]:
     others = {str(thread.native_id) for thread in threading.enumerate()}
     with contextlib.suppress(FileNotFoundError):  # this isn't Linux
         for thread in _THREADS.iterdir():
-            with contextlib.suppress(OSError):  # it has exited
+            with contextlib.suppress(OSError):  # the thread has exited
                 name = (thread / "comm").read_text()
                 if thread.name not in others and name.startswith(_THREAD_NAME):
                     yield (thread / "syscall").read_text()

@@ -32,7 +32,7 @@ def register_with_torch() -> None:
 
 def register() -> None:
     """Register the backend with torch, which must be loaded."""
-    # Local and cheap, and can be repeated. Torch 2.14 and later call it by the entry
+    # This is local and cheap, and can be repeated. Torch 2.14 and later call it by the entry
     # point ``torch.distributed.backends`` when the name is first used.
     backends: Any = importlib.import_module(_REGISTRY).Backend
     backends.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
@@ -65,10 +65,10 @@ class _Registrar:
             load = loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
-                del loader.exec_module  # its class has the same
+                del loader.exec_module  # the loader's class has the same method
                 load(module)
                 self._act()
 
-            with contextlib.suppress(AttributeError):  # a loader that takes no attributes
+            with contextlib.suppress(AttributeError):  # the loader may take no attributes
                 loader.exec_module = exec_module
         return spec

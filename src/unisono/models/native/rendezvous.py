@@ -39,10 +39,10 @@ _log = logging.getLogger(__name__)
 _LIMIT_S = 60.0  # for set-up, unless the user sets a timeout
 _WARN_AFTER_S = 10.0
 _LEAST_S = 5.0  # for torch's own part, even if the last rank was late
-_TRY_S = 0.1
-_GRACE_S = 1.0
-_LOOK_S = 0.0005
-_LINGER_S = 3 * _TRY_S
+_TRY_S = 0.1  # between two attempts
+_GRACE_S = 1.0  # for the error of the joining thread
+_LOOK_S = 0.0005  # between the first looks for late ranks
+_LINGER_S = 3 * _TRY_S  # for the other ranks to read the verdict
 _SECRET_BYTES = 32
 _ALL = "[]"  # no rank is missing, as JSON
 _GLOO = "GLOO_SOCKET_IFNAME"
@@ -62,7 +62,7 @@ def is_one_host(info: RankInfo) -> bool:
 
 
 def gloo_interface(info: RankInfo) -> str:
-    """Return gloo's network interface; empty for that of the host's name."""
+    """Return gloo's network interface; empty for the one of the host's name."""
     if is_one_host(info) or is_loopback(info.master_addr or ""):
         return "lo"
     return own_interface(info.master_addr, has_others=info.nnodes is not None)
@@ -79,7 +79,7 @@ def wrong_interface(info: RankInfo) -> str:
         )
     if _GLOO not in os.environ and info.nnodes is not None and not gloo_interface(info):
         try:
-            own_address(info.master_addr)  # for its error
+            own_address(info.master_addr)  # only for its error
         except OSError as error:
             return f"; {error}"
     return ""
@@ -107,7 +107,7 @@ class Rendezvous:
         assert limit_s is not None
         self.info: RankInfo = info
         self.secret: bytes | None = None
-        """Known only to ranks of this job, once they have met in a store of their user's own."""
+        """Known only to ranks of this job; set once they have met in their user's private store."""
         private = info.private_store or os.environ.get(PRIVATE_STORE, "")
         self._private = private if is_one_host(info) else ""  # a file of this host
         self._limit_s = limit_s
@@ -121,7 +121,7 @@ class Rendezvous:
         """Return the time left for torch's own part of set-up, never zero."""
         return timedelta(seconds=max(self._until - time.monotonic(), min(_LEAST_S, self._limit_s)))
 
-    def at(self, url: str) -> bool:
+    def set_address(self, url: str) -> bool:
         """Set the store's address from a URL; return False if torch must read it instead."""
         parts = urlsplit(url)
         if parts.scheme != "tcp" or parts.query:  # torch reads ranks from a query
@@ -164,10 +164,10 @@ class Rendezvous:
         return self._in_thread(lambda: self._join_store(addr, port, is_host))
 
     def _in_thread(self, join: Callable[[], Store]) -> Store:
-        """Run `join` in a thread: torch waits forever for a listener that never answers."""
+        """Run `join` in a thread, because torch waits forever for a listener that never answers."""
         outcome, thread = SafeFuture.in_thread(join, "unisono-rendezvous")
         try:
-            # Longer than the limit of `join`, whose own error says more.
+            # This wait is longer than that of `join`, whose own error says more.
             while not outcome.is_known and (left := self._until + _GRACE_S - time.monotonic()) > 0:
                 thread.join(left)
         except BaseException:  # Ctrl-C: the thread gives up, and its store closes
@@ -194,7 +194,8 @@ class Rendezvous:
         size = self.info.world_size
         while True:
             limit = timedelta(seconds=math.ceil(self.left().total_seconds()))
-            # In a list, as an error would refer to this frame, and the store listens meanwhile.
+            # In a list, from which it can be removed: an error refers to this frame, and a store
+            # listens while it is referenced.
             stores: list[Store] = [
                 self._host_store(addr, port, limit)
                 if is_host
@@ -207,14 +208,14 @@ class Rendezvous:
 
     def _is_of_earlier_run(self, store: Store) -> bool:
         """Return whether another process was this rank in the store, which node 0 closes soon."""
-        # If each node makes its own calls, one may begin the next run before node 0 has ended the
-        # last one, whose ranks met at the same port.
+        # If each node makes its own calls, a node may begin the next run before node 0 has ended
+        # the previous run, whose ranks met at the same port.
         info, token = self.info, _token(os.getpid())
         if info.source != "spawn" or not info.node_rank or not info.store_is_hosted:
             return False
         try:
             found = _of_attempt(store).compare_set(f"process/{info.rank}", "", token)
-        except RuntimeError:  # it is closing; if not, the wait for its end reports it
+        except RuntimeError:  # the store is closing; else the wait for its end reports the error
             return True
         return found.decode() != token
 
@@ -251,14 +252,14 @@ class Rendezvous:
         if isinstance(missing, str):  # the ranks disagree
             raise ContextError(missing)
         limit = f"within {format_s(self._limit_s)}"
-        del store, attempt  # it listens while it is referenced, and the error refers to this frame
+        del store, attempt  # a referenced store listens, and the error refers to this frame
         if self.info.rank in missing:
             raise ContextError(
-                f"{self._who()} reached {self._at()} too late: the other ranks had timed out "
+                f"{self._who()} reached {self._address()} too late: the other ranks had timed out "
                 f"waiting for {named(missing)}; start all ranks {limit}, or pass a longer timeout"
             )
         raise ContextError(
-            f"{named(missing)} of {self.info.world_size} did not reach {self._at()} {limit} "
+            f"{named(missing)} of {self.info.world_size} did not reach {self._address()} {limit} "
             f"(rank {self.info.rank} did){self._remedy('them')}"
         )
 
@@ -266,9 +267,9 @@ class Rendezvous:
         return f"rank {self.info.rank} of {self.info.world_size}"
 
     def _where(self) -> str:
-        return f"{self._who()} can't reach the rendezvous at {self._at()}"
+        return f"{self._who()} can't reach the rendezvous at {self._address()}"
 
-    def _at(self) -> str:
+    def _address(self) -> str:
         if self._private:
             return "the store of this job"
         return f"{self.info.master_addr}:{self.info.master_port}"
@@ -289,7 +290,7 @@ class Rendezvous:
             ) from error
 
     def _wait_for_listener(self, addr: str, port: int) -> None:
-        """Wait for a listener: torch's own attempts take up to three times as long."""
+        """Wait for a listener, because torch's own attempts take up to three times as long."""
         while reason := why_unreachable(addr, port, max(_TRY_S, self._until - time.monotonic())):
             now = time.monotonic()
             if now + _TRY_S > self._until:
@@ -301,9 +302,9 @@ class Rendezvous:
             time.sleep(_TRY_S)
 
     def _gather_ranks(self, store: PrefixStore) -> tuple[int, list[int] | str]:
-        """Return the turn, and the missing ranks: none, or those at the first rank's timeout.
+        """Return the turn, and the ranks that are missing at the first rank's timeout, if any.
 
-        An error text replaces them if the ranks disagree about their number.
+        If the ranks disagree about their number, an error text replaces the missing ranks.
         """
         # A store that outlives a context is used again: each turn has its own keys, and so has each
         # attempt of torchrun.
@@ -313,12 +314,12 @@ class Rendezvous:
         first = store.compare_set(f"size/{turn}", "", f"{rank} {size}").decode().split()
         if first[1] != str(size):
             text = (
-                f"rank {rank} joined {self._at()} with world size {size}, and rank {first[0]} "
+                f"rank {rank} joined {self._address()} with world size {size}, and rank {first[0]} "
                 f"with world size {first[1]}: give each node the same number of ranks "
                 "(nproc_per_node)"
             )
             store.compare_set(end, "", json.dumps(text))
-            time.sleep(_LINGER_S)  # as below
+            time.sleep(_LINGER_S)  # the others read it, and this rank may host the store
             return turn, text
         n_ranks = store.add(f"ranks/{turn}", 1)
         if n_ranks == size:
@@ -328,7 +329,7 @@ class Rendezvous:
             now = time.monotonic()
             if now >= self._until and self._is_default_limit:
                 n_before, n_ranks = n_ranks, store.add(f"ranks/{turn}", 0)
-                if n_ranks > n_before:  # the timeout is for set-up without progress
+                if n_ranks > n_before:  # a default timeout limits set-up without progress
                     self._until = min(now + host_s(self._limit_s), self._last)
             if now >= min(self._until, self._warn_at):
                 missing = [at for at in range(size) if store.add(f"arrived/{at}", 0) < turn]
@@ -356,7 +357,7 @@ class Rendezvous:
             "%s has waited %g s at %s %s, and gives up after %.3g s%s",
             self._who(),
             _WARN_AFTER_S,
-            self._at(),
+            self._address(),
             what,
             self._limit_s,
             self._remedy(missing),
@@ -385,8 +386,8 @@ def _opened(path: str) -> str:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise ContextError(
-            f"the file that this job's ranks meet in cannot be opened: {error}; its path is in "
-            f"{PRIVATE_STORE}: did the process that launched the job end, or this one change "
+            f"the file in which this job's ranks meet can't be opened: {error}; its path is in "
+            f"{PRIVATE_STORE}. Has the process that launched the job ended, or this one changed "
             "its user or its process namespace? Initialize before that, or unset the variable"
         ) from error
     opened = f"/proc/self/fd/{file}"

@@ -5,9 +5,9 @@ tensors use that memory, for programs that only call torch. If all ranks of a gr
 host they compare their calls first, so a mismatched call or a missing rank is reported.
 Gloo carries the rest: messages, sparse tensors, groups over several hosts.
 
-Torch 2.13 renames some methods; both names lead to the same here. Torch's functional
+Torch 2.13 renames some methods; here both names have the same method. Torch's functional
 collectives call the coalesced forms, and hold the interpreter's lock meanwhile: gloo's own thread
-may wait for that lock while it holds its queue, so these must not reach gloo from C++.
+may wait for that lock while it holds its queue, so these calls must not reach gloo from C++.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ def _in_memory(name: str, at: int, count: int, is_list: bool = True) -> Callable
 
     Argument `at` is the tensor, or a list of one, whose memory is shared. The method receives it,
     torch's options or None, and the other arguments; it returns False if gloo must carry the call.
-    So must gloo if the tensor has no such memory, and for torch's other forms, with tensors for
-    lists.
+    Gloo also carries a call whose tensor has no such memory, or which has another form of torch's,
+    with tensors in place of lists.
     """
 
     def decorate(method: Callable[..., bool | None]) -> Callable[..., Any]:
         def call(self: Any, *args: Any, opts: Any = None, **named: Any) -> Any:
             given = args if opts is None else (*args, opts)
             by_gloo = functools.partial(getattr(self._gloo, method.__name__), *given, **named)
-            bare = [each for each in args[:2] if is_list and isinstance(each, Tensor)]
-            if bare or named or not count <= len(args) <= count + 1:  # another form of torch's
-                return self._by_gloo(name, bare[0] if bare else None, by_gloo)
+            unlisted = [each for each in args[:2] if is_list and isinstance(each, Tensor)]
+            if unlisted or named or not count <= len(args) <= count + 1:  # another form of torch's
+                return self._by_gloo(name, unlisted[0] if unlisted else None, by_gloo)
             # Torch passes its options by name, or after the other arguments.
             opts, args = args[count] if len(args) > count else opts, args[:count]
             tensor = _single(args[at]) if is_list else args[at]
@@ -149,8 +149,8 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         model: Any = _Gloo(gloo, topology)
         self._model = model  # the control plane doesn't keep it alive
         self._control = SocketControlPlane(model, timeout.total_seconds())
-        self._turn = Turn()  # threads must agree on their order anyway
-        # All ranks are here now, so they connect: later, one might miss the others' first call.
+        self._turn = Turn()  # one for all calls: threads must agree on the order anyway
+        # The ranks connect now that all are here: later, one might miss the others' first call.
         self._shared = self._control.host(self._group)
         self._inline_bytes = self._control.inline_bytes(self._group)
         self._is_forked = False
@@ -171,14 +171,14 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         with self._turn.of(name), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self._turn.call = name
             token = self._begin(name, tensor)
-            if token is not UNRECORDED:  # else the plane is that of unisono's call
+            if token is not UNRECORDED:  # else unisono's own call has recorded its plane
                 plane_is(plane)
             try:
                 yield token
             except BaseException as error:
                 token.end(error)
                 raise
-            if not token.plane:  # else gloo continues it
+            if not token.plane:  # else gloo continues the call
                 token.end()
 
     def _by_gloo(
@@ -188,7 +188,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         start: Callable[[], Any],
         group: Group | None = None,
     ) -> Any:
-        """Start an operation of gloo's, recorded until it is done; return torch's handle."""
+        """Start an operation that gloo carries, and record it until its end; return the handle."""
         self._check_process(name)
         token = self._begin(name, tensor, group, IN_FLIGHT)
         try:
@@ -201,7 +201,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         self, name: str, tensor: Tensor | None, group: Group | None = None, state: int = CALLED
     ) -> Token:
         """Record the start of a call, unless unisono itself makes it."""
-        # Such as one of the facade, which has its own record, or while a group connects.
+        # Unisono calls torch in the facade, which has its own record, and while a group connects.
         if _is_called_by_unisono(sys._getframe(1)):
             return UNRECORDED
         return self._calls.begin(name, group or self._group_in_records, tensor, state)
@@ -214,13 +214,13 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
             )
 
     def _compare(self, call: str, tensor: Tensor | None = None, value: bytes = b"") -> list[bytes]:
-        """Compare the ranks' calls, and return the value that each adds."""
+        """Compare the ranks' calls, and return the value that each rank adds."""
         if tensor is not None:
             call = f"{call} of {str(tensor.dtype)[6:]}[{tensor.numel()}]"
         where = site()
         head = call_head(call, where)
         blobs = self._control.exchange(head + value, self._group)
-        line.compared = where  # the operation needn't look it up again
+        line.compared = where  # the operation needn't look up the line again
         return unpack(blobs, head, lambda: self._members)
 
     def _fits_round(self, tensor: Tensor) -> bool:
@@ -245,7 +245,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         self._compare(
             f"all_reduce {op.name}" if dst is None else f"reduce {op.name} to {dst}", tensor
         )
-        if not _can_reduce(tensor, op):  # now the ranks are known to agree on it
+        if not _can_reduce(tensor, op):  # now all ranks are known to decide this alike
             return False
         mine = _reducible(tensor, op)
         total = host.all_reduce(mine, op) if dst is None else host.reduce(mine, dst, op)
@@ -254,7 +254,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         return True
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
-        single = _c10d.AllreduceOptions()  # gloo accepts no other for one tensor
+        single = _c10d.AllreduceOptions()  # for one tensor gloo accepts no other options
         if opts is not None:
             single.reduceOp, single.timeout = opts.reduceOp, opts.timeout
         for tensor in tensors:
@@ -355,7 +355,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         self, host: Host, tensor: Tensor, _: Any, output: Tensor, *sizes: Any
     ) -> bool:
         is_even = not any(sizes) and _is_multiple(output, tensor, 1)
-        size = b"%d" % tensor.numel() if is_even else b""  # which only some ranks may know
+        size = b"%d" % tensor.numel() if is_even else b""  # which only some ranks may have
         every = self._compare(f"all_to_all of {str(tensor.dtype)[6:]}", None, size)
         if not size or any(other != size for other in every):
             return False
@@ -416,9 +416,9 @@ class _Recorded(_Work):  # type: ignore[misc]
         self._token.wait(self._work.synchronize)
 
     def get_future(self) -> Any:
-        """Return torch's future, whose end is the call's; C++ waits only for that."""
-        self._token.overlap_ns = 0  # the start of the wait is unknown: all of it counts
-        # A future of its own, so that the record exists when the waiting thread continues.
+        """Return torch's future, which ends with the call; C++ waits only for the future."""
+        self._token.overlap_ns = 0  # the start of the wait is unknown: it counts from the call
+        # This is another future, so that the record exists when the waiting thread continues.
         token = self._token
         return self._work.get_future().then(lambda future: token.carry_out(future.value))
 
@@ -479,7 +479,7 @@ def _can_reduce(tensor: Tensor, op: ReduceOp) -> bool:
 
 
 def _has_memory(tensor: Any) -> bool:
-    """Return whether a tensor has readable memory, for any class: ranks may differ in that."""
+    """Return whether a tensor has readable memory, whatever its class, which ranks may vary."""
     return (
         isinstance(tensor, Tensor)
         and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
@@ -501,7 +501,7 @@ def _is_multiple(whole: Tensor, part: Tensor, count: int) -> bool:
 
 def _memory_of(tensor: Tensor) -> Tensor:
     """Return a contiguous tensor, sharing memory if possible."""
-    # Its version counter is a new one: as with gloo, autograd doesn't notice writes.
+    # The result has its own version counter, so autograd doesn't notice writes, as with gloo.
     return tensor.data.resolve_conj().resolve_neg().contiguous()
 
 
@@ -513,7 +513,7 @@ def _reducible(tensor: Tensor, op: ReduceOp) -> Tensor:
 
 
 def _copy_back(result: Tensor, tensor: Tensor) -> None:
-    """Copy a result into torch's tensor, unless it is there."""
+    """Copy a result into torch's tensor, unless it is in that memory already."""
     if result.data_ptr() != tensor.data_ptr():
         tensor.data.copy_(result.view(tensor.shape))
 

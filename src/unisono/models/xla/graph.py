@@ -37,17 +37,17 @@ _BITS = {
 
 def n_replicas() -> int:
     """Count the devices that the runtime replicates over; 0 if no launcher set that up."""
-    # Doesn't initialise the runtime.
+    # This doesn't initialise the runtime.
     return int(_XLAC._xla_get_replication_devices_count())
 
 
 def replica() -> Topology | None:
     """Return the position of the calling thread, None if it isn't a replica."""
-    # Doesn't initialise the runtime.
+    # This doesn't initialise the runtime.
     if not _XLAC._xla_runtime_is_initialized() or xr.is_spmd():
         return None
     if n_replicas() == 0:
-        # Without xr.world_size(), which would cache its result when replicas start later.
+        # Not xr.world_size(), which caches its result, although replicas may start later.
         return Topology(0, 1, 0, 1, 0, 1)
     if xr.addressable_device_count() > 1 and not _is_replica_thread():
         return None
@@ -64,7 +64,7 @@ def replica() -> Topology | None:
 
 
 def _is_replica_thread() -> bool:
-    """Return whether the runtime's launcher is on the stack: any other thread looks like rank 0."""
+    """Return whether the launcher is on the stack, because any other thread looks like rank 0."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         is_launcher = frame.f_globals.get("__name__") == "torch_xla._internal.pjrt"
@@ -108,7 +108,7 @@ def run(
     """Run one collective as a separate graph, the same on every replica."""
     # Collective over all replicas.
     device_name = str(tensor.device)
-    _compute(tensor)  # its history may differ between replicas, so it is not part of the graph
+    _compute(tensor)  # not in the graph, because its history may differ between replicas
     # A token of an earlier graph would merge that graph into this one.
     _XLAC._set_all_reduce_token(device_name, None)
     wait_for_all()  # before the launch, which has no time limit
@@ -133,7 +133,7 @@ def cut(device_name: str) -> None:
 def _compute(tensor: Tensor) -> None:
     devices = xm.xla_real_devices([tensor.device])
     _XLAC._xla_wait_device_ops(devices)
-    with _compiling:  # not held while waiting: this only compiles, and queues the launch
+    with _compiling:  # not during the waits: this call only compiles, and queues the launch
         _XLAC._xla_sync_multi([tensor], [], wait=False, sync_xla_data=False)
     _XLAC._xla_wait_device_ops(devices)
 

@@ -1,6 +1,6 @@
 """Model of replicas that XLA's runtime starts: threads and processes of torch_xla's launcher.
 
-This module doesn't import torch_xla, so that it can be queried without it; `graph` does.
+This module doesn't import torch_xla, so that it can be queried without it; `graph` imports it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ REPLICAS = ThreadExchange()
 """Host-side exchange between the replicas of this process before each graph.
 
 A graph that only one replica launches ends the whole process after ten seconds; here a replica
-waits up to its timeout. One per process: an adopted XLA context has no place for it.
+waits up to its timeout. There is one for each process, because an adopted XLA context has no
+place for it.
 """
 _REDUCTIONS = {
     ReduceOp.SUM: "sum",
@@ -81,15 +82,15 @@ class _ControlPlane(ControlPlane):
 class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
     """Replica of XLA's runtime, a thread or a process."""
 
-    # An instance belongs to one replica; in a process with several each of their threads has its
-    # own. Every collective is a separate graph, computed when it returns. Replicas that are
+    # An instance belongs to one replica; in a process with several replicas each one's thread has
+    # its own. Every collective is a separate graph, computed when it returns. Replicas that are
     # threads of one process, as on a CPU, synchronise on the host before each graph, and exchange
     # bytes and create groups there; in a job of several processes all of that needs XLA, whose
     # graphs need every replica, so there are no groups of some of them.
     # On a CPU the collectives take tensors of the host, where the facade can compute exactly what
     # XLA can't. Floats move exactly, but a SUM treats -0.0 as 0.0 and denormals as zero.
-    # Run on torch_xla 2.9's CPU device. Written from documentation and not yet run: TPU and CUDA,
-    # jobs of several processes, and the exchange over graphs in such a job.
+    # Tests run on torch_xla 2.9's CPU device. What is for TPU and CUDA, and for jobs of several
+    # processes with their exchange over graphs, is written from documentation and not yet run.
 
     name: ClassVar[str] = "xla-dist"
     backends: ClassVar[tuple[str, ...]] = ("xla-tpu", "xla-cuda", "xla-cpu")
@@ -107,7 +108,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         self._is_owner = is_owner
         self._timeout_s = timeout_s
         self._is_live = True
-        self._made: dict[tuple[int, ...], int] = {}
+        self._groups_made: dict[tuple[int, ...], int] = {}
         self._n_replicas = graph.n_replicas()
         self._device: torch.device = graph.device()
         self._are_threads = graph.replicas_are_threads()
@@ -128,7 +129,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
             return None
         graph = setup.find_graph()
         topology = None if graph is None else graph.replica()
-        if topology is None or REPLICAS.has_left(topology.rank):  # it was finalized, or failed
+        if topology is None or REPLICAS.has_left(topology.rank):  # finalized, or failed
             return None
         return cls(graph, topology, False)
 
@@ -145,7 +146,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
                 "dist.init_process_group('xla', init_method='xla://') first"
             )
         graph.begin(setup.KINDS[backend])
-        topology = topology or graph.replica()  # known once the runtime has begun
+        topology = topology or graph.replica()  # a single replica is known from now on
         if topology is None:
             raise ContextError(
                 f"{backend}: this thread isn't a replica of XLA's runtime: make the call in the "
@@ -164,7 +165,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         REPLICAS.leave(self._topology.rank, "has failed")
 
     def is_alive(self) -> bool:
-        # Replicas that start later take the place of the single one.
+        # Replicas that start later take the place of a single replica.
         return self._is_live and self._n_replicas == self._graph.n_replicas()
 
     @property
@@ -213,10 +214,13 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
     ) -> Optimizer | None:
         if options or is_averaged:
             return None
-        # The step averages, collectively over all ranks. Backward can't: it only records a graph,
-        # and may run in a thread of autograd's that isn't a replica.
+        # The step averages, collectively over all ranks. Backward can't average: it only
+        # records a graph, and may run in a thread of autograd's, which isn't a replica.
         setattr(optimizer, _IS_SETTLED, False)
-        optimizer.register_step_pre_hook(self._before_step)
+        hook = optimizer.register_step_pre_hook(self._before_step)
+        # It runs first, so that the user's earlier hooks, such as clipping, get averaged gradients.
+        hooks: Any = optimizer._optimizer_step_pre_hooks
+        hooks.move_to_end(hook.id, last=False)
         optimizer.register_step_post_hook(lambda *_: self.control.settle())
         return optimizer
 
@@ -235,7 +239,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         n = self._topology.size(group)
         if n == 1:
             return tensor.unsqueeze(0)
-        if tensor.numel() == 0:  # XLA fails on it
+        if tensor.numel() == 0:  # XLA fails on empty tensors
             return tensor.new_empty((n, *tensor.shape))
         if not self._is_everybody(group):
             part = tensor.to("cpu", copy=True)  # other threads read it later
@@ -252,8 +256,8 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
         if not self._is_native(tensor, ReduceOp.SUM, group):
             return super().broadcast(tensor, src, group)
-        # The sum with zeros, of integers, for any dtype: exact, and needs n times less memory than
-        # all_gather.
+        # The other ranks add zeros, to the bits as integers. This is exact for any dtype, and takes
+        # n times less memory than all_gather.
         if self._topology.rank != src:
             tensor = torch.zeros(tensor.shape, dtype=tensor.dtype)
         build = partial(self._graph.all_reduce, kind="sum", as_bits=True)
@@ -280,7 +284,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
                 "XLA's graphs need every replica; use all ranks, or backend 'nccl' or 'gloo'",
             )
         # The count gives each group of the same ranks its own rounds.
-        count = self._made[ranks] = self._made.get(ranks, 0) + 1
+        count = self._groups_made[ranks] = self._groups_made.get(ranks, 0) + 1
         return Group(ranks, name=f"{ranks} {count}")
 
     def _is_everybody(self, group: Group | None) -> bool:

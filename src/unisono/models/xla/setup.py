@@ -17,10 +17,10 @@ from unisono.topology import LaunchPlan
 
 def why_unusable(backend: str) -> str | None:
     """Return why torch_xla can't be used as `backend`, None if no fault is found."""
-    # Decided by versions and device files; those of TPU and CUDA are written from documentation
-    # and not yet run on such a machine.
+    # Versions and device files decide. The checks for TPU and CUDA are written from documentation,
+    # and haven't run on such a machine yet.
     version = _version_of("torch_xla")
-    if version is None:  # built in place: its import decides
+    if version is None:  # built in place: its import shows any fault
         return None
     built_for = version.split("+")[0]
     if _release(torch.__version__) != _release(built_for):
@@ -85,7 +85,7 @@ def load_graph() -> Any:
     """Import the module that needs torch_xla; it doesn't initialise the runtime."""
     try:
         return importlib.import_module("unisono.models.xla.graph")
-    except Exception as error:  # a broken one may raise anything
+    except Exception as error:  # a broken library may raise anything
         raise BackendUnavailableError(
             f"torch_xla can't be imported: {type(error).__name__}: {error}; install it again "
             "beside the torch that it was built for: pip install torch==2.9.0 torch_xla==2.9.0"

@@ -147,6 +147,21 @@ def test_an_adopted_group_is_on_the_devices_that_its_backend_names(
         dist.destroy_process_group()
 
 
+def test_an_adopted_group_of_gloo_leaves_the_accelerator_uninitialised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.delattr(torch.accelerator, "current_device_index")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    try:
+        model = NativeModel.from_context(ContextHint())
+        assert model is not None
+        assert model.device == torch.device("cpu")
+    finally:
+        dist.destroy_process_group()
+
+
 def test_ranks_without_an_address_are_told_what_to_set() -> None:
     with pytest.raises(ContextError, match="MASTER_ADDR"):
         idist.initialize("gloo", rank=0, world_size=2)
