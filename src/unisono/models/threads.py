@@ -39,6 +39,8 @@ _log = logging.getLogger(__name__)
 class _World(ThreadExchange):
     """Shared state of the replicas of one job: rounds, messages and the first failure."""
 
+    failure: tuple[int, str] | None
+
     def __init__(self, size: int, timeout_s: float | None) -> None:
         super().__init__(warn_after_s())
         self.size = size
