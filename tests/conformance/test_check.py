@@ -184,7 +184,7 @@ class TestCommand:
         assert "onlygathers, 2 replicas" in text
         assert "derived: all_reduce" in text
         assert "1 passed, 1 derived" in text
-        assert "derived: it holds; the model leaves members to the contract" in text
+        assert "derived: the law holds; the model lacks some members" in text
 
     def test_the_sizes_are_those_of_the_kit(self, capsys: pytest.CaptureFixture[str]) -> None:
         law = ("--law", "broadcast ignores")  # names are taken with spaces, too
