@@ -224,7 +224,8 @@ def all_reduce(
     )
     if plane is None:
         converted = converted.contiguous()
-        call = signature(f"all_reduce {step.name}", converted)
+        # The user's operation, not `step`: a mean and a sum may be converted to the same one.
+        call = signature(f"all_reduce {op.name}", tensor)
         parts = exchange_blobs(context, call, to_bytes(converted), group)
         total = fold_tensors(step, stack_bytes(parts, converted.dtype, converted.shape))
         return restore(total).to(device)

@@ -17,6 +17,7 @@ import unisono
 from tests.support.by_hand import by_hand, join, leave
 from unisono.context import communicator
 from unisono.control.plane import INLINE_BYTES
+from unisono.errors import CollectiveMismatchError
 from unisono.host import memory
 from unisono.host.mailbox import MAILBOX_BYTES
 from unisono.topology import EVERYBODY
@@ -101,6 +102,18 @@ def test_a_short_sum_is_recorded_on_the_plane_that_carries_it(
         return seen
 
     assert unisono.spawn("gloo", planes, nproc_per_node=2) == [["control", "data"]] * 2
+
+
+def test_a_short_mean_is_not_taken_for_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNISONO_SHARED_BYTES", "0")
+
+    def reduce_differently(rank: int) -> str:
+        with pytest.raises(CollectiveMismatchError) as caught:
+            unisono.all_reduce(torch.ones(2), "mean" if rank == 0 else "sum")
+        return str(caught.value)
+
+    [text, _] = unisono.spawn("gloo", reduce_differently, nproc_per_node=2)
+    assert "AVERAGE" in text and "SUM" in text
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere sockets have files")
