@@ -240,7 +240,7 @@ def rounded(rows: Tensor, plan: Layout, dtype: torch.dtype) -> Tensor:
     result = _converted if _are_normal(plan, form) else _composed
     total = result(limbs, plan, form)
     if plan.is_marked:
-        _apply_marks(total.view(form.bits), rows[-1], form)
+        _apply_marks(total.view(form.bits), rows[-1], form)  # writes to `total`
     return total
 
 

@@ -175,7 +175,8 @@ def broadcast_(
         compare_calls(context, f"broadcast_ from {src}", tensor, members)
         plane = plane_for(context, members)
         is_plain = tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
-        # Shared memory of one host writes into the tensor that it gets.
+        # Shared memory of one host writes into the tensor that it gets, if the values lie there as
+        # they are, without a pending negation or conjugation.
         is_direct = type(plane) is HostCollectives and tensor.is_cpu and is_plain
         values = plain(tensor) if is_direct else emulation.private_copy(context, tensor)
         movable, restore = emulation.as_movable(plane, values)
@@ -351,7 +352,7 @@ def all_to_all(value: Any, group: GroupLike = None, *, async_op: bool = False) -
 def _exchange_values(context: ContextState, values: Any, group: Group | None) -> list[Any]:
     """Exchange lengths, then padded frames, one for each rank. Collective over `group`."""
     size, ranks = context.model.topology.size(group), context.model.topology.members(group)
-    frames: list[bytes] = []  # filled by `lengths`, so that all ranks learn why one can't encode
+    frames: list[bytes] = []  # filled by `lengths`, since `frame_or_reason` returns bytes
 
     def lengths() -> bytes:
         if not isinstance(values, (list, tuple)) or len(values) != size:

@@ -80,7 +80,7 @@ def compares(context: ContextState, group: Group | None, *, sums: bool = False) 
     # Memory in two levels carries sums only, so it counts only with `sums`.
     control = context.control
     checks = control.checks(group)
-    if checks is None:  # no setting: compare only where it costs little
+    if checks is None:  # the settings leave it open: compare where it costs little
         return control.compares_calls(group) or (sums and control.memory(group) is not None)
     return checks or control.host(group) is not None
 
@@ -145,7 +145,7 @@ def guarded(fn: F) -> F:
         try:
             return fn(*args, **kwargs)
         except BaseException as error:
-            _record_failure(fn.__name__, None, error)
+            _record_failure(fn.__name__, None, error)  # `fn` ends its own token
             raise
         finally:
             set_eval_frame(dynamo)

@@ -85,7 +85,7 @@ def local_group() -> Group:
             nodes = exchange(context, "local_group", node)
         for other in dict.fromkeys(nodes):  # all ranks create the groups of all nodes, in order
             ranks = [rank for rank, place in enumerate(nodes) if place == other]
-            made = resolve(context, ranks)
+            made = resolve(context, ranks)  # not None for a list
             if other == node and made is not None:
                 own_group = context.groups[()] = made
         assert own_group is not None  # `nodes` has this rank's node

@@ -74,7 +74,7 @@ def shared_empty(
     try:
         shape, kind = _shape_of(size), _dtype_of(dtype)
     except ArgumentError as error:
-        if is_member:
+        if is_member:  # the other members raise a mismatch instead of waiting
             with context.calls.begin("shared_empty", members):
                 refuse_compared(context, "shared_empty", members, error)
         raise
@@ -106,6 +106,7 @@ def _shape_of(size: tuple[Any, ...]) -> torch.Size:
         shape = torch.Size(size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size)
     except TypeError as error:
         raise ArgumentError(f"shared_empty: size should be ints: {size!r}") from error
+    # Each size as well as their product, in which a size of 0 would hide the others.
     if any(not 0 <= number <= _MOST_BYTES for number in shape) or math.prod(shape) > _MOST_BYTES:
         raise ArgumentError(f"shared_empty: size should be from 0 to {_MOST_BYTES}: {list(shape)}")
     return shape

@@ -172,7 +172,7 @@ def all_reduce_dict(data: dict[str, Tensor], op: str = "sum", group: Group = Non
     if not isinstance(data, dict):
         raise _RefusedError(f"a dict is needed, not a {type(data).__qualname__}")
     operation = parse_op(op)
-    if get_world_size(group) == 1 or get_rank(group) < 0:
+    if get_world_size(group) == 1 or get_rank(group) < 0:  # alone, or not a member
         return
     is_mean = operation is ReduceOp.AVERAGE
     # Sorted, as the ranks may have the keys in different orders.
