@@ -90,7 +90,7 @@ def check_reducible(tensor: Tensor, op: ReduceOp) -> None:
     try:
         if not is_dense(tensor):
             check_dense(tensor, f"all_reduce {op.name}")
-        if op is ReduceOp.SUM:
+        if op is ReduceOp.SUM:  # defined on every dtype
             return
         dtype = tensor.dtype
     except PayloadError:
@@ -173,9 +173,10 @@ def _emulate(tensor: Tensor, op: ReduceOp, size: int) -> tuple[Tensor, ReduceOp,
         return wide, step, lambda total: back(total).to(dtype)
     if op is ReduceOp.AVERAGE:
         return _scaled(tensor, size)
-    if is_order_of_floats(tensor, op):
+    if is_order_of_floats(tensor, op):  # libraries treat NaN differently, integers alike
         keys, restore = as_ordered_ints(tensor, op)
         return keys, op, restore
+    # SUM or PRODUCT as it is: the callers gather and fold what the plane can't reduce.
     return tensor, op, _unchanged
 
 
@@ -184,7 +185,7 @@ def _scaled(tensor: Tensor, size: int) -> tuple[Tensor, ReduceOp, Restore]:
     # Scaling is exact except for numbers near the smallest of the dtype. In float16 these begin at
     # 6e-5, so `_emulate` has converted narrow floats to float32.
     before, after = mean_factors(size)
-    if size > 1:
+    if size > 1:  # else the factor is 1
         tensor.mul_(before)  # a private copy
     return tensor, ReduceOp.SUM, lambda total: total / after
 

@@ -67,6 +67,7 @@ class Format:
     @property
     def least(self) -> int:
         """The negative exponent of the least number, which is 2**-least."""
+        # The bias of the exponent, 2**(bits of the exponent - 1) - 1, less 1, and the fraction.
         width = self.bits.itemsize * 8
         return (1 << (width - self.fraction - 2)) + self.fraction - 2
 
@@ -111,6 +112,7 @@ def span(terms: Tensor) -> Span:
     size = bits & ~form.sign
     # Subtracting 1 makes zero the greatest size, so that the minimum is that of the other numbers.
     nonzero = (size - 1).bitwise_and_(~form.sign)
+    # Stacked, as one copy from an accelerator is faster than three.
     found = torch.stack([bits.amin().long(), size.amax().long(), nonzero.amin().long()])
     first, greatest, least = found.tolist()
     if greatest >= form.infinity:
@@ -121,6 +123,7 @@ def span(terms: Tensor) -> Span:
     if greatest == 0:
         return Span(_NO_LOW, -1, is_marked)
     # Subnormals, whose exponent is 0, have the unit of exponent 1, so both exponents count as 0.
+    # `least + 1` undoes the subtraction above.
     low, high = (max((each >> form.fraction) - 1, 0) for each in (least + 1, greatest))
     return Span(low, high, is_marked)
 
@@ -145,7 +148,7 @@ def layout(found: Span, dtype: torch.dtype, count: int) -> Layout | None:
     # Local, and the same on every rank for the same arguments.
     if found.high < 0 and not found.is_marked:
         return None
-    limb_bits = _ROOM_BITS - count.bit_length()
+    limb_bits = _ROOM_BITS - count.bit_length()  # the rest takes the carries of `count` terms
     bits = found.high - found.low + FORMATS[dtype].fraction + 1
     # If there are only marks, no bits are needed; one limb is kept all the same.
     return Layout(found.low, limb_bits, max(-(-bits // limb_bits), 1), found.is_marked)
@@ -194,7 +197,8 @@ def _add_term(limbs: Tensor, term: Tensor, form: Format, plan: Layout) -> None:
     if plan.is_marked:
         value.masked_fill_(exponent == form.infinity >> form.fraction, 0)
     sign = (bits >> (form.bits.itemsize * 8 - 1)).long()  # 0 or -1
-    # Only the exponent of a zero may be lower, and a zero has no bits to shift.
+    # Exponents 0 and 1 both count as 0, as in `span`. Only the exponent of a zero may be lower
+    # than `low`, and a zero has no bits to shift.
     shift = exponent.clamp_(min=plan.low + 1).sub_(plan.low + 1)
     if plan.limbs == 1:
         # Only infinities and NaN would be shifted further, and their value is 0 here.
@@ -236,7 +240,7 @@ def rounded(rows: Tensor, plan: Layout, dtype: torch.dtype) -> Tensor:
     result = _converted if _are_normal(plan, form) else _composed
     total = result(limbs, plan, form)
     if plan.is_marked:
-        _apply_marks(total.view(form.bits), rows[-1], form)
+        _apply_marks(total.view(form.bits), rows[-1], form)  # writes to `total`
     return total
 
 
@@ -253,6 +257,7 @@ def _converted(limbs: Tensor, plan: Layout, form: Format) -> Tensor:
     if plan.limbs == 1:
         return limbs[0].to(form.dtype).mul_(2.0 ** (plan.low - form.least))
     value, exponent = _leading(limbs, plan)
+    # The double 2**(exponent - least), made of its bits: it may be too large for a float32.
     power = exponent.sub_(form.least - 1023).bitwise_left_shift_(52).view(torch.float64)
     return (value.to(form.dtype).double() * power).to(form.dtype)
 
@@ -260,7 +265,7 @@ def _converted(limbs: Tensor, plan: Layout, form: Format) -> Tensor:
 def _composed(limbs: Tensor, plan: Layout, form: Format) -> Tensor:
     """Round bit by bit and assemble the float; correct at a dtype's limits, too."""
     sign = limbs[-1] >> 63
-    limbs.bitwise_xor_(sign).sub_(sign)
+    limbs.bitwise_xor_(sign).sub_(sign)  # negates them if the sign is -1
     _carry(limbs, plan.limb_bits)  # negating left limbs below 0
     bits = _nearest(*_leading(limbs, plan), form)
     bits.bitwise_xor_(sign.bitwise_and_(form.sign))
@@ -311,7 +316,8 @@ def _nearest(value: Tensor, exponent: Tensor, form: Format) -> Tensor:
     drop = shift.clamp(min=0)
     half = (torch.ones_like(drop) << drop) >> 1
     odd = (value >> drop).bitwise_and_(1)
-    # To round ties to even, add half less 1, and 1 more if the last kept bit is set.
+    # To round ties to even, add half less 1, and 1 more if the last kept bit is set; add nothing
+    # if no bit is dropped.
     kept = (half.sub_(1).add_(odd).clamp_(min=0).add_(value)) >> drop
     kept <<= shift.neg_().clamp_(0, 63)
     # A result too long for a significand carries into the exponent's bits, up to infinity.
@@ -355,7 +361,7 @@ def sum_exactly(context: ContextState, call: str, terms: Tensor, group: Group | 
     total = terms.new_zeros(terms.shape[1])
     for found, block, into in zip(spans, blocks, torch.split(total, BLOCK), strict=True):
         plan = layout(found, dtype, count)
-        if plan is not None:  # else each sum is +0, as in `total`
+        if plan is not None:  # else each sum is +0 on all ranks, as in `total`
             limbs = add(block, plan)
             limbs = emulation.all_reduce(context, limbs, ReduceOp.SUM, group, limbs.device)
             into.copy_(rounded(limbs, plan, dtype))

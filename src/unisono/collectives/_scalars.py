@@ -83,7 +83,7 @@ def sum_values(
     context: ContextState, call: str, value: Any, group: Group | None, *, are_terms: bool = False
 ) -> Any:
     """Sum tensors, numbers or containers exactly. Collective over `group`."""
-    counts: set[int] = set()
+    counts: set[int] = set()  # the one size of dim 0 that this rank's tensors have
 
     def check_tensor(tensor: Tensor, path: str) -> str:
         emulation.check_reducible(tensor, ReduceOp.SUM)
@@ -100,7 +100,7 @@ def sum_values(
         counts.add(tensor.shape[0])
         return f"{tensor.dtype}{list(tensor.shape[1:])}"
 
-    def as_row(terms: Tensor) -> Tensor:  # [k, *shape] as [k, n]
+    def as_row(terms: Tensor) -> Tensor:  # [k, *shape] as [k, n], only read
         row = plain(terms).resolve_conj().resolve_neg().to(context.model.transport_device)
         return row.reshape(terms.shape[0], terms.shape[1:].numel())
 
@@ -165,13 +165,14 @@ def _describe(
 ) -> bytes:
     """Encode the structure of a value and its numbers, and list its leaves and tensors."""
     # Both lists are filled in place, because `frame_or_reason` returns only the frame.
-    leaves[:], paths, structure = survey(value)
+    leaves[:], paths, structure = survey(value)  # a structure lists empty containers first
     values: list[Number] = []
     for leaf, path in zip(leaves, paths, strict=True):
         number = leaf if type(leaf) in _PLAIN else _number(leaf)
         if number is not None and takes_numbers:
             if type(number) is int and number not in _INTS:
                 bits = number.bit_length()
+                # All digits of a long int would fill the message.
                 shown = number if bits < 200 else f"an int of {bits} bits"
                 raise PayloadError(f"{shown}{_at(path)} doesn't fit into 64 bits: reduce a float")
             structure.append(path)  # without the type: ranks may mix int and float
@@ -196,6 +197,7 @@ def _check_alike(structures: Sequence[str], ranks: Callable[[], Sequence[int]], 
     for rank, structure in zip(ranks(), listed, strict=True):
         # Each rank is compared with the first one, or with the last one if it equals the first.
         other = listed[0] if structure != listed[0] else listed[-1]
+        # All leaves if only their order or number differs. A single number has none.
         extra = [leaf for leaf in structure if leaf not in other] or structure
         differences.append(f"rank {rank} has {', '.join(extra[:3]) or 'a number'}")
     raise CollectiveMismatchError(

@@ -101,6 +101,7 @@ def _broadcast(context: ContextState, value: Any, src: int, group: Group | None)
     head = _received(context, "broadcast", src, frame, group)
     if not isinstance(head, TensorHeader):
         return head
+    # `src` returns new memory as well, so it copies.
     tensor = emulation.private_copy(context, value) if is_src else memory_for(context, head)
     plane = plane_for(context, group)
     movable, restore = emulation.as_movable(plane, tensor)
@@ -174,7 +175,8 @@ def broadcast_(
         compare_calls(context, f"broadcast_ from {src}", tensor, members)
         plane = plane_for(context, members)
         is_plain = tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
-        # Shared memory of one host writes into the tensor that it gets.
+        # Shared memory of one host writes into the tensor that it gets, if the values lie there as
+        # they are, without a pending negation or conjugation.
         is_direct = type(plane) is HostCollectives and tensor.is_cpu and is_plain
         values = plain(tensor) if is_direct else emulation.private_copy(context, tensor)
         movable, restore = emulation.as_movable(plane, values)
@@ -258,7 +260,7 @@ def _scatter(context: ContextState, values: Any, src: int, group: Group | None) 
         rows, _ = emulation.as_movable(plane, emulation.view_or_copy(context, stacked, plane))
     got = restore(plane.scatter(rows, into, src, group))
     value = got.to(device_for(context, head))
-    return head.finish(value if got is memory else value.clone())  # `got` may be a view
+    return head.finish(value if got is memory else value.clone())  # `got` may be a view of all rows
 
 
 def _scatter_frame(context: ContextState, values: Any, group: Group | None) -> bytes:
@@ -350,7 +352,7 @@ def all_to_all(value: Any, group: GroupLike = None, *, async_op: bool = False) -
 def _exchange_values(context: ContextState, values: Any, group: Group | None) -> list[Any]:
     """Exchange lengths, then padded frames, one for each rank. Collective over `group`."""
     size, ranks = context.model.topology.size(group), context.model.topology.members(group)
-    frames: list[bytes] = []
+    frames: list[bytes] = []  # filled by `lengths`, since `frame_or_reason` returns bytes
 
     def lengths() -> bytes:
         if not isinstance(values, (list, tuple)) or len(values) != size:
@@ -363,6 +365,7 @@ def _exchange_values(context: ContextState, values: Any, group: Group | None) ->
     lengths_of_all = exchange_blobs(context, "all_to_all of values", own_lengths, group)
     raise_failures(lengths_of_all, lambda: ranks, "all_to_all")
     sizes = [decode(frame, context.model.device) for frame in lengths_of_all]
+    # Rounded up for XLA, which compiles once per size.
     width = context.control.bucket(max(max(row) for row in sizes))
     padded = b"".join(frame.ljust(width, b"\0") for frame in frames)
     rows = from_bytes(padded, torch.uint8, (size, width)).to(context.model.transport_device)

@@ -80,7 +80,7 @@ def compares(context: ContextState, group: Group | None, *, sums: bool = False) 
     # Memory in two levels carries sums only, so it counts only with `sums`.
     control = context.control
     checks = control.checks(group)
-    if checks is None:
+    if checks is None:  # the settings leave it open: compare where it costs little
         return control.compares_calls(group) or (sums and control.memory(group) is not None)
     return checks or control.host(group) is not None
 
@@ -107,6 +107,8 @@ def refuse(
     """Raise an error in this rank's `tensor`, so that the other ranks don't wait for this one."""
     # Collective over `group` if the ranks would have compared this call, else local.
     # No rank gets out of step: all ranks end the pending calls first, and then this one.
+    # `tensor` is None unless the call is an all_reduce, which alone reduces a tensor in an exchange
+    # or in memory in two levels.
     mark_in_step(error)
     context.settle(group)
     is_inline = False
@@ -143,7 +145,7 @@ def guarded(fn: F) -> F:
         try:
             return fn(*args, **kwargs)
         except BaseException as error:
-            _record_failure(fn.__name__, None, error)
+            _record_failure(fn.__name__, None, error)  # `fn` ends its own token
             raise
         finally:
             set_eval_frame(dynamo)
@@ -176,8 +178,9 @@ def collective(
 ) -> Callable[[F], F]:
     """Decorate a collective of the facade with the common prologue."""
     # The prologue resolves the context and the group, checks whether root and this rank are
-    # members, and passes ``(context, group)`` as `group`. The function checks its arguments and
-    # returns the call to run, here or in the background, or the handle of a started one.
+    # members, and passes ``(context, group)`` as `group`, whose annotation is that of the caller's
+    # argument. The function checks its arguments and returns the call to run, here or in the
+    # background, or the handle of a started one.
     # Its errors of a class in `refuses` are raised by `refuse`, others as `guarded` does. `outside`
     # computes the result of a rank that isn't a member from the first argument.
     return lambda fn: _with_prologue(fn, root, folds, refuses, outside)
@@ -190,6 +193,9 @@ def _with_prologue(
     refuses: tuple[type[UnisonoError], ...],
     outside: Callable[[Any], Any] | None,
 ) -> F:
+    """Return `fn` behind the prologue that `collective` describes."""
+    # Only in `barrier` `group` is the first parameter: then no value is recorded. `communicator`
+    # settles calls over all ranks, and `resolve_and_settle` those over any other group.
     first_name, group_at, root_at = _places(fn.__code__.co_varnames, root)
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -161,6 +161,7 @@ def _joined(
 ) -> Any:
     """Join the parts along dim 0 on the device of `value`; raise on all ranks if they don't fit."""
     if isinstance(parts, Tensor):
+        # The parts are [n, d0, ...], or [n] already if each has 0 dimensions.
         return parts.flatten(0, 1) if parts.dim() > 1 else parts
     if not all(isinstance(part, Tensor) for part in parts):
         return parts  # ranks passed different types, all of which arrived whole

@@ -85,10 +85,10 @@ def local_group() -> Group:
             nodes = exchange(context, "local_group", node)
         for other in dict.fromkeys(nodes):  # all ranks create the groups of all nodes, in order
             ranks = [rank for rank, place in enumerate(nodes) if place == other]
-            made = resolve(context, ranks)
+            made = resolve(context, ranks)  # not None for a list
             if other == node and made is not None:
                 own_group = context.groups[()] = made
-        assert own_group is not None
+        assert own_group is not None  # `nodes` has this rank's node
     return own_group
 
 
@@ -130,4 +130,5 @@ def library_group(group: Group) -> Any:
     outsider = dist.GroupMember.NON_GROUP_MEMBER
     if current_model().adopt_group(outsider) is None:  # the ranks aren't connected by torch
         return group
+    # Torch gives a rank no handle of a group that it isn't a member of.
     return outsider if group.handle is None else group.handle

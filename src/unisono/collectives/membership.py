@@ -22,7 +22,7 @@ def make(context: ContextState, ranks: tuple[int, ...], **options: Any) -> Group
         return Group((), context_id=context.context_id)
     context.settle()  # pending calls must end first: creation is collective over all ranks
     context.control.begin_group(ranks)
-    context.forget_ended()
+    context.forget_ended()  # `begin_group` ends the groups that were dropped
     group = context.model.new_group(ranks, **options).of_context(context.context_id)
     if context.model.topology.rank in ranks:
         context.control.watch_over(group)
@@ -68,6 +68,7 @@ def resolve(context: ContextState, group: GroupLike) -> Group | None:
         if made is None:
             ordered = checked(context, ranks)
             made = context.groups.get(ordered) or make(context, ordered)
+            # Also under the order that the user gave, so that it is found without being sorted.
             context.groups[ordered] = context.groups[ranks] = made
         return made
     adopted = context.model.adopt_group(group)

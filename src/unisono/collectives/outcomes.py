@@ -33,7 +33,8 @@ def agreed(
 ) -> list[Any]:
     """Return every rank's fact; raise on every rank if one has an error."""
     # Collective over `group`. If `refusal` is given, a PayloadError of one rank is raised on every
-    # rank as a PayloadError whose text begins with `refusal`.
+    # rank as a PayloadError whose text begins with `refusal`. The ranks compare `call`, or `name`
+    # without one; `misses` is that of `exchange`.
     report: tuple[str, str] | None = None  # the exception as a line, and its traceback
     if refusal is not None and isinstance(error, PayloadError):
         report = (f"{refusal}{error}", "")

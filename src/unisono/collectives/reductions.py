@@ -263,7 +263,7 @@ def all_reduce_(
         raise PayloadError(f"all_reduce_ works in place on a tensor, not on {_kind(tensor)}")
     emulation.check_reducible(tensor, operation)
     if async_op:
-        context.settle(members)
+        context.settle(members)  # before the library starts this call
     # Before the first call over a group, `reducer_for` would wait for its other ranks.
     knows_plane = not async_op or context.control.is_connected(members)
     plane = reducer_for(context, tensor, members) if knows_plane else None

@@ -65,6 +65,7 @@ def reducer_for(context: ContextState, tensor: Tensor, group: Group | None) -> R
 
 def reduces_natively(plane: Reducer, tensor: Tensor, op: ReduceOp) -> bool:
     """Return whether `plane` itself supports this operation on this dtype."""
+    # MIN and MAX of floats are emulated everywhere, because libraries treat NaN differently.
     if tensor.dtype not in plane.dtypes or is_order_of_floats(tensor, op):
         return False
     if isinstance(plane, MemoryCollectives):

@@ -74,7 +74,7 @@ def shared_empty(
     try:
         shape, kind = _shape_of(size), _dtype_of(dtype)
     except ArgumentError as error:
-        if is_member:
+        if is_member:  # the other members raise a mismatch instead of waiting
             with context.calls.begin("shared_empty", members):
                 refuse_compared(context, "shared_empty", members, error)
         raise
@@ -94,6 +94,7 @@ def _shared_empty(
     if host is None or size_bytes == 0:
         exchange_blobs(context, call, b"", members)  # sizes and dtypes must agree here, too
         return torch.empty(shape, dtype=kind, device="cpu")
+    # One memory holds the tensors of all ranks, each beginning on a page.
     mapped = _map_together(context, host, call, host.size * room_bytes(size_bytes), members)
     if mapped is None:
         return torch.empty(shape, dtype=kind, device="cpu")
@@ -105,6 +106,7 @@ def _shape_of(size: tuple[Any, ...]) -> torch.Size:
         shape = torch.Size(size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size)
     except TypeError as error:
         raise ArgumentError(f"shared_empty: size should be ints: {size!r}") from error
+    # Each size as well as their product, in which a size of 0 would hide the others.
     if any(not 0 <= number <= _MOST_BYTES for number in shape) or math.prod(shape) > _MOST_BYTES:
         raise ArgumentError(f"shared_empty: size should be from 0 to {_MOST_BYTES}: {list(shape)}")
     return shape
@@ -126,7 +128,7 @@ def _map_together(
         made = memory.make(size_bytes) if host.position == 0 else None
         if made is not None:
             fd, mapped = made
-            stack.callback(os.close, fd)
+            stack.callback(os.close, fd)  # the mapping stays
             address = memory.address_of(fd)
         address = bytes(exchange_blobs(context, call, address, group)[0])
         if address and mapped is None:
@@ -177,7 +179,7 @@ def shared(build: Callable[[], T]) -> T:
     name = f"{getattr(build, '__qualname__', type(build).__qualname__)} (shared)"
     rank = context.model.topology.rank
     hosts = exchange(context, "shared", host_of_this_process())
-    builder = hosts.index(hosts[rank])
+    builder = hosts.index(hosts[rank])  # the first rank of this host
     with ExitStack() as stack:
         error, result, address = None, None, b""
         try:
@@ -205,6 +207,7 @@ def _built(context: ContextState, build: Callable[[], Any], stack: ExitStack) ->
         return build(), b""
     stack.callback(os.close, fd)
     save_file(build(), memory.path_of(fd))
+    # The builder loads it too, so that its tensors lie in this memory and the first ones are freed.
     return load_file(memory.path_of(fd), context.model.device), memory.address_of(fd)
 
 
@@ -216,5 +219,5 @@ def _opened(context: ContextState, build: Callable[[], Any], address: bytes) -> 
         return build()
     try:
         return load_file(memory.path_of(fd), context.model.device)
-    finally:
+    finally:  # the loaded tensors keep their mapping
         os.close(fd)

@@ -99,7 +99,7 @@ def init_dist(
             f"unknown launcher {launcher!r}.{suggestion(name, known)} Known: {', '.join(known)}; "
             "pass None to infer the launcher"
         )
-    if "rank" in options or "world_size" in options:
+    if "rank" in options or "world_size" in options:  # `initialize` raises if one is missing
         initialize(backend, **options)
         return
     if name == "none":

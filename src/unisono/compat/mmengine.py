@@ -120,6 +120,7 @@ def all_reduce(data: Tensor, op: str = "sum", group: Group = None) -> None:
     """
     operation = parse_op(op)
     if operation is ReduceOp.AVERAGE and _is_int(data):
+        # `all_reduce_` refuses a mean of ints. True and -1 are the defaults for buckets.
         averaging.reduce_params([data], True, -1, operation, group, cuts_means=True)
     else:
         reductions.all_reduce_(data, operation, group)
@@ -171,7 +172,7 @@ def all_reduce_dict(data: dict[str, Tensor], op: str = "sum", group: Group = Non
     if not isinstance(data, dict):
         raise _RefusedError(f"a dict is needed, not a {type(data).__qualname__}")
     operation = parse_op(op)
-    if get_world_size(group) == 1 or get_rank(group) < 0:
+    if get_world_size(group) == 1 or get_rank(group) < 0:  # alone, or not a member
         return
     is_mean = operation is ReduceOp.AVERAGE
     # Sorted, as the ranks may have the keys in different orders.
@@ -308,7 +309,7 @@ def get_local_group() -> Group:
     """Return the group of this node's ranks, None without a distributed context."""
     if not is_distributed():
         return None
-    local = current().groups.get(())
+    local = current().groups.get(())  # the key that `init_local_group` uses
     if local is None:
         raise NotInitializedError("there is no local group: call init_local_group first")
     return groups.library_group(local)
@@ -335,6 +336,7 @@ def _members(group: Group) -> tuple[int, ...] | range:
 def get_backend(group: Group = None) -> str | None:
     """Return the backend of a group, None without a distributed context."""
     context = current()
+    # A group of torch.distributed may have another backend than the job.
     handle = None if group is None else getattr(membership.resolve(context, group), "handle", None)
     if isinstance(handle, torch.distributed.ProcessGroup):
         return str(torch.distributed.get_backend(handle))

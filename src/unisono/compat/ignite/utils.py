@@ -86,6 +86,7 @@ def new_group(ranks: Sequence[int], **kwargs: Any) -> Any:
     """
     if not is_serial(current_model()):
         return groups.library_group(groups.new_group(ranks, **kwargs))
+    # Without a context the list may name ranks that are absent, so only its types are checked.
     is_several = isinstance(ranks, (list, tuple, range))
     if not is_several or any(type(rank) is not int for rank in ranks):
         raise ArgumentError(f"ranks should be a list of ints: {ranks!r}")
