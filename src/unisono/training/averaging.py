@@ -260,7 +260,8 @@ def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0, group: GroupLi
     if rank != src:
         state = _blank_state(context, plain, heads)
     tensors = [leaf for leaf in flatten(state)[0] if isinstance(leaf, Tensor)]
-    # Strides aren't sent, so the other ranks have created contiguous tensors.
+    # Strides aren't sent: the other ranks have created contiguous tensors, and `src` sends copies
+    # of those that aren't.
     works = [(tensor.contiguous(), True) for tensor in tensors]
     with torch.no_grad():
         buckets.broadcast_all(context, works, src, group)
@@ -306,6 +307,8 @@ def _blank_state(
     context: ContextState, plain: dict[str, Any], heads: dict[int, bytes]
 ) -> dict[str, Any]:
     """Build an optimizer state with uninitialised tensors."""
+    # `plain` is the state of `src` with None in place of tensors; `heads` has the packed header of
+    # each tensor by its index among the leaves.
     leaves, _ = flatten(plain)
     for i, packed in heads.items():
         head, _ = TensorHeader.unpack(packed)

@@ -150,6 +150,7 @@ def _batches_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return the arguments that define a loader's batches."""
     batches: Any = loader.batch_sampler
     is_of_torch = type(batches) is BatchSampler
+    # From a batch_size, DataLoader makes torch's own batch sampler; any other one was given.
     is_given = batches is not None and (loader.batch_size is None or not is_of_torch)
     if is_given and not (is_of_torch and isinstance(batches.sampler, Sampler)):
         return {"batch_sampler": batches}
@@ -336,6 +337,7 @@ class DistributedProxySampler(DistributedSampler[Any]):
                 raise ArgumentError("the sampler has a length, but yields no indices")
             self.num_samples = math.ceil(len(indices) / self.num_replicas)
             self.total_size = self.num_samples * self.num_replicas
+        # torch's own samplers draw from the generators seeded above, and so alike on every rank.
         if type(self.sampler) not in _OF_TORCH or getattr(self.sampler, "generator", None):
             self._compare(indices)
         return islice(cycle(indices), self.rank, self.total_size, self.num_replicas)
