@@ -250,6 +250,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0, group: GroupLi
     call, state = f"broadcast_optimizer_state from {src}", optimizer.state_dict()
     describe = partial(_described, state, rank == src)
     _, facts = together(context, call, describe, group, refusal=f"rank {rank}, {call}: ")
+    # A fact is what `_described` returns on a rank; only that of `src` has more than sizes.
     expected, plain, heads = facts[members.index(src)]
     for other, (sizes, *_) in zip(members, facts, strict=True):
         if sizes != expected:

@@ -88,6 +88,7 @@ def clip_grad_norm_(
         return norm
     norm = nn.utils.clip_grad_norm_(tensors, max_norm, norm_type, error_if_nonfinite)
     shards: Any = norm
+    # The norm of DTensors is a DTensor, of which each rank has a part.
     whole: Tensor = shards.full_tensor() if is_sharded(norm) else norm
     return whole
 

@@ -53,7 +53,7 @@ class DDPAverager:
     def __init__(self, group: Group | None = None, name: str = "") -> None:
         self.group: Group | None = group
         self._name = name
-        self.module: Callable[[], Any] = lambda: None
+        self.module: Callable[[], Any] = lambda: None  # a weak reference once it is known
         self._was_called = False
         self._is_live = False  # whether this rank has inputs in this step
         self._started: list[tuple[Handle[Tensor], torch.futures.Future[Tensor]]] = []
@@ -130,7 +130,7 @@ class DDPAverager:
                     # `end_step` waits for the handle, so that buckets overlap.
                     self._started.append((token.started(handle), done))
                     return done
-                plane_is("memory")
+                plane_is("memory")  # for the record of this call
                 done.set_result(host.all_reduce(flat, op))
             except BaseException as error:
                 token.end(error)

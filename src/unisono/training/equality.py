@@ -56,7 +56,7 @@ def assert_equal(tree: Any, group: GroupLike = None) -> None:
     context, group, is_member = context_and_group(group)
     if not is_member:
         return
-    trees: dict[str, Any] = {}
+    trees: dict[str, Any] = {}  # filled by `described`, and read by `differing`
 
     def described() -> bytes:
         try:

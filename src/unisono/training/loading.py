@@ -227,11 +227,12 @@ def _sampler(dataset: Any, kwargs: dict[str, Any]) -> Any:
     share = topology.world_size, topology.rank
     sampler = kwargs.get("sampler")
     if sampler is None:
-        is_shuffled = kwargs.pop("shuffle", True)
+        is_shuffled = kwargs.pop("shuffle", True)  # DataLoader rejects it beside a sampler
         generator: torch.Generator | None = kwargs.get("generator")
         # Below 2**62, as the epoch is added.
         seed = 0 if generator is None else generator.initial_seed() % (1 << 62)
         if topology.world_size == 1:
+            # The same order as with any number of replicas, in which a position can be resumed.
             return _Shuffled(dataset, seed) if is_shuffled else _InOrder(dataset)
         return DistributedSampler(dataset, *share, shuffle=is_shuffled, seed=seed)
     sampler_share = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)
@@ -317,7 +318,7 @@ class DistributedProxySampler(DistributedSampler[Any]):
             raise ArgumentError(f"the sampler, a {type(sampler).__qualname__}, has no length")
         topology = current_model().topology
         super().__init__(
-            sampler,  # type: ignore[arg-type]
+            sampler,  # type: ignore[arg-type]  # in place of a dataset: only its length is read
             num_replicas=topology.world_size if num_replicas is None else num_replicas,
             rank=topology.rank if rank is None else rank,
             shuffle=False,
