@@ -108,6 +108,7 @@ def _remove_leftovers(folder: Path, start: str, current: Path) -> None:
 
 def _is_abandoned(path: Path) -> bool:
     """Return whether a temporary file is a day old, or unlocked and not empty."""
+    # On a file system without locks, only its age shows that a file's writer is gone.
     if time.time() - path.stat().st_mtime > _DAY_S:
         return True
     with open(path, "r+b") as file:

@@ -250,6 +250,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0, group: GroupLi
     call, state = f"broadcast_optimizer_state from {src}", optimizer.state_dict()
     describe = partial(_described, state, rank == src)
     _, facts = together(context, call, describe, group, refusal=f"rank {rank}, {call}: ")
+    # A fact is what `_described` returns on a rank; only that of `src` has more than sizes.
     expected, plain, heads = facts[members.index(src)]
     for other, (sizes, *_) in zip(members, facts, strict=True):
         if sizes != expected:
@@ -260,7 +261,8 @@ def broadcast_optimizer_state(optimizer: Optimizer, src: int = 0, group: GroupLi
     if rank != src:
         state = _blank_state(context, plain, heads)
     tensors = [leaf for leaf in flatten(state)[0] if isinstance(leaf, Tensor)]
-    # Strides aren't sent, so the other ranks have created contiguous tensors.
+    # Strides aren't sent: the other ranks have created contiguous tensors, and `src` sends copies
+    # of those that aren't.
     works = [(tensor.contiguous(), True) for tensor in tensors]
     with torch.no_grad():
         buckets.broadcast_all(context, works, src, group)
@@ -306,6 +308,8 @@ def _blank_state(
     context: ContextState, plain: dict[str, Any], heads: dict[int, bytes]
 ) -> dict[str, Any]:
     """Build an optimizer state with uninitialised tensors."""
+    # `plain` is the state of `src` with None in place of tensors; `heads` has the packed header of
+    # each tensor by its index among the leaves.
     leaves, _ = flatten(plain)
     for i, packed in heads.items():
         head, _ = TensorHeader.unpack(packed)

@@ -82,6 +82,7 @@ def find_executable_batch_size(
             with context.calls.begin(_NAME):
                 exchange(context, f"{_NAME} from {size}", None)
             while size:
+                # The lambda is called before `size` changes.
                 has_room, value = _try(lambda: fn(size, *args, **kwargs), size)  # noqa: B023
                 if has_room:
                     return value
@@ -110,7 +111,8 @@ def _try(call: Callable[[], T], size: int) -> tuple[bool, T]:
         # these fails with a mismatch, which counts as a miss, until all ranks have called this.
         replies = exchange(context, f"{_NAME}: {size}", has_room, misses=math.inf)
     if not all(replies):
-        if error is not None:  # its thread may still hold the error and its frames
+        # A background thread that raised the error may still hold it, and thus its frames' tensors.
+        if error is not None:
             traceback.clear_frames(error.__traceback__)
         return False, None  # type: ignore[return-value]
     try:
@@ -128,6 +130,7 @@ def _try(call: Callable[[], T], size: int) -> tuple[bool, T]:
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
     """Return whether an error means that the host or a device is out of memory."""
+    # Another rank has left the function, maybe for lack of memory; this one hasn't run out of it.
     if isinstance(error, CollectiveMismatchError):
         return False
     while isinstance(error, UnisonoError):  # such as evaluate's error, whose cause is the original

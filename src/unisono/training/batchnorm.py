@@ -63,6 +63,7 @@ def _statistics(x: Tensor, group: GroupLike) -> tuple[Tensor, Tensor, Tensor]:
     squares = _channel_sums((x - _wide(mean, x)) ** 2)
     mine = torch.cat([mean, squares, count])
     size = len(group.ranks) if group is not None else current_model().topology.world_size
+    # Every rank knows the shapes, so that one round suffices even if batches differ in size.
     rows = torch.stack(all_gather_tensors_with_shapes(mine, [mine.shape] * size, group))
     means, parts, counts = torch.split(rows, [channels, channels, 1], dim=1)
     total = counts.sum(0)
@@ -109,7 +110,8 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalize [n, channels, ...]. Collective over `group` in training."""
         self._check_input_dim(input)
-        # In evaluation without running statistics, the batch of this rank counts, as in torch.
+        # A single rank needs no other's statistics. In evaluation without running statistics, the
+        # batch of this rank alone counts, as in torch.
         if (
             not self.training
             or context_and_group(self.group)[0].model.topology.size(self.group) == 1
@@ -132,6 +134,7 @@ class SyncBatchNorm(_BatchNorm):
         return normal.to(input.dtype)
 
     def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        # `track_running_stats` may be set after creation, which has then created no such buffers.
         if self.running_mean is None or self.running_var is None:
             return
         assert self.num_batches_tracked is not None
@@ -194,6 +197,7 @@ def _convert(
         converted[module] = converted.get(module) or convert_norm(module)
     elif module not in converted:
         converted[module] = module
+        # Children may be replaced while the dict is iterated over, as its size stays the same.
         for name, child in module._modules.items():
             if child is not None:
                 setattr(module, name, _convert(child, converted, convert_norm))

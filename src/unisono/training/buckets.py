@@ -71,7 +71,8 @@ def packed(
     if copies_back:
         for tensor, part in zip(tensors, torch.split(flat, sizes), strict=True):
             tensor.detach().copy_(part.view(tensor.shape))
-    if len(tensors) > 1 or buffer.nbytes <= BUCKET_BYTES:  # a huge buffer isn't kept
+    # Several tensors are within the bucket size; one may be huge, and its buffer isn't kept.
+    if len(tensors) > 1 or buffer.nbytes <= BUCKET_BYTES:
         context.flat_buffers[key] = buffer
 
 
@@ -83,6 +84,7 @@ def _split(
     model = context.model
     for work in works:
         tensor, memory = work[0], _in_memory_order(work)
+        # With bucket_bytes=0, from coalesce=False, every tensor counts as large.
         is_large = tensor.nbytes >= min(_LARGE_BYTES, bucket_bytes)
         # A large tensor that isn't ready must be copied anyway, so it may go into a bucket.
         is_ready = tensor.dtype in model.dtypes and tensor.device == model.transport_device
@@ -102,7 +104,9 @@ def _reduce_on_host(
 ) -> list[Work]:
     """Reduce the tensors that shared memory supports, without a copy; return the rest."""
     # Collective over `group`.
-    if context.model.device.type != "cpu":  # ranks may have a tensor on different devices
+    # Beside an accelerator, ranks may have a tensor on different devices, and would choose
+    # different routes.
+    if context.model.device.type != "cpu":
         return list(works)
     large: list[Tensor] = []
     small: list[Tensor] = []
@@ -115,14 +119,14 @@ def _reduce_on_host(
         if plane is None or memory is None or not is_supported:
             others.append(work)
             continue
-        host = plane
+        host = plane  # the same for each tensor, as a group has one
         is_large = memory.nbytes >= min(host.large_bytes, bucket_bytes)
         (large if is_large else small).append(memory)
     if host is not None:
         for memory in large:
             host.all_reduce(memory, op)
-        for run in buckets(small, min(host.block_bytes, max(bucket_bytes, 1))):
-            if isinstance(host, HostCollectives):
+        for run in buckets(small, min(host.block_bytes, bucket_bytes)):
+            if isinstance(host, HostCollectives):  # all ranks of the group are on this host
                 host.all_reduce_packed(run, op)
                 continue
             with packed(context, run) as flat:
@@ -142,6 +146,7 @@ def reduce_all(
     is_mean = op is ReduceOp.AVERAGE
     step = ReduceOp.SUM if is_mean else op
     size = context.model.topology.size(group)
+    # A mean is a sum between two factors, as an undivided sum may overflow where the mean doesn't.
     before, after = mean_factors(size) if is_mean else (1.0, 1.0)
     alone, together = _split(context, works, bucket_bytes)
     under_way: list[Handle[Tensor]] = []

@@ -172,7 +172,7 @@ def _write_state(target: Path, state: Any, rank: int) -> None:
     """Write a state with torch.save; raise a PayloadError if it can't be pickled."""
     try:
         write_whole(target, partial(torch.save, state))
-    except OSError:
+    except OSError:  # the state isn't at fault: `_save_file` reports the error as it is
         raise
     except Exception as error:  # raised by the classes of saved values
         text = f"{type(error).__qualname__}: {error}"
@@ -182,6 +182,7 @@ def _write_state(target: Path, state: Any, rank: int) -> None:
 def _save_shards(
     context: ContextState, obj: Any, states: dict[int, Any], target: Path, refusal: str
 ) -> None:
+    """Write shards to a new folder, then make it the current one. Collective over all ranks."""
     library = _shard_library()
 
     def state_to_save() -> tuple[Any, None]:
@@ -300,7 +301,7 @@ def load_checkpoint(
     if src is not None:
         check_rank(current(), None, src, "src")
     sent = None if src is None else run_on_rank(partial(_content, target), src)
-    is_folder = target.is_dir() if src is None else sent is True
+    is_folder = target.is_dir() if src is None else sent is True  # of `_content`
     where = f"checkpoint {target} can't be read (rank {topology.rank} of {topology.world_size})"
     step = partial(_step, where, is_folder or src is not None)
     with ExitStack() as undo:
@@ -374,12 +375,13 @@ def _read(file: IO[bytes], weights_only: bool, map_location: Any) -> Any:
         except RuntimeError:  # torch.load doesn't support XLA's devices
             map_location = "cpu"
     with file:
-        check_archive(file, "it")
+        check_archive(file, "it")  # the caller's `_step` puts the checkpoint's name in front
         try:
             state = torch.load(file, map_location=map_location, weights_only=weights_only)
         except pickle.UnpicklingError as error:
             file.seek(0)
             raise PayloadError(_why_unread(file) or str(error)) from error
+    # They differ only after the fallback for XLA above.
     return state if map_location is device else moved(state, device)
 
 

@@ -88,6 +88,7 @@ def clip_grad_norm_(
         return norm
     norm = nn.utils.clip_grad_norm_(tensors, max_norm, norm_type, error_if_nonfinite)
     shards: Any = norm
+    # The norm of DTensors is a DTensor, of which each rank has a part.
     whole: Tensor = shards.full_tensor() if is_sharded(norm) else norm
     return whole
 
@@ -97,6 +98,7 @@ def _largest(tensors: list[Tensor]) -> Tensor:
     grads: list[Any] = [item.grad.detach() for item in tensors if item.grad is not None]
     parts = [grad.to_local() if is_sharded(grad) else grad for grad in grads]
     largest = [part.abs().amax() for part in parts if part.numel()]
+    # A rank without a part contributes 0, which no absolute value is below.
     mine = torch.stack(largest).amax() if largest else tensors[0].new_zeros(())
     return all_reduce(mine, "max")
 
@@ -118,7 +120,8 @@ def _settle(model: ComputationModel, optimizer: Optimizer) -> None:
 
 def _unsettle(optimizer: Optimizer | None) -> None:
     """Let the optimizer's step average again, if `_settle` stopped that."""
+    # None if the optimizer was deleted; its parameters, whose hooks call this, may live longer.
     undo = None if optimizer is None else _settled.get(optimizer)
     if undo is not None and optimizer is not None:
-        _settled[optimizer] = None
+        _settled[optimizer] = None  # its hooks stay registered, with nothing to undo
         undo()

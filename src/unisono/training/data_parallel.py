@@ -119,14 +119,15 @@ class Averager:
         self._fired: set[int] = set()  # with a gradient in this backward
         self._late: set[int] = set()  # buckets of this backward that were sent too early
         self._is_running = False
-        self._missing: list[int] = []
-        self._next = 0
+        self._missing: list[int] = []  # of each bucket, parameters without a gradient so far
+        self._next = 0  # the bucket to send next; buckets are sent in order, as on every rank
 
     @cached_property
     def _buckets(self) -> list[_Bucket]:
         # Created in the first backward: a module without any, such as a copy with averages of
         # weights, needs no memory for buckets.
         late_counts = [0] * (len(self._runs) - 1) + [len(self._runs)]
+        # Not strict, as without trainable parameters there is no bucket but one count.
         return [
             _Bucket(f"{self.name}, bucket {i}", run, count)
             for i, (run, count) in enumerate(zip(self._runs, late_counts, strict=False))
@@ -141,6 +142,7 @@ class Averager:
         """Wait for buckets that an interrupted backward sent, and discard its state."""
         if self._is_running:
             for bucket in self._buckets:
+                # That backward has failed already; another error of it would add nothing.
                 with suppress(CollectiveError):
                     bucket.wait()
         self._is_running = False
@@ -196,6 +198,7 @@ class Averager:
             for bucket in self._buckets:
                 bucket.wait()
             # The counts were summed, so that all ranks send the same buckets again.
+            # A single bucket is the last one, which is never sent too early.
             late_counts = self._buckets[-1].late_counts.tolist() if len(self._buckets) > 1 else []
             for bucket, count in zip(self._buckets, late_counts, strict=False):
                 if count:
@@ -304,7 +307,7 @@ class Replicated(nn.Module):
         self.broadcast_buffers = broadcast_buffers
         self._averager = Averager(module, int(size_mb * MEGABYTE))
         self._is_joining = False
-        self._leader = 0
+        self._leader = 0  # the rank whose parameters all ranks get at the end of `join`
         _alive.add(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -316,11 +319,11 @@ class Replicated(nn.Module):
                     "this model was wrapped in a context other than the active one "
                     f"({current_model().name}): call auto_model again after initialize"
                 )
-            self._averager.reset()
+            self._averager.reset()  # after a backward that failed
             mark = _ACCUMULATES
             if self._averager.is_syncing:
                 mark = _SYNCS if self.training else _SYNCS_IN_EVAL
-            src = 0
+            src = 0  # in `join` rank 0 may have ended
             if self._is_joining:
                 src = self._first_active(exchange_blobs(communicator(), _JOIN, mark, None))
             if mark == _SYNCS:
@@ -367,6 +370,7 @@ class Replicated(nn.Module):
             if all(mark == _HAS_ENDED for mark in marks):
                 break
             src = self._first_active(marks)
+            # Ranks with batches left run the same step, so that the mark of one counts for all.
             if marks[src] == _SYNCS:
                 self._broadcast_buffers(src)
             if marks[src] != _ACCUMULATES:
@@ -397,6 +401,7 @@ class Replicated(nn.Module):
 def owners(parameters: Iterable[nn.Parameter]) -> list[Replicated]:
     """List the wrappers of the active context that average one of these parameters."""
     keys = {id(parameter) for parameter in parameters}
+    # Copied first, as replicas that are threads may add wrappers meanwhile.
     averagers = [(each, each._averager) for each in list(_alive)]
     return [
         each

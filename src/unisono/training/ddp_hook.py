@@ -33,6 +33,7 @@ def average_gradients(
     averager = DDPAverager(group, name_of_gradients(context, module.module, group))
     averager.module = weakref.ref(module)
     parameters = [p for p in module.parameters() if p.requires_grad]
+    # These hooks refer to the averager weakly; the forward hook below keeps it alive.
     hook_gradients(averager.on_gradient, parameters, module)
     module.register_forward_pre_hook(averager)
 
@@ -52,7 +53,7 @@ class DDPAverager:
     def __init__(self, group: Group | None = None, name: str = "") -> None:
         self.group: Group | None = group
         self._name = name
-        self.module: Callable[[], Any] = lambda: None
+        self.module: Callable[[], Any] = lambda: None  # a weak reference once it is known
         self._was_called = False
         self._is_live = False  # whether this rank has inputs in this step
         self._started: list[tuple[Handle[Tensor], torch.futures.Future[Tensor]]] = []
@@ -72,6 +73,7 @@ class DDPAverager:
         if self._was_called:
             return
         # ``DistributedDataParallel`` accepts one hook, before the first backward.
+        # The averager of a copied module learns its module only here.
         self._was_called, self.module = True, weakref.ref(module)
         if not module._comm_hooks and all(p.device.type == "cpu" for p in module.parameters()):
             try:
@@ -119,6 +121,7 @@ class DDPAverager:
         context, done = communicator(self.group), torch.futures.Future[Tensor]()
         call = f"{self._name}, bucket {index}"
         with called(call):
+            # Between hosts the call is recorded as in flight, as the backward doesn't wait for it.
             token = context.calls.begin("gradients", self.group, flat, host is None)
             try:
                 compare_calls(context, call, flat, self.group, host)
@@ -127,7 +130,7 @@ class DDPAverager:
                     # `end_step` waits for the handle, so that buckets overlap.
                     self._started.append((token.started(handle), done))
                     return done
-                plane_is("memory")
+                plane_is("memory")  # for the record of this call
                 done.set_result(host.all_reduce(flat, op))
             except BaseException as error:
                 token.end(error)
@@ -165,7 +168,7 @@ class DDPAverager:
 def average(state: DDPAverager, bucket: Any) -> torch.futures.Future[Tensor]:
     """Average a bucket of gradients in place, as communication hook. Collective over the group."""
     flat, group = bucket.buffer(), state.group
-    if flat.layout is not torch.strided:  # sparse gradients
+    if flat.layout is not torch.strided:  # sparse, which unisono's collectives refuse
         module = state.module()
         return default_hooks.allreduce_hook(module and module.process_group, bucket)
     # `communicator` waits for background calls; `host` is shared memory, None between hosts.
@@ -174,6 +177,7 @@ def average(state: DDPAverager, bucket: Any) -> torch.futures.Future[Tensor]:
         divisor = state.divisor(host)
         if divisor is not None:
             flat.div_(divisor.to(flat.dtype))
+        # Shared memory can average as it sums; elsewhere the buckets are divided before the sum.
         elif host is not None and folds(flat.dtype, ReduceOp.AVERAGE):
             op = ReduceOp.AVERAGE
         else:

@@ -56,7 +56,7 @@ def assert_equal(tree: Any, group: GroupLike = None) -> None:
     context, group, is_member = context_and_group(group)
     if not is_member:
         return
-    trees: dict[str, Any] = {}
+    trees: dict[str, Any] = {}  # filled by `described`, and read by `differing`
 
     def described() -> bytes:
         try:
@@ -120,6 +120,7 @@ def differing(
             if len({hashed for _, hashed in column.values()}) > 1:
                 lines.append(_line(name + path, column))
     more = f"; and {len(lines) - _NAMED} others differ" if len(lines) > _NAMED else ""
+    # There may be no line: digests differ even if only the order of dict keys does.
     text = f"{len(lines)} of {count} values differ between ranks: "
     return f"{text}{'; '.join(lines[:_NAMED])}{more}" if lines else ""
 
@@ -128,6 +129,7 @@ def _leaves(tree: Any) -> dict[str, Leaf]:
     """Return text and digest of each leaf of a tree of plain values, by path."""
     values, paths, empty = survey(tree)
     leaves = {path: _leaf(value) for path, value in zip(paths, values, strict=True)}
+    # Paths of empty containers, so that [] differs from a missing value.
     return {**leaves, **dict.fromkeys(empty, ("", b"empty"))}
 
 
@@ -136,6 +138,7 @@ def _with_fields_as_dicts(node: Any) -> Any:
     if has_state(node):
         return node
     if is_dataclass(node) and not isinstance(node, type):
+        # A field with init=False may have no value yet.
         names = [item.name for item in fields(node) if hasattr(node, item.name)]
         return {f".{name}": _with_fields_as_dicts(getattr(node, name)) for name in names}
     return mapped(node, _with_fields_as_dicts) if isinstance(node, (dict, list, tuple)) else node

@@ -150,6 +150,7 @@ def _check_alike(described: Sequence[tuple[int, Kind]]) -> None:
     """Check that all ranks have lists, or tensors that can be joined."""
     all_kinds = {kind for _, kind in described}
     kinds = {kind for count, kind in described if count}  # an empty tensor may be of any kind
+    # A list and a tensor can't be joined even if one of them is empty.
     if len(kinds) > 1 or (None in all_kinds and len(all_kinds) > 1):
         shown = "; ".join(
             f"rank {rank}: {'a list' if kind is None else f'{kind[0][6:]}[{count}, *{kind[1]}]'}"
@@ -165,7 +166,7 @@ def _interleaved(parts: Sequence[Tensor], size: int) -> Tensor:
     for rank, item in enumerate(parts):
         target = joined[rank :: len(parts)]
         if len(target):
-            target.copy_(item[: len(target)])
+            target.copy_(item[: len(target)])  # without samples repeated as padding
     return joined
 
 
@@ -245,6 +246,7 @@ def _check_sampler(loader: DataLoader[Any], size: int) -> None:
         return
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == size:
         return
+    # Only a draw shows which samples another sampler takes; a batch sampler draws lists.
     indices = [i for item in sampler for i in (item if isinstance(item, list) else [item])]
     if sorted(indices) != list(range(size)):
         raise ArgumentError(
@@ -256,7 +258,7 @@ def _check_sampler(loader: DataLoader[Any], size: int) -> None:
 def _results(fn: Callable[[Any], Any], loader: Any) -> list[Columns]:
     """Return the results of each batch by name."""
     made: list[Columns] = []
-    left = len(loader.sampler)
+    left = len(loader.sampler)  # of this rank; the last batch may be smaller than the others
     with torch.no_grad(), _in_evaluation_mode(fn):
         for batch in loader:
             count = min(loader.batch_size or 1, left)  # without a batch size, one sample

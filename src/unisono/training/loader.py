@@ -50,6 +50,7 @@ class ReplicaLoader(DataLoader[Any]):
         self._world_size, self._rank = model.topology.world_size, model.topology.rank
         self._owns_generators = not model.replicas_are_threads  # threads share the generators
         super().__init__(dataset, **kwargs)
+        # The outermost sampler with set_epoch passes the epoch on to those within it.
         samplers = (self.batch_sampler, getattr(self.batch_sampler, "sampler", None), self.sampler)
         ordering = (each for each in samplers if hasattr(each, "set_epoch"))
         self._position = _Position(next(ordering, None))
@@ -99,7 +100,7 @@ class ReplicaLoader(DataLoader[Any]):
         epoch = position.epoch_of_sampler
         if epoch != position.epoch_passed_on:  # the program called the sampler's set_epoch
             self.set_epoch(epoch)
-        # Also keeps earlier iterators from moving the position.
+        # Begins at the loaded batch, if any, and keeps earlier iterators from moving the position.
         position.begin(position.order, position.start)
         left_out = position.start if isinstance(self.dataset, IterableDataset) else 0
         if _with_epochs(self.dataset):
@@ -115,7 +116,7 @@ class ReplicaLoader(DataLoader[Any]):
         finally:
             self.generator = given
         is_split = self._world_size > 1 and not isinstance(self.dataset, IterableDataset)
-        # The seeds of workers differ by rank already.
+        # The seeds of workers differ by rank already; fetching in this process needs other ones.
         if is_split and self._owns_generators and self.num_workers == 0:
             made._dataset_fetcher = _Fetcher(made._dataset_fetcher, self._rank)
         return made
@@ -206,6 +207,7 @@ class ReplicaLoader(DataLoader[Any]):
         _check_position(state)
         epoch, order = state["epoch"], state["order"]
         self._begin = (epoch, self._batches_here(state))
+        # As in a new loader, passes before the next use of `epoch` or `set_epoch` don't count.
         self._passed, self._counts = order - epoch, False
         self._position.begin(order, self._begin[1])
         self._pass_epoch_on()
@@ -213,7 +215,7 @@ class ReplicaLoader(DataLoader[Any]):
     def _batches_here(self, state: dict[str, Any]) -> int:
         """Convert the number of saved batches to this loader's batches of the same samples."""
         batches: int = state["batches"]
-        if not batches:
+        if not batches:  # at the beginning of an epoch any loader can continue
             return 0
         here = self._sizes()
         if state["samples"] != here["samples"]:
@@ -289,7 +291,7 @@ class _Position:
         """Set the sampler's epoch."""
         if self.sampler is not None:
             self.sampler.set_epoch(self.order)
-            self.epoch_passed_on = self.epoch_of_sampler
+            self.epoch_passed_on = self.epoch_of_sampler  # read back: it may record no epoch
 
     def begin(self, order: int, start: int) -> None:
         """Set the position to batch `start` of an epoch, for a new iterator."""

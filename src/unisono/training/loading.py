@@ -150,6 +150,7 @@ def _batches_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return the arguments that define a loader's batches."""
     batches: Any = loader.batch_sampler
     is_of_torch = type(batches) is BatchSampler
+    # From a batch_size, DataLoader makes torch's own batch sampler; any other one was given.
     is_given = batches is not None and (loader.batch_size is None or not is_of_torch)
     if is_given and not (is_of_torch and isinstance(batches.sampler, Sampler)):
         return {"batch_sampler": batches}
@@ -226,11 +227,12 @@ def _sampler(dataset: Any, kwargs: dict[str, Any]) -> Any:
     share = topology.world_size, topology.rank
     sampler = kwargs.get("sampler")
     if sampler is None:
-        is_shuffled = kwargs.pop("shuffle", True)
+        is_shuffled = kwargs.pop("shuffle", True)  # DataLoader rejects it beside a sampler
         generator: torch.Generator | None = kwargs.get("generator")
         # Below 2**62, as the epoch is added.
         seed = 0 if generator is None else generator.initial_seed() % (1 << 62)
         if topology.world_size == 1:
+            # The same order as with any number of replicas, in which a position can be resumed.
             return _Shuffled(dataset, seed) if is_shuffled else _InOrder(dataset)
         return DistributedSampler(dataset, *share, shuffle=is_shuffled, seed=seed)
     sampler_share = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)
@@ -316,7 +318,7 @@ class DistributedProxySampler(DistributedSampler[Any]):
             raise ArgumentError(f"the sampler, a {type(sampler).__qualname__}, has no length")
         topology = current_model().topology
         super().__init__(
-            sampler,  # type: ignore[arg-type]
+            sampler,  # type: ignore[arg-type]  # in place of a dataset: only its length is read
             num_replicas=topology.world_size if num_replicas is None else num_replicas,
             rank=topology.rank if rank is None else rank,
             shuffle=False,
@@ -336,6 +338,7 @@ class DistributedProxySampler(DistributedSampler[Any]):
                 raise ArgumentError("the sampler has a length, but yields no indices")
             self.num_samples = math.ceil(len(indices) / self.num_replicas)
             self.total_size = self.num_samples * self.num_replicas
+        # torch's own samplers draw from the generators seeded above, and so alike on every rank.
         if type(self.sampler) not in _OF_TORCH or getattr(self.sampler, "generator", None):
             self._compare(indices)
         return islice(cycle(indices), self.rank, self.total_size, self.num_replicas)

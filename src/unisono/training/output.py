@@ -51,6 +51,7 @@ def print(*args: Any, all: bool = False, **kwargs: Unpack[_PrintOptions]) -> Non
     out: TextIO | None = sys.stdout if file is None else file
     if out is None:  # there is no console; the built-in print ignores that, too
         return
+    # A launcher prefixes lines with the rank of its process, of which another rank may be a thread.
     prefixed_rank = os.environ.get(PREFIXED) if out in (sys.stdout, sys.stderr) else None
     is_marked = isinstance(out, RankStream) or prefixed_rank == str(topology.rank)
     mark = f"[rank {topology.rank}] " if topology.world_size > 1 and not is_marked else ""

@@ -56,7 +56,8 @@ def preemptible(*signals: int) -> Iterator[None]:
     finally:
         unreported = (_received - _reported) & before.keys()
         for number, handler in before.items():
-            # Outer blocks still watch the other signals.
+            # A signal without a handler here before is one that this block began to watch; outer
+            # blocks still watch the others.
             if handler is None and number in _watched:
                 signal.signal(number, _watched.pop(number))
         _received.intersection_update(_watched)

@@ -46,8 +46,8 @@ class Plan:
         absent: Sequence[tuple[Any, ...]] = (),
     ) -> None:
         self.is_strict: bool = is_strict
-        self.trials: list[tuple[Step, Step]] = []
-        self.fills: list[Step] = []
+        self.trials: list[tuple[Step, Step]] = []  # loads that may fail, and what reverts each
+        self.fills: list[Step] = []  # loads that can't fail, for `fill`
         self.left_out: list[str] = [_place(path) for path in absent]
         self.made: Any = self._plan(into, saved, "the checkpoint")
         for load, revert in self.trials:
@@ -107,6 +107,7 @@ class Plan:
             misfits = [key for key in made if not _fits(current.get(key), made[key])]
             for key in misfits:
                 del made[key]
+            # It contains misfits of the module's own keys, which are listed once.
             absent = [key for key in current if key not in made]
             self.left_out += [f"{where}[{key!r}]" for key in dict.fromkeys((*absent, *misfits))]
         for key in made:
@@ -123,6 +124,7 @@ class Plan:
         self._add_trial(load, partial(module.load_state_dict, before), where)
 
     def _dict(self, into: dict[Any, Any], saved: Any, where: str) -> None:
+        """Plan the load of a dict's own keys; other saved keys are left out."""
         parts = {key: _entry(saved, key) for key in into}
         missing = [key for key, part in parts.items() if part is _MISSING]
         if missing and self.is_strict:
@@ -136,6 +138,7 @@ class Plan:
         self.fills.append(partial(into.update, made))
 
     def _items(self, into: Any, saved: Any, where: str) -> Any:
+        """Plan the load of a list or tuple; return it, or a new tuple if an item is replaced."""
         if not isinstance(saved, (list, tuple)) or len(saved) != len(into):
             raise PayloadError(f"{where} should have {len(into)} values: {_was_saved(saved)}")
         items = [self._plan(item, saved[i], f"{where}[{i}]") for i, item in enumerate(into)]
@@ -145,6 +148,7 @@ class Plan:
         return into if all(map(operator.is_, items, into)) else like(into, items)
 
     def _tensor(self, into: Tensor, saved: Any, where: str) -> None:
+        """Plan the copy of a saved tensor, or of this rank's part of it, into another."""
         if not isinstance(saved, Tensor):
             raise PayloadError(f"{where} has no tensor: {_was_saved(saved)}")
         # copy_() alone would convert the dtype and broadcast the shape.
@@ -200,6 +204,7 @@ def _entry(saved: Any, key: Any) -> Any:
     start = f"{key}."
     names = [name for name in saved if isinstance(name, str) and name.startswith(start)]
     part: Any = OrderedDict((name.removeprefix(start), saved[name]) for name in names)
+    # A state dict's modules have versions, which load_state_dict() reads, by their paths.
     versions = getattr(saved, "_metadata", {})
     part._metadata = OrderedDict(
         (f"{path}.".removeprefix(start)[:-1], version)
@@ -248,6 +253,7 @@ def local_part(like: object, saved: Any, where: str) -> Any:
     whole = spread.DTensor.from_local(
         saved.detach(), target.device_mesh, everywhere, run_check=False
     )
+    # A local cut, as every rank has the whole tensor.
     part = whole.redistribute(placements=target.placements)
     if part.to_local().shape != target.to_local().shape:
         raise _unsupported_placements(where, target)
@@ -281,6 +287,7 @@ def _state_parts(param: Any, state: Any, where: str) -> Any:
     if not is_sharded(param) or not isinstance(state, Mapping):
         return state
     for name, item in state.items():
+        # A single number, such as Adam's step, isn't sharded.
         is_whole = isinstance(item, Tensor) and not is_sharded(item) and item.numel() > 1
         if is_whole and item.shape != param.shape:
             raise PayloadError(

@@ -180,11 +180,12 @@ def _works(
     works: list[Work] = []
     for index, (like, column) in enumerate(zip(likes, columns, strict=True)):
         codes = set(column)
-        if owners[index] != index or codes == {_NONE[0]}:
+        if owners[index] != index or codes == {_NONE[0]}:  # an alias changes with its owner
             continue
         if of_grads and like.grad is None:  # another rank has a gradient
             like.grad = torch.zeros_like(like)
         tensor: Any = like.grad if of_grads else like
+        # Memory can be sent as it lies if all ranks have the same order, without gaps.
         works.append((tensor, len(codes) == 1 and _OTHER_ORDER[0] not in codes))
     return works
 

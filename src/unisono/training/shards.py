@@ -94,6 +94,7 @@ def _state_of_optimizer(
     names = [name for group in own["param_groups"] for name in group["params"]]
     param_of = dict(zip(map(str, names), params, strict=True))
     made: dict[str, Any] = {}
+    # The paths of saved values, in which torch has strings for keys of any type.
     for key, place in shards.planner_data.items():
         if [*map(str, place[: len(path)])] == [*map(str, path)]:
             part = place[len(path) :]
@@ -114,7 +115,7 @@ def _state_of_optimizer(
 
 
 def _memory_for(entry: Any, param: Any) -> Tensor | None:
-    """Return memory for a saved tensor: this rank's part if its parameter is sharded."""
+    """Return memory for a saved tensor, or this rank's part of it; None for other values."""
     if not isinstance(entry, metadata.TensorStorageMetadata):
         return None
     dtype = entry.properties.dtype
@@ -178,12 +179,14 @@ class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
         allowed = _CLASSES.get((module, name))
         if allowed is not None:
             return allowed
+        # Python 3.13 pickles these classes as those of pathlib._local.
         if module.partition(".")[0] == "pathlib" and name in ("Path", "PosixPath"):
             return Path
         allowed = getattr(torch, name, None) if module == "torch" else None
         if isinstance(allowed, torch.dtype) or allowed is torch.Size:
             return allowed
         if (module, name) == ("torch.serialization", "_get_layout"):
+            # The pickle calls it with a layout's name.
             return {str(each): each for each in (torch.strided, torch.sparse_coo)}.get
         raise pickle.UnpicklingError(f"{module}.{name} is not allowed in shard metadata")
 

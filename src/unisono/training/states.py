@@ -128,6 +128,7 @@ def with_own_keys(
         raise PayloadError(f"{where} has no state of a module: a value of type {kind} was saved")
     unwrapped = _without_wrappers(module)
     paths = [f"{path}." for path in getattr(own, "_metadata", ()) if path]
+    # With the paths of modules, as `_renamed` renames those in ``_metadata`` with a final dot.
     own_key_of = {unwrapped(key): key for key in (*own, *paths)}
     while saved and not own_key_of.keys() & saved.keys():  # saved with prefixes of other wrappers
         starts = [text for text in _PREFIXES if all(str(key).startswith(text) for key in saved)]
@@ -231,6 +232,7 @@ def has_shards(obj: Any, states: Mapping[int, Any]) -> bool:
         if isinstance(leaf, nn.Module):
             tensors = list(states[id(leaf)].values())
         elif isinstance(leaf, torch.optim.Optimizer):
+            # An optimizer's state is sharded as its parameters are.
             tensors = [item for group in leaf.param_groups for item in group["params"]]
         if any(map(is_sharded, tensors)):
             return True

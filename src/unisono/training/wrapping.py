@@ -121,6 +121,7 @@ def auto_model(
 
 def _warn_of_lone_metrics(model: nn.Module, current: ComputationModel) -> None:
     """Warn of torchmetrics metrics in the model that do not synchronise across ranks."""
+    # Without an import of torchmetrics, the model can have no metrics of it.
     kind = getattr(sys.modules.get("torchmetrics"), "Metric", None)
     if kind is None or current.topology.rank != 0:
         return
@@ -150,6 +151,7 @@ def _library_group(current: ComputationModel, group: Group | None) -> Any:
             f"auto_model: rank {current.topology.rank} is not a member of process_group "
             f"{group.ranks}: call it only on members"
         )
+    # A backend without handles of its own gets the Group.
     return None if group is None else group.handle or group
 
 
@@ -293,7 +295,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         with method():
             yield
         return
-    switch = getattr(model, "set_requires_gradient_sync", None)
+    switch = getattr(model, "set_requires_gradient_sync", None)  # a method of fully_shard's
     if switch is None:
         yield
         return
