@@ -66,7 +66,7 @@ def _memory(ranks: int) -> dict[str, Any]:
     os.close(made[0])
     most = None if limit == math.inf else int(limit)
     plan, free = (arena.layout(ranks, usable_cores(), each) for each in (most, None))
-    if plan != free:
+    if plan != free:  # a limit that changes nothing isn't reported
         facts["most_bytes"] = most
     reason = None if plan else f"UNISONO_SHARED_BYTES={most} is too little"
     return {**facts, "bytes": 0 if plan is None else plan.size_bytes, "reason": reason}

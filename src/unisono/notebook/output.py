@@ -20,7 +20,7 @@ class _RankOutput:
     """The output of one rank in lines, as on a terminal, where bars overwrite their own line."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("w+b")
+        self._file = path.open("w+b")  # made here, before the rank appends to it
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._rows = [""]
         self._row = 0

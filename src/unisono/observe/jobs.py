@@ -67,7 +67,7 @@ class Meter:
         now_ns = time.monotonic_ns()
         before_ns, before_s = self._before.get((pid, thread_id), (now_ns, 0.0))
         self._before[pid, thread_id] = (now_ns, used_s)
-        if now_ns == before_ns:
+        if now_ns == before_ns:  # as at the first look, which is compared with itself
             return None
         # A new process with the pid of an ended one may have used less time.
         return 100.0 * max(used_s - before_s, 0.0) / (now_ns - before_ns) * _S
@@ -194,6 +194,7 @@ def _calls(page: PageReader) -> Iterable[ObservedCall]:
     """Read the calls of a page, with the members of their groups."""
     context = f"{page.facts.get('model', '')} {page.facts.get('backend', '')}"
     groups = {name: decode_ranks(each) for name, each in page.facts.get("groups", {}).items()}
+    # Pages list only groups of some ranks.
     groups[EVERYBODY] = tuple(range(page.facts["world_size"]))
     for each in page.records():
         yield ObservedCall(

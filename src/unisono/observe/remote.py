@@ -122,7 +122,7 @@ def _run(words: Sequence[str], out: BinaryIO, err: BinaryIO) -> str:
     except subprocess.TimeoutExpired:
         with contextlib.suppress(psutil.Error):
             _end(psutil.Process(process.pid))
-        process.poll()
+        process.poll()  # takes the exit code if it has ended, so that no zombie stays
         return f"it did not end within {_LIMIT_S:g} s"
     err.seek(0)
     quote = err.read().decode("utf-8", "replace").strip()[-_LONGEST_QUOTE:]

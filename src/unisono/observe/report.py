@@ -125,7 +125,7 @@ def calls_of(job: ObservedJob) -> dict[int, str]:
 
 def _is_only_ahead(job: ObservedJob, verdict: Verdict, cache: StackCache) -> bool:
     """Return whether another rank's stack is before the line that the culprit has reached."""
-    alone = verdict.culprits[0].rank
+    alone = verdict.culprits[0].rank  # an extra call has one culprit
     others = [rank.rank for rank in job.ranks if rank.rank != alone][:_MAX_RANKS_ASKED]
     answers = cache.stacks(job, verdict, [alone, *others])
     frames = {rank: _own_stack(answer) for rank, answer in answers.items()}

@@ -74,7 +74,7 @@ def meetings(ranks: Records, offsets: Mapping[int, int] | None = None) -> list[M
     # name, so groups are told apart by their ranks, too.
     found: dict[tuple[int, int, int], dict[int, CollectiveRecord]] = defaultdict(dict)
     groups: dict[tuple[str, tuple[int, ...]], int] = {}
-    known: dict[tuple[str, int], int] = {}  # by the id of the ranks, which would take long to hash
+    known: dict[tuple[str, int], int] = {}  # by the ids of ranks: hashing takes long
     for rank, records in sorted(ranks.items()):
         contexts: dict[int, _Contexts] = defaultdict(_Contexts)
         for each in sorted(filter(_is_counted, records), key=lambda each: each.arrival_ns):
@@ -166,6 +166,7 @@ def common_clock(ranks: Records, clocks: Mapping[int, Clock]) -> tuple[dict[int,
         # Without a common call, only the time of day is known. A width is twice the error.
         best = sorted(found)[:_NARROWEST] or [(2 * _WALL_NS, 0)]
         unsure_ns = max(unsure_ns, best[-1][0] // 2)
+        # The low median is one of the values, so it stays an int.
         walls[host] += statistics.median_low([middle for _, middle in best])
     return {rank: walls[host] for rank, host in hosts.items()}, unsure_ns
 

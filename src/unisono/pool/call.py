@@ -125,7 +125,7 @@ class PoolCall(JobRanks):
             return
         self.busy.discard(rank)
         if rank not in job.failures.by_rank:
-            job.succeed(rank, b"")
+            job.succeed(rank, b"")  # without a result, as `answers` has those of its tasks
 
 
 def once(body: bytes, ranks: Collection[int]) -> _Give:

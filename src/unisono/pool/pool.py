@@ -88,7 +88,7 @@ class WorkerPool:
         check_stay(cls, given)
         warn_in_a_rank("WorkerPool", nproc_per_node, given)
         self._size = nproc_per_node
-        self._grace_s = plan.grace_s or None
+        self._grace_s = plan.grace_s or None  # 0 stands for no grace, as in ``spawn``
         self._deadline_s: float | None = None
         if deadline_s is not None:
             self._deadline_s = seconds("deadline_s", deadline_s).total_seconds()

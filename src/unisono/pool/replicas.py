@@ -61,6 +61,7 @@ class Replicas:
                         f"the replicas of ranks {late} of {size} weren't ready when the "
                         "deadline was over"
                     )
+                # A replica's first message is READY, and a task is sent only after that.
                 self._ids |= {rank: pickle.loads(body) for rank, _, body in self.news(limit)}
         except BaseException:  # Ctrl-C too: no replica is left behind
             self._job.terminate()
@@ -156,7 +157,7 @@ class Replicas:
             late -= {rank for rank, kind, _ in self.news(until) if kind == inside.LEFT}
         if late and until < block_end:  # one is stopped, or a thread holds its interpreter lock
             self._job.terminate()
-        else:
+        else:  # it raises if the block's deadline is over
             self._job.finish()
 
     def end(self) -> None:
@@ -180,6 +181,7 @@ class _Threads(Workers):
             (ours, theirs), (status, their_status) = socket.socketpair(), socket.socketpair()
             self.workers.append(Worker(rank, ours, status, pid=os.getpid()))
             ends.append(theirs)
+            # `_spawn` closes this socket once the replicas are over, which tells `status` of it.
             statuses.append(their_status)
         arguments = (backend, size, options, ends, statuses, self._models, self._errors)
         name = "unisono-pool-spawn"
