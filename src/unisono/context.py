@@ -71,7 +71,7 @@ class ContextState:
 
     def forget_ended(self) -> None:
         """Drop the state of groups that have ended."""
-        while self.control.ended:
+        while self.control.ended:  # emptied, as names are added whenever the model ends a group
             name = self.control.ended.popleft()
             self.calls.forget(name)
             self.backgrounds.pop(name, None)
@@ -139,6 +139,7 @@ class ContextState:
     ) -> Handle[Tensor]:
         """Start the model's `all_reduce`, natively or in the background."""
         # Collective over `group`.
+        # None from the model means that its library has no such call.
         started = self.model.start_all_reduce(tensor, op, group)
         if started is not None:
             return started

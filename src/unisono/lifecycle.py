@@ -234,6 +234,7 @@ def _refuse_child(info: RankInfo) -> None:
         return
     pages_of_rank = [page for page in pages() if page.facts.get("variables") == str(info)]
     pids = {page.facts["pid"] for page in pages_of_rank if page.is_alive()}
+    # Without a page, psutil needn't be imported.
     ancestors = {each.pid for each in load("psutil:Process")().parents()} if pids else pids
     for pid in pids & ancestors:
         raise ContextError(

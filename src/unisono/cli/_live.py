@@ -89,7 +89,7 @@ class LiveView:
         self.report = report_of(self.jobs[self.index], self.stacks) if self.jobs else None
         now = time.monotonic()
         for job in [job for job, kills_at in self.ending if kills_at <= now]:
-            send(job, signal.SIGKILL)
+            send(job, signal.SIGKILL)  # only to processes that haven't ended: see `send`
         self.ending = [each for each in self.ending if each[1] > now]
 
     def press(self, key: str) -> None:
@@ -132,6 +132,7 @@ class LiveView:
 
     def _ask_rank(self) -> None:
         """Ask for a rank, and show its stacks."""
+        # `press` calls this only with a report, which has at least one rank.
         name, report = self.jobs[self.index].name, self.report or {}
         # The first culprit, or without one the first rank.
         suspect = int([*report["culprits"], *report["ranks"]][0]["rank"])

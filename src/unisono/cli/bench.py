@@ -131,7 +131,7 @@ def _quartiles_s(call: Callable[[], object], rounds: int) -> list[float]:
     call()  # not measured, because the first call may set up connections
     samples = []
     for _ in range(rounds):
-        idist.barrier()
+        idist.barrier()  # else a rank's time would contain its wait for a late one
         begin = time.perf_counter()
         call()
         # A call on these devices returns before it is done.

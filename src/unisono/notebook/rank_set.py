@@ -100,6 +100,7 @@ class RankSet:
                 print("The ranks had ended since the last cell: these are fresh, without names")
             self._pool.map(abs, range(self.size))  # starts the ranks before the cell's time counts
         are_threads = {*self._pool.pids} == {os.getpid()}
+        # Each cell's files have the same names, and ranks append to them.
         for old in os.scandir(self._folder):
             os.unlink(old)
         cell = Cell(source, filename, tuple(ranks), self._key, self._folder, os.getpid())
@@ -246,7 +247,7 @@ class CellRun:
         """Interrupt the ranks that are late."""
         self.cut_by = reason
         self._cut_at = time.monotonic()
-        if self._call is None:
+        if self._call is None:  # the cell hasn't been sent to the ranks yet
             return
         replicas, late = self._call.replicas, self._late
         if replicas.are_processes:  # `wait` fills in their tracebacks, which show where they were
