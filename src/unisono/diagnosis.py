@@ -105,6 +105,7 @@ def _interfaces() -> dict[str, Any]:
     addresses, states = load("psutil:net_if_addrs")(), load("psutil:net_if_stats")()
     return {
         name: {
+            # The second call may lack an interface that has gone since the first.
             "is_up": name in states and states[name].isup,
             "addresses": [item.address for item in items if item.family in _ADDRESSES],
         }

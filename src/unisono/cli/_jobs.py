@@ -137,7 +137,7 @@ def _culprit(culprit: Mapping[str, Any], cwd: str, host: str) -> str:
         waiters = culprit["waiters"]
         has = "has" if len(waiters) == 1 else "have"
         line += f"; {named(waiters)} {has} waited {_duration(culprit['waited_s'])}"
-    if culprit["lost_s"] >= 0.1:
+    if culprit["lost_s"] >= 0.1:  # the last digit that `_duration` shows
         line += f"; lost so far: {_duration(culprit['lost_s'])} of others"
     if culprit["came_last"]:
         line += (

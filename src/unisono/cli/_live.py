@@ -191,7 +191,7 @@ class LiveView:
         style = "bold red" if report["culprits"] else "green"
         for line in verdict_lines(report):
             yield Text(line, style)
-            style = ""
+            style = ""  # the first line is the verdict, and only that is coloured
         yield table_of(*columns_and_rows(report))
         if report["job"] in [job.name for job, _ in self.ending]:
             yield Text("ending the job: SIGTERM was sent, SIGKILL follows", "bold red")

@@ -66,6 +66,7 @@ def bench(
     sizes_bytes = [_bytes(text) for text in sizes.replace(",", " ").split()]
     name = best_backend() if backend is None else backend
     arguments = (sizes_bytes, rounds, not as_json)
+    # All ranks return the same rows: each call's times are those of its slowest rank.
     rows, *_ = idist.spawn(name, _measure, arguments, nproc_per_node=nproc_per_node)
     load = round(os.getloadavg()[0], 1)
     facts = {"backend": name, "ranks": nproc_per_node, "rounds": rounds}

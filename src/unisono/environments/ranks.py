@@ -323,7 +323,7 @@ def _mpi(
 
     example = {names[0]: _FACTS[fact] for fact, names in numbers.items()}
     if job:
-        example[job[0]] = "1550319617"
+        example[job[0]] = "1550319617"  # any id will do
     return LauncherEnvironment(name, remedy, read, example)
 
 

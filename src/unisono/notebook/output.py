@@ -97,6 +97,7 @@ class Transcript:
         if not any(pending.values()):
             self._held_since = None
             return
+        # The lines that are left wait a little for the same lines of the other ranks.
         if self._held_since is None:
             self._held_since = time.monotonic()
         is_alone = len(pending) == 1
@@ -131,5 +132,6 @@ def shown_once(values: Mapping[int, str], size: int) -> str:
     for value, ranks in ranks_by_value(values).items():
         if len(ranks) == size:
             return value
+        # A text of several lines begins below the mark, so that its columns stay aligned.
         parts.append(f"[{named(ranks)}] " + ("\n" * ("\n" in value)) + value)
     return "\n".join(parts)

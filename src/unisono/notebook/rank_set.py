@@ -269,6 +269,7 @@ class CellRun:
         computing = []
         for rank, frames in self._call.replicas.stacks(ranks).items():
             names = [frame.filename for frame in frames]
+            # Frames before the cell's own are those of this package, which runs the cell.
             begin = names.index(self._cell.filename) if self._cell.filename in names else 0
             of_cell = frames[begin:]
             text = fold_text("".join(StackSummary.from_list(of_cell).format()))

@@ -142,6 +142,7 @@ def _position(culprit: Culprit, verdict: Verdict, answer: Answer | None) -> dict
     """Return a culprit's position: the line of its call, of its stack, or of its last call."""
     state, frames = verdict.states[culprit.rank], _own_stack(answer)
     user, call = user_frame(frames), state.call
+    # What is wrong is then the call, whatever the rank's stack shows by now.
     is_wrong_call = verdict.kind in _WRONG_CALLS
     position: dict[str, Any] = {"file": "", "line": 0, "function": "", "from": ""}
     if user is not None and not (is_wrong_call and call is not None):

@@ -74,7 +74,8 @@ def meetings(ranks: Records, offsets: Mapping[int, int] | None = None) -> list[M
     # name, so groups are told apart by their ranks, too.
     found: dict[tuple[int, int, int], dict[int, CollectiveRecord]] = defaultdict(dict)
     groups: dict[tuple[str, tuple[int, ...]], int] = {}
-    known: dict[tuple[str, int], int] = {}  # by the ids of ranks: hashing takes long
+    # By the id of the ranks, which their record keeps alive: hashing them would take long.
+    known: dict[tuple[str, int], int] = {}
     for rank, records in sorted(ranks.items()):
         contexts: dict[int, _Contexts] = defaultdict(_Contexts)
         for each in sorted(filter(_is_counted, records), key=lambda each: each.arrival_ns):

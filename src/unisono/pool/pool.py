@@ -182,6 +182,7 @@ class WorkerPool:
 
             answers = self._collect(give, fn, is_together=False)
             results: list[Any] = [None] * len(bodies)
+            # A replica's answers are in the order of its tasks.
             for rank, indices in turns.items():
                 for index, body in zip(indices, answers.get(rank, ()), strict=True):
                     results[index] = pickle.loads(body)
@@ -231,6 +232,7 @@ class WorkerPool:
         """Return idle replicas; start them if there are none, or if one has ended."""
         if self._is_closed:
             raise NotInitializedError("this pool is closed: make another one")
+        # `has_ended` misses a replica whose channel a child process holds open, until `watch`.
         if self._replicas is not None and not self._replicas.has_ended():
             self._replicas.watch()
         if self._replicas is not None and self._replicas.has_ended():

@@ -70,7 +70,7 @@ def _outcome(local_rank: int, body: bytes, is_process: bool) -> tuple[bytes, byt
 
 def leaves_out_of_step(error: BaseException | None) -> bool:
     """Return whether an error, or one that led to it, left the ranks out of step."""
-    seen: set[int] = set()
+    seen: set[int] = set()  # a program may link errors in a circle
     while error is not None and id(error) not in seen:
         if isinstance(error, CollectiveError) and not error.is_in_step:
             return True
