@@ -215,7 +215,7 @@ def _keys(fd: int) -> Iterator[int]:
 
 def _pressed(fd: int, timeout_s: float) -> list[str]:
     """Wait for keys and return them; an escape sequence, such as an arrow's, is one key."""
-    ready, _, _ = select.select([fd], [], [], max(timeout_s, 0.0))
+    ready, _, _ = select.select([fd], [], [], timeout_s)
     if not ready:
         return []
     text = os.read(fd, _KEY_BYTES).decode("utf-8", "replace")

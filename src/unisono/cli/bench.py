@@ -162,7 +162,8 @@ def _calls_with_values() -> list[Work]:
 def _calls_with_tensors(sizes: list[int]) -> Iterator[Work]:
     n = idist.get_world_size()
     for size in sizes:
-        # The calls below divide the tensor equally among the ranks; a float32 has 4 bytes.
+        # The calls below divide the tensor equally among the ranks, each of which gets at least one
+        # float32 of 4 bytes.
         count = max(n, size // 4 // n * n)
         tensor = torch.zeros(count, device=idist.device())
         part = tensor[: count // n].clone()

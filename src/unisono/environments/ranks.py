@@ -340,7 +340,7 @@ def _lsf(reader: Reader) -> RankInfo | None:
     )
     # LSB_MCPU_HOSTS "batch2 1 c01n03 42 c01n04 42" lists hosts and slots. jsrun runs on the first
     # host, and starts tasks on the following hosts, or on the first if it is the only one.
-    hosts = (reader.value("LSB_MCPU_HOSTS") or "").split()[:4:2]
+    hosts = (reader.value("LSB_MCPU_HOSTS") or "").split()[:4:2]  # without the slots
     host = reader.host("LSB_MCPU_HOSTS", hosts[-1]) if hosts else None
     ids = (reader.value("LSB_JOBID"), reader.value("PMIX_NAMESPACE"))
     return _with_rendezvous(reader, info, *ids, host=host)

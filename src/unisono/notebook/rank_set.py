@@ -109,6 +109,7 @@ class RankSet:
         with by_thread() if are_threads else nullcontext():
             run.wait(self._pool)
         run.remains = self._settle(run, are_threads)
+        # The names of threads are in this process, so they outlive their ranks.
         self._has_names = not are_threads and bool(self._pool.pids)
         return run
 

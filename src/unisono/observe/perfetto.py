@@ -125,7 +125,7 @@ class _RankEvents:
 
     def add(self, record: CollectiveRecord, begin_ns: int, meeting: Meeting | None) -> None:
         """Add a call; calls must be added in the order of their starts."""
-        end_ns = begin_ns + max(record.duration_ns, 0)
+        end_ns = begin_ns + max(record.duration_ns, 0)  # -1 if the call wasn't over
         track = self._track(record.thread_id, begin_ns, end_ns)
         args = {**args_of(record), "number": record.number}
         call = self._slice(track, record.name, "call", begin_ns, end_ns - begin_ns, args)

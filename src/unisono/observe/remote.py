@@ -68,6 +68,7 @@ def look_through(commands: Sequence[str], version: str) -> tuple[list[ObservedJo
     """Run all commands at once; return the jobs of their hosts, and the failures."""
     # All are parsed first, so that a malformed command is refused before another one runs.
     words = [_words(command) for command in commands]
+    # Without --via there is no command, but an executor needs a thread.
     with ThreadPoolExecutor(max(len(commands), 1)) as executor:
         found = list(executor.map(_jobs_through, commands, words, repeat(version)))
     return [job for jobs, _ in found for job in jobs], [why for _, why in found if why]

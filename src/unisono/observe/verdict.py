@@ -201,6 +201,7 @@ class _JobFacts:
 
     def waited_s(self, ranks: Iterable[int]) -> float:
         """Return the longest wait of the given ranks."""
+        # A call that began after `now_ns`, while the pages were being read, hasn't waited yet.
         begins = [self.waits[rank].call.begin_ns for rank in ranks if rank in self.waits]
         return max(self.now_ns - min(begins, default=self.now_ns), 0) / _S
 

@@ -61,6 +61,7 @@ class Meeting:
         end_ns = self.end_ns(rank)
         if end_ns + FLOOR_NS < self.last_ns:  # by more than the error of clocks
             return 0
+        # A rank that began to wait for its handle only after the last arrival didn't wait either.
         return max(min(self.last_ns, end_ns) - self.wait_begin_ns(rank), 0)
 
 

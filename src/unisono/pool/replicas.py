@@ -83,6 +83,7 @@ class Replicas:
 
     def has_ended(self) -> bool:
         """Return whether a replica is gone."""
+        # `peek` returns b"" once the replica's end of the channel is closed, None if it is quiet.
         return any(w.has_ended or channel.peek(w.channel) == b"" for w in self._workers.workers)
 
     def watch(self) -> None:
@@ -208,7 +209,7 @@ class _Threads(Workers):
                 with suppress(OSError):  # closing alone has no effect if a fork holds it open
                     worker.channel.shutdown(socket.SHUT_RDWR)
                 worker.channel.close()
-                worker.is_silent = True
+                worker.is_silent = True  # so that `poll` leaves out the closed channel
         until = time.monotonic() + _QUIT_S
         while time.monotonic() < until and not all(worker.has_ended for worker in self.workers):
             self.poll(job, until)
@@ -231,6 +232,7 @@ def _spawn(
     errors: list[BaseException],
 ) -> None:
     """Start the replicas, and wait for their end, without a reference to their pool."""
+    # This thread lives as long as they do, so a reference would keep a pool that was dropped.
     try:
         start(backend, inside.serve, (os.getpid(), ends, models), None, size, **options)
     except BaseException as error:  # `poll` raises it in the pool's call
