@@ -213,6 +213,7 @@ _INNER_LAUNCHERS = (
 
 
 def _slurm(reader: Reader) -> RankInfo | None:
+    # Another launcher runs in the step: its rank has inherited the variables of a task.
     if any(all(map(reader.has, names)) for names in _INNER_LAUNCHERS):
         return None
     numbers = map(reader.number, ("SLURM_PROCID", "SLURM_LOCALID"))
@@ -263,6 +264,7 @@ def _first_host(reader: Reader, nnodes: Number | None) -> str | None:
     item = _FIRST_ITEM.match(value)
     if item is None:
         raise reader.error(f"{name}={shown(value)} is not a list of hosts", name, value)
+    # The first number of each range belongs to the first host.
     return reader.host(name, _RANGES.sub(r"\1", item["item"]))
 
 

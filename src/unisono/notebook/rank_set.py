@@ -54,8 +54,8 @@ class RankSet:
     def __init__(self, backend: str, size: int) -> None:
         self.size: int = size
         self._backend = backend
-        self._key = secrets.token_hex(8)
-        self._has_names = False
+        self._key = secrets.token_hex(8)  # of this set in `cell._names`
+        self._has_names = False  # whether names of cells are lost if the ranks end
         self._pool = self._new_pool()
         self._folder = tempfile.mkdtemp(prefix="unisono-cells-")
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)

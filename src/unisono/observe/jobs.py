@@ -145,7 +145,7 @@ def read(meter: Meter) -> list[ObservedJob]:
 def _rank(readers: Sequence[PageReader], meter: Meter, *, is_alone: bool) -> Rank:
     """Return a rank from the pages of its process, one for each context."""
     readers = sorted(readers, key=lambda page: int(page.facts.get("made_ns", 0)))
-    newest = readers[-1]
+    newest = readers[-1]  # of the context that the process has now
     facts = newest.facts
     rank = Rank(facts["rank"], facts["pid"], "dead", made_ns=facts["made_ns"], facts=facts)
     if newest.is_alive():
