@@ -213,6 +213,7 @@ def communicator(group: Group | None = None, settles: bool = True) -> ContextSta
 
 def refuse_fork(context: ContextState) -> None:
     """Raise if this process is a fork of the process that created `context`."""
+    # A fork may create a context of its own, and use that.
     if _forked is not None and context.context_id == _forked.context_id:
         relation = "was made by" if isinstance(context.model, ChildOfRank) else "is a fork of"
         raise ContextError(
@@ -428,6 +429,7 @@ def replica(context: ContextState) -> Iterator[None]:
     is_process = is_one_of_many and threading.current_thread() is threading.main_thread()
     before, before_in_process = _thread.context, _process
     with _lock:
+        # While there are any, a thread without a context is refused instead of being serial.
         _replica_threads += is_one_of_many and not is_process
         if is_process:  # the other threads of the process belong to the replica too
             _process = context

@@ -226,6 +226,7 @@ def grouped(
 
 
 def _lines(head: str, frames: Sequence[Frame]) -> list[str]:
+    # A frame without a file stands for a call of unisono: see `grouped`.
     lines = [
         f"  {each.file}:{each.line} in {each.function}" if each.file else f"  in {each.function}"
         for each in reversed(frames)

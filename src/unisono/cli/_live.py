@@ -47,7 +47,7 @@ class LiveView:
         self.index = 0  # of the job that is shown
         self.prompt = ""  # the question at the bottom, followed by the text typed
         self.typed = ""
-        self.answer: Callable[[str], None] | None = None
+        self.answer: Callable[[str], None] | None = None  # None while no question is open
         self.page: list[str] | None = None  # stacks, in place of the table
         self.scrolled = 0
         self.ending: list[tuple[ObservedJob, float]] = []  # jobs, and when they are sent SIGKILL

@@ -85,7 +85,7 @@ def _bytes(text: str) -> int:
     number = text[:-1] if unit is not None else text
     if not number.isdecimal() or int(number) < 1:
         raise typer.BadParameter(f"size {text!r} should be such as 4, 64K, 1M or 1G")
-    return int(number) << (unit or 0)
+    return int(number) << (unit or 0)  # a unit is a power of two
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

@@ -285,8 +285,8 @@ class _Sums:
         self.lost, self.waited, self.busy = _Timeline(size), _Timeline(size), _Timeline(size)
         self.late: list[tuple[int, int, int]] = []  # rank, time lost in ns, index of the call
         self.lines: dict[tuple[str, str], LineCost] = {}
-        self._unsure_ns = unsure_ns
-        self._ended_ns: dict[int, int] = {}
+        self._unsure_ns = unsure_ns  # the error of the common clock
+        self._ended_ns: dict[int, int] = {}  # by rank, the end of its last call
         self._intervals: list[list[tuple[int, int, int, LineCost]]] = [[] for _ in range(size)]
 
     def add(self, at: int, meeting: Meeting) -> None:
