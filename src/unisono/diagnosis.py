@@ -116,7 +116,7 @@ def _interfaces() -> dict[str, Any]:
 def _versions() -> dict[str, str | None]:
     versions: dict[str, str | None] = {"python": sys.version.split()[0]}
     versions |= {name: _version(name) for name in _LIBRARIES}
-    versions["torch"] = torch.__version__
+    versions["torch"] = torch.__version__  # of the imported torch, instead of the metadata's
     versions["cuda"] = torch.version.cuda
     return versions
 

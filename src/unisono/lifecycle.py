@@ -221,6 +221,7 @@ def _pop_rank(options: dict[str, Any]) -> RankInfo:
     detected = read_environment(os.environ)
     if detected is not None:
         return detected
+    # "env://" stands for the variables, and without them this process is alone.
     if options.pop("init_method", None) not in (None, "env://"):
         raise ArgumentError("init_method= needs rank= and world_size= as well")
     return RankInfo(0, 1, 0, 1, 0, 1, source="none")

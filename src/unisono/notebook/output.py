@@ -67,8 +67,8 @@ class Transcript:
         self._outputs = {rank: _RankOutput(path) for rank, path in paths.items()}
         self._is_marked = size > 1
         self._has_all_ranks = len(paths) == size
-        self._held_since: float | None = None
-        self._bar = ""
+        self._held_since: float | None = None  # when the oldest line that isn't shown arrived
+        self._bar = ""  # the unfinished line that was shown last
 
     def show(self, is_over: bool = False) -> None:
         """Write the output that has arrived."""

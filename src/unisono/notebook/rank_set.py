@@ -161,6 +161,7 @@ class CellRun:
         self._timeout_at = None if timeout_s is None else time.monotonic() + timeout_s
         self._failed_at: float | None = None
         self._cut_at = 0.0
+        # Whether the cell's thread was started; whether late ranks were interrupted again.
         self._is_started = self._is_repeated = False
         self._turn = threading.Lock()  # held by the first thread that runs the cell
 

@@ -173,6 +173,7 @@ class _Threads(Workers):
     """Replicas that their model starts in this process, each with a channel."""
 
     def __init__(self, backend: str | None, size: int, options: dict[str, Any]) -> None:
+        # Nothing is held, and the limit for stopped ranks doesn't apply: no signal stops a thread.
         super().__init__(size, ExitStack(), DEFAULT_TIMEOUT_S)
         self._models: dict[int, ComputationModel] = {}
         self._errors: list[BaseException] = []
