@@ -48,11 +48,13 @@ class ContextState:
         if calls is not None:  # `_find_context` does so for the serial context, made on import
             plugins.begin_trace()
         topology = model.topology
+        # The serial context and that of a rank's child have no status page, hence no log is given.
         self.calls: CallLog = calls or CallLog(topology.rank, topology.world_size, "", None)
         self.control: ControlPlane = control_of(model)
         self.context_id: int = next(_context_ids)
         self.is_activated: bool = False  # made by `activate`, and not adopted since
-        self.groups: dict[tuple[int, ...], Group] = {}  # by their ranks in ascending order
+        # By their ranks, in ascending order and as given; () is that of this node.
+        self.groups: dict[tuple[int, ...], Group] = {}
         self.interrupted: CollectiveError | None = None  # why no collective may follow
         # In a context created outside unisono, the first call over all ranks exchanges their hosts.
         self.must_introduce: bool = False
@@ -69,7 +71,7 @@ class ContextState:
 
     def forget_ended(self) -> None:
         """Drop the state of groups that have ended."""
-        while self.control.ended:
+        while self.control.ended:  # emptied, as names are added whenever the model ends a group
             name = self.control.ended.popleft()
             self.calls.forget(name)
             self.backgrounds.pop(name, None)
@@ -117,7 +119,8 @@ class ContextState:
         self.check_whole()
         if not (self.control.allows_threads and self.control.is_connected(None)):
             self.settle(group)
-            outcome: SafeFuture[T] = SafeFuture()  # keeps errors for the handle's caller
+            # The future keeps errors for the handle's caller, but Ctrl-C is raised here at once.
+            outcome: SafeFuture[T] = SafeFuture()
             outcome.of(call, is_own=lambda error: isinstance(error, Exception))
             return Handle(outcome.wait, lambda: outcome.is_known)
         name = self._queue_of(group)
@@ -136,6 +139,7 @@ class ContextState:
     ) -> Handle[Tensor]:
         """Start the model's `all_reduce`, natively or in the background."""
         # Collective over `group`.
+        # None from the model means that its library has no such call.
         started = self.model.start_all_reduce(tensor, op, group)
         if started is not None:
             return started
@@ -190,14 +194,18 @@ def current_model() -> ComputationModel:
 
 
 def communicator(group: Group | None = None, settles: bool = True) -> ContextState:
-    """Return the active context for a collective, after the calls started over the group."""
-    context = _thread.context or _process  # as in `current`, without its call
+    """Return the active context for a collective, once calls started over the group are done."""
+    # A caller passes `settles=False` if its call joins the queue of started calls, or if it calls
+    # `settle` itself once it has resolved its group.
+    context = _thread.context or _process  # as in `current`: a call would cost every collective
     if context is None or not context.model.is_alive():
-        context = _find_context()
-    if _forked is not None:
+        context = _find_context()  # comes first, because it may set `_forked`
+    if _forked is not None:  # this process is a fork, or multiprocessing has started it in a rank
         refuse_fork(context)
     if context.interrupted is not None:
         context.check_whole()
+    # A lazy device has no background calls, but pending computations, which must run before a
+    # collective, as that is a separate graph.
     if settles and (context.backgrounds or context.control.is_lazy):
         context.settle(group)
     return context
@@ -205,6 +213,7 @@ def communicator(group: Group | None = None, settles: bool = True) -> ContextSta
 
 def refuse_fork(context: ContextState) -> None:
     """Raise if this process is a fork of the process that created `context`."""
+    # A fork may create a context of its own, and use that.
     if _forked is not None and context.context_id == _forked.context_id:
         relation = "was made by" if isinstance(context.model, ChildOfRank) else "is a fork of"
         raise ContextError(
@@ -216,6 +225,7 @@ def refuse_fork(context: ContextState) -> None:
 
 def left_half_way(call: str, error: BaseException) -> None:
     """Mark the context as broken after an asynchronous exception such as Ctrl-C."""
+    # Not `current`: a call with peers has bound its context already, so none is searched for.
     context = _thread.context or _process
     if context is None or _forked is not None:  # a child of a rank has no connections
         return
@@ -280,11 +290,13 @@ class _Config(dict[str, Any]):
 
     def copy(self) -> dict[str, Any]:
         """Return a copy with the facts of this thread's rank."""
+        # Called by `multiprocessing.Process`, in the thread that creates the process.
         attributes = dict(self)
         context = _thread.context or _process
         model = None if context is None else context.model
         if model is not None and model.topology.world_size > 1 and model.is_alive():
             facts = (astuple(model.topology), model.name, model.backend, str(model.device))
+            # By this pid, the new process knows that the facts are those of its parent.
             attributes[_OF_RANK] = (os.getpid(), *facts)
         return attributes
 
@@ -293,7 +305,7 @@ def _pass_to_children() -> None:
     """Pass this rank's facts to the processes that multiprocessing creates, forked or not."""
     process: Any = multiprocessing.current_process()
     config = getattr(process, "_config", None)  # its other content, such as a key, is kept
-    if config is None:
+    if config is None:  # the attribute is private, so an implementation may lack it
         return
     if not isinstance(config, _Config):
         process._config = config = _Config(config)
@@ -306,7 +318,7 @@ def _of_parent() -> ContextState | None:
     # Such a process is, for example, a DataLoader's worker.
     global _process, _forked
     config: dict[str, Any] = getattr(multiprocessing.current_process(), "_config", {})
-    pid, *facts = config.get(_OF_RANK, (os.getpid(),))
+    pid, *facts = config.get(_OF_RANK, (os.getpid(),))  # without facts as in the rank itself
     if pid == os.getpid():  # no rank has started this process
         return None
     topology, *others = facts
@@ -342,11 +354,11 @@ def activate(
     # Collective over the ranks of the new context.
     global _process
     with _lock:
-        live: ContextState | None = current()
+        live: ContextState | None = current()  # adopts one that was created outside unisono, too
         if _forked is not None and live is not None and live.context_id == _forked.context_id:
             if type(live.model) is cls:  # the library has the parent's context, and can't have two
                 refuse_fork(live)
-            live = None
+            live = None  # another library's context may replace that of the parent here
         if live is not None and live is not _serial:
             # XLA's runtime creates the replicas, so a live context of XLA is not an error.
             joins = live.control.is_thread_bound and type(live.model) is cls
@@ -417,6 +429,7 @@ def replica(context: ContextState) -> Iterator[None]:
     is_process = is_one_of_many and threading.current_thread() is threading.main_thread()
     before, before_in_process = _thread.context, _process
     with _lock:
+        # While there are any, a thread without a context is refused instead of being serial.
         _replica_threads += is_one_of_many and not is_process
         if is_process:  # the other threads of the process belong to the replica too
             _process = context

@@ -66,7 +66,7 @@ def _memory(ranks: int) -> dict[str, Any]:
     os.close(made[0])
     most = None if limit == math.inf else int(limit)
     plan, free = (arena.layout(ranks, usable_cores(), each) for each in (most, None))
-    if plan != free:
+    if plan != free:  # a limit that changes nothing isn't reported
         facts["most_bytes"] = most
     reason = None if plan else f"UNISONO_SHARED_BYTES={most} is too little"
     return {**facts, "bytes": 0 if plan is None else plan.size_bytes, "reason": reason}
@@ -105,6 +105,7 @@ def _interfaces() -> dict[str, Any]:
     addresses, states = load("psutil:net_if_addrs")(), load("psutil:net_if_stats")()
     return {
         name: {
+            # The second call may lack an interface that has gone since the first.
             "is_up": name in states and states[name].isup,
             "addresses": [item.address for item in items if item.family in _ADDRESSES],
         }
@@ -115,7 +116,7 @@ def _interfaces() -> dict[str, Any]:
 def _versions() -> dict[str, str | None]:
     versions: dict[str, str | None] = {"python": sys.version.split()[0]}
     versions |= {name: _version(name) for name in _LIBRARIES}
-    versions["torch"] = torch.__version__
+    versions["torch"] = torch.__version__  # of the imported torch, instead of the metadata's
     versions["cuda"] = torch.version.cuda
     return versions
 

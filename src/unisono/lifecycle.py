@@ -221,6 +221,7 @@ def _pop_rank(options: dict[str, Any]) -> RankInfo:
     detected = read_environment(os.environ)
     if detected is not None:
         return detected
+    # "env://" stands for the variables, and without them this process is alone.
     if options.pop("init_method", None) not in (None, "env://"):
         raise ArgumentError("init_method= needs rank= and world_size= as well")
     return RankInfo(0, 1, 0, 1, 0, 1, source="none")
@@ -234,6 +235,7 @@ def _refuse_child(info: RankInfo) -> None:
         return
     pages_of_rank = [page for page in pages() if page.facts.get("variables") == str(info)]
     pids = {page.facts["pid"] for page in pages_of_rank if page.is_alive()}
+    # Without a page, psutil needn't be imported.
     ancestors = {each.pid for each in load("psutil:Process")().parents()} if pids else pids
     for pid in pids & ancestors:
         raise ContextError(
@@ -526,7 +528,7 @@ def _replica(
         given["timeout"] = seconds("timeout", options["timeout"])
     if plan.init_method is not None:
         given["init_method"] = plan.init_method
-    prefix_output = options.get("prefix_output") is not False
+    prefix_output = options.get("prefix_output") is not False  # None means the default, True
     kwargs = dict(kwargs_dict or {})
     return Replica(plan.backend, fn, tuple(args), kwargs, given, limit, prefix_output)
 
@@ -569,6 +571,7 @@ def _find_launch(
         return find_launcher(given)
     if "launch" in cls.capabilities:
         return None
+    # `find_launcher` doesn't know the launchers of single models, as users can't name them.
     row = by_name(OF_MODELS).get(cls.launcher)
     return find_launcher(cls.launcher) if row is None else load(row.path)
 
@@ -689,7 +692,7 @@ def _plan(backend: str, nproc_per_node: Any, options: Mapping[str, Any]) -> Laun
         raise ArgumentError(
             f"nnodes={plan.nnodes} needs master_addr= and master_port= of node 0, or init_method="
         )
-    if plan.nnodes == 1 or seats:  # else each node makes this call
+    if plan.nnodes == 1 or seats:  # else each node makes this call, and would draw another id
         plan = replace(plan, job_id=secrets.token_hex(8))
     return plan
 

@@ -131,7 +131,7 @@ def _fold_stack(stack: re.Match[str]) -> str:
         ours[index] or (beside[index] and frame["file"].endswith(_CONTEXTLIB))
         for index, frame in enumerate(frames)
     ]
-    if all(hidden):
+    if all(hidden):  # else the stack would show no line at all
         return stack[0]
     lines: list[str] = []
     for is_hidden, run in groupby(range(len(frames)), hidden.__getitem__):
@@ -180,7 +180,7 @@ def last_exception(text: str, most_after: int) -> tuple[str, str]:
         return "", ""
     raised = last[stack.end() :].partition("\n")[0].strip()
     matches = list(_FRAME.finditer(stack[0]))
-    frames = [
+    frames = [  # with an empty line, because None would make Python read the file
         traceback.FrameSummary(m["file"], int(m["line"]), m["name"] or "?", line="")
         for m in matches
     ]
@@ -196,8 +196,9 @@ def _count_unrelated_lines(rest: str) -> int:
     """Count the lines after an exception that aren't part of its message."""
     # Only indented lines and C++ frames are known to belong to the message.
     rest = re.split(r"^Exception ignored ", rest, flags=re.MULTILINE)[0]
-    if rest.startswith("unisono.errors."):
+    if rest.startswith("unisono.errors."):  # its message may quote another traceback
         rest = _HEAD.split(rest)[0]
+    # The first line is the exception itself.
     return sum(not _OF_A_MESSAGE.match(line) for line in rest.splitlines()[1:])
 
 
@@ -259,6 +260,7 @@ def _describe_assert(frames: TracebackType | None) -> str:
         n.id for n in ast.walk(statement.test) if isinstance(n, ast.Name) and n.id in variables
     ]
     values = [f"{name} = {_SHOWN.repr(variables[name])}" for name in dict.fromkeys(names)]
+    # A value has to fit into one line, and a function's says no more than its name.
     values = [" ".join(value.split()) for value in values if " = <function " not in value]
     text = ast.unparse(statement)
     return f"{text}, where {', '.join(values)}" if values else text

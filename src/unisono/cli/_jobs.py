@@ -137,7 +137,7 @@ def _culprit(culprit: Mapping[str, Any], cwd: str, host: str) -> str:
         waiters = culprit["waiters"]
         has = "has" if len(waiters) == 1 else "have"
         line += f"; {named(waiters)} {has} waited {_duration(culprit['waited_s'])}"
-    if culprit["lost_s"] >= 0.1:
+    if culprit["lost_s"] >= 0.1:  # the last digit that `_duration` shows
         line += f"; lost so far: {_duration(culprit['lost_s'])} of others"
     if culprit["came_last"]:
         line += (
@@ -226,6 +226,7 @@ def grouped(
 
 
 def _lines(head: str, frames: Sequence[Frame]) -> list[str]:
+    # A frame without a file stands for a call of unisono: see `grouped`.
     lines = [
         f"  {each.file}:{each.line} in {each.function}" if each.file else f"  in {each.function}"
         for each in reversed(frames)

@@ -47,7 +47,7 @@ class LiveView:
         self.index = 0  # of the job that is shown
         self.prompt = ""  # the question at the bottom, followed by the text typed
         self.typed = ""
-        self.answer: Callable[[str], None] | None = None
+        self.answer: Callable[[str], None] | None = None  # None while no question is open
         self.page: list[str] | None = None  # stacks, in place of the table
         self.scrolled = 0
         self.ending: list[tuple[ObservedJob, float]] = []  # jobs, and when they are sent SIGKILL
@@ -89,7 +89,7 @@ class LiveView:
         self.report = report_of(self.jobs[self.index], self.stacks) if self.jobs else None
         now = time.monotonic()
         for job in [job for job, kills_at in self.ending if kills_at <= now]:
-            send(job, signal.SIGKILL)
+            send(job, signal.SIGKILL)  # only to processes that haven't ended: see `send`
         self.ending = [each for each in self.ending if each[1] > now]
 
     def press(self, key: str) -> None:
@@ -132,6 +132,7 @@ class LiveView:
 
     def _ask_rank(self) -> None:
         """Ask for a rank, and show its stacks."""
+        # `press` calls this only with a report, which has at least one rank.
         name, report = self.jobs[self.index].name, self.report or {}
         # The first culprit, or without one the first rank.
         suspect = int([*report["culprits"], *report["ranks"]][0]["rank"])
@@ -190,7 +191,7 @@ class LiveView:
         style = "bold red" if report["culprits"] else "green"
         for line in verdict_lines(report):
             yield Text(line, style)
-            style = ""
+            style = ""  # the first line is the verdict, and only that is coloured
         yield table_of(*columns_and_rows(report))
         if report["job"] in [job.name for job, _ in self.ending]:
             yield Text("ending the job: SIGTERM was sent, SIGKILL follows", "bold red")
@@ -214,7 +215,7 @@ def _keys(fd: int) -> Iterator[int]:
 
 def _pressed(fd: int, timeout_s: float) -> list[str]:
     """Wait for keys and return them; an escape sequence, such as an arrow's, is one key."""
-    ready, _, _ = select.select([fd], [], [], max(timeout_s, 0.0))
+    ready, _, _ = select.select([fd], [], [], timeout_s)
     if not ready:
         return []
     text = os.read(fd, _KEY_BYTES).decode("utf-8", "replace")

@@ -66,6 +66,7 @@ def bench(
     sizes_bytes = [_bytes(text) for text in sizes.replace(",", " ").split()]
     name = best_backend() if backend is None else backend
     arguments = (sizes_bytes, rounds, not as_json)
+    # All ranks return the same rows: each call's times are those of its slowest rank.
     rows, *_ = idist.spawn(name, _measure, arguments, nproc_per_node=nproc_per_node)
     load = round(os.getloadavg()[0], 1)
     facts = {"backend": name, "ranks": nproc_per_node, "rounds": rounds}
@@ -84,7 +85,7 @@ def _bytes(text: str) -> int:
     number = text[:-1] if unit is not None else text
     if not number.isdecimal() or int(number) < 1:
         raise typer.BadParameter(f"size {text!r} should be such as 4, 64K, 1M or 1G")
-    return int(number) << (unit or 0)
+    return int(number) << (unit or 0)  # a unit is a power of two
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -131,7 +132,7 @@ def _quartiles_s(call: Callable[[], object], rounds: int) -> list[float]:
     call()  # not measured, because the first call may set up connections
     samples = []
     for _ in range(rounds):
-        idist.barrier()
+        idist.barrier()  # else a rank's time would contain its wait for a late one
         begin = time.perf_counter()
         call()
         # A call on these devices returns before it is done.
@@ -161,7 +162,8 @@ def _calls_with_values() -> list[Work]:
 def _calls_with_tensors(sizes: list[int]) -> Iterator[Work]:
     n = idist.get_world_size()
     for size in sizes:
-        # The calls below divide the tensor equally among the ranks.
+        # The calls below divide the tensor equally among the ranks, each of which gets at least one
+        # float32 of 4 bytes.
         count = max(n, size // 4 // n * n)
         tensor = torch.zeros(count, device=idist.device())
         part = tensor[: count // n].clone()

@@ -148,7 +148,7 @@ def _subject(backend: str | None, launcher: str | None, environment: str | None)
             f"environment {environment}",
             {"environment": environment},
             dict.fromkeys(testing.ENVIRONMENT_LAWS, "environments"),
-            (0,),
+            (0,),  # it is only read, by no replica
             lambda _, laws, **__: testing.check_environment(environment, laws=laws),
         )
     name = str(backend)

@@ -251,6 +251,7 @@ def _node(
     node = find_node(warn, is_asked=is_asked, may_be_several=False)
     if node is None and is_asked:
         refuse_rank("--nnodes auto")
+    # With one rank on each node, RANK and WORLD_SIZE are right, whichever of the two they count.
     if node is not None and node.is_ambiguous and nproc_per_node != "1":
         raise ambiguity(node)
     if node is not None and node.max_nnodes > 1:

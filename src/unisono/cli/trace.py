@@ -100,6 +100,7 @@ def _draw(found: Sequence[JobTrace], waits: Sequence[Waits], picture: Path) -> N
         f"job {job.name} of {_count(job.world_size)}": job_waits
         for job, job_waits in zip(found, waits, strict=True)
     }
+    # A single job needs no name in the title.
     draw("--picture", named if len(named) > 1 else {"": waits[0]}, picture)
     typer.echo(f"{picture}: waiting times by rank")
 

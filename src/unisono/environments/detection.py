@@ -112,7 +112,7 @@ def judge(
     elif finding.info is None:
         verdict = "absent"
     elif winner is None or winner.info is None:
-        verdict = "unused"
+        verdict = "unused"  # the error of another environment was raised instead
     elif finding.source == winner.source:
         verdict = "won"
     else:

@@ -114,12 +114,14 @@ def _stated_node(reader: Reader, rank: RankInfo) -> NodeInfo:
     if size > 1 and address is None:
         message = f"{claim}, and MASTER_ADDR, the address of node 0, is not set"
         raise reader.error(message, "MASTER_ADDR", None)
+    # A node alone meets no other, so it needs no address.
     address, port = None if size == 1 else address, rank.master_port or PORT
     return NodeInfo(rank.rank, size, size, address, port, None, _STATED)
 
 
 def _ambiguous_node(reader: Reader, rank: RankInfo | None) -> NodeInfo | None:
     """Return the node that RANK and WORLD_SIZE could mean, unless they only mean a rank."""
+    # Other launchers' variables only count ranks; with a size of 1 both meanings are the same.
     if rank is None or rank.source != "torchrun" or rank.world_size == 1:
         return None
     if reader.has("LOCAL_RANK", "LOCAL_WORLD_SIZE", *_OF_AGENT, RANK_COUNTS):

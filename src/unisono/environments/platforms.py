@@ -74,7 +74,7 @@ def _read_hosts(platform: Platform, reader: Reader, machine: Machine) -> _Hosts 
     if variable is None:
         return None
     name, value = variable
-    is_file = platform.starts == "first node"
+    is_file = platform.starts == "first node"  # batch systems, such as PBS, list hosts in a file
     try:
         slots = Counter(platform.parse(machine.read(value) if is_file else value))
     except (OSError, ValueError) as error:

@@ -213,6 +213,7 @@ _INNER_LAUNCHERS = (
 
 
 def _slurm(reader: Reader) -> RankInfo | None:
+    # Another launcher runs in the step: its rank has inherited the variables of a task.
     if any(all(map(reader.has, names)) for names in _INNER_LAUNCHERS):
         return None
     numbers = map(reader.number, ("SLURM_PROCID", "SLURM_LOCALID"))
@@ -263,6 +264,7 @@ def _first_host(reader: Reader, nnodes: Number | None) -> str | None:
     item = _FIRST_ITEM.match(value)
     if item is None:
         raise reader.error(f"{name}={shown(value)} is not a list of hosts", name, value)
+    # The first number of each range belongs to the first host.
     return reader.host(name, _RANGES.sub(r"\1", item["item"]))
 
 
@@ -323,7 +325,7 @@ def _mpi(
 
     example = {names[0]: _FACTS[fact] for fact, names in numbers.items()}
     if job:
-        example[job[0]] = "1550319617"
+        example[job[0]] = "1550319617"  # any id will do
     return LauncherEnvironment(name, remedy, read, example)
 
 
@@ -340,7 +342,7 @@ def _lsf(reader: Reader) -> RankInfo | None:
     )
     # LSB_MCPU_HOSTS "batch2 1 c01n03 42 c01n04 42" lists hosts and slots. jsrun runs on the first
     # host, and starts tasks on the following hosts, or on the first if it is the only one.
-    hosts = (reader.value("LSB_MCPU_HOSTS") or "").split()[:4:2]
+    hosts = (reader.value("LSB_MCPU_HOSTS") or "").split()[:4:2]  # without the slots
     host = reader.host("LSB_MCPU_HOSTS", hosts[-1]) if hosts else None
     ids = (reader.value("LSB_JOBID"), reader.value("PMIX_NAMESPACE"))
     return _with_rendezvous(reader, info, *ids, host=host)

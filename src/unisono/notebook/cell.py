@@ -157,6 +157,7 @@ def _captured(path: Path, is_process: bool) -> Iterator[None]:
 @contextmanager
 def _descriptors(target: int) -> Iterator[None]:
     """Send the output of this process, C code and children included, to a file."""
+    # The notebook reads the file while the cell runs, so lines mustn't stay in a buffer.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(line_buffering=True)

@@ -171,6 +171,7 @@ def _raise_failure(run: CellRun, names: Container[str]) -> None:
         text = f"{named(run.stacks)} of {run.size} weren't done after {limit}"
         error = CollectiveTimeoutError(text)
         _raise(error, f"{text}\n\n{_tracebacks(run, failures)}", run.remains)
+    # A cell that was cut by a FAILURE is reported from here on, by that failure.
     first = min(failures, key=lambda rank: failures[rank].cause_order, default=None)
     # If a rank has died, a rank that only reports another one's failure isn't the cause.
     if run.error is not None and (first is None or failures[first].cause_order):

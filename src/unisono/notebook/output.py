@@ -20,7 +20,7 @@ class _RankOutput:
     """The output of one rank in lines, as on a terminal, where bars overwrite their own line."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("w+b")
+        self._file = path.open("w+b")  # made here, before the rank appends to it
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._rows = [""]
         self._row = 0
@@ -67,8 +67,8 @@ class Transcript:
         self._outputs = {rank: _RankOutput(path) for rank, path in paths.items()}
         self._is_marked = size > 1
         self._has_all_ranks = len(paths) == size
-        self._held_since: float | None = None
-        self._bar = ""
+        self._held_since: float | None = None  # when the oldest line that isn't shown arrived
+        self._bar = ""  # the unfinished line that was shown last
 
     def show(self, is_over: bool = False) -> None:
         """Write the output that has arrived."""
@@ -97,6 +97,7 @@ class Transcript:
         if not any(pending.values()):
             self._held_since = None
             return
+        # The lines that are left wait a little for the same lines of the other ranks.
         if self._held_since is None:
             self._held_since = time.monotonic()
         is_alone = len(pending) == 1
@@ -131,5 +132,6 @@ def shown_once(values: Mapping[int, str], size: int) -> str:
     for value, ranks in ranks_by_value(values).items():
         if len(ranks) == size:
             return value
+        # A text of several lines begins below the mark, so that its columns stay aligned.
         parts.append(f"[{named(ranks)}] " + ("\n" * ("\n" in value)) + value)
     return "\n".join(parts)

@@ -54,8 +54,8 @@ class RankSet:
     def __init__(self, backend: str, size: int) -> None:
         self.size: int = size
         self._backend = backend
-        self._key = secrets.token_hex(8)
-        self._has_names = False
+        self._key = secrets.token_hex(8)  # of this set in `cell._names`
+        self._has_names = False  # whether names of cells are lost if the ranks end
         self._pool = self._new_pool()
         self._folder = tempfile.mkdtemp(prefix="unisono-cells-")
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
@@ -100,6 +100,7 @@ class RankSet:
                 print("The ranks had ended since the last cell: these are fresh, without names")
             self._pool.map(abs, range(self.size))  # starts the ranks before the cell's time counts
         are_threads = {*self._pool.pids} == {os.getpid()}
+        # Each cell's files have the same names, and ranks append to them.
         for old in os.scandir(self._folder):
             os.unlink(old)
         cell = Cell(source, filename, tuple(ranks), self._key, self._folder, os.getpid())
@@ -108,6 +109,7 @@ class RankSet:
         with by_thread() if are_threads else nullcontext():
             run.wait(self._pool)
         run.remains = self._settle(run, are_threads)
+        # The names of threads are in this process, so they outlive their ranks.
         self._has_names = not are_threads and bool(self._pool.pids)
         return run
 
@@ -159,6 +161,7 @@ class CellRun:
         self._timeout_at = None if timeout_s is None else time.monotonic() + timeout_s
         self._failed_at: float | None = None
         self._cut_at = 0.0
+        # Whether the cell's thread was started; whether late ranks were interrupted again.
         self._is_started = self._is_repeated = False
         self._turn = threading.Lock()  # held by the first thread that runs the cell
 
@@ -246,7 +249,7 @@ class CellRun:
         """Interrupt the ranks that are late."""
         self.cut_by = reason
         self._cut_at = time.monotonic()
-        if self._call is None:
+        if self._call is None:  # the cell hasn't been sent to the ranks yet
             return
         replicas, late = self._call.replicas, self._late
         if replicas.are_processes:  # `wait` fills in their tracebacks, which show where they were
@@ -268,6 +271,7 @@ class CellRun:
         computing = []
         for rank, frames in self._call.replicas.stacks(ranks).items():
             names = [frame.filename for frame in frames]
+            # Frames before the cell's own are those of this package, which runs the cell.
             begin = names.index(self._cell.filename) if self._cell.filename in names else 0
             of_cell = frames[begin:]
             text = fold_text("".join(StackSummary.from_list(of_cell).format()))

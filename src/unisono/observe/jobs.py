@@ -67,7 +67,7 @@ class Meter:
         now_ns = time.monotonic_ns()
         before_ns, before_s = self._before.get((pid, thread_id), (now_ns, 0.0))
         self._before[pid, thread_id] = (now_ns, used_s)
-        if now_ns == before_ns:
+        if now_ns == before_ns:  # as at the first look, which is compared with itself
             return None
         # A new process with the pid of an ended one may have used less time.
         return 100.0 * max(used_s - before_s, 0.0) / (now_ns - before_ns) * _S
@@ -145,7 +145,7 @@ def read(meter: Meter) -> list[ObservedJob]:
 def _rank(readers: Sequence[PageReader], meter: Meter, *, is_alone: bool) -> Rank:
     """Return a rank from the pages of its process, one for each context."""
     readers = sorted(readers, key=lambda page: int(page.facts.get("made_ns", 0)))
-    newest = readers[-1]
+    newest = readers[-1]  # of the context that the process has now
     facts = newest.facts
     rank = Rank(facts["rank"], facts["pid"], "dead", made_ns=facts["made_ns"], facts=facts)
     if newest.is_alive():
@@ -194,6 +194,7 @@ def _calls(page: PageReader) -> Iterable[ObservedCall]:
     """Read the calls of a page, with the members of their groups."""
     context = f"{page.facts.get('model', '')} {page.facts.get('backend', '')}"
     groups = {name: decode_ranks(each) for name, each in page.facts.get("groups", {}).items()}
+    # Pages list only groups of some ranks.
     groups[EVERYBODY] = tuple(range(page.facts["world_size"]))
     for each in page.records():
         yield ObservedCall(

@@ -118,14 +118,14 @@ class _RankEvents:
             {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}},
             {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}},
         ]
-        self.calls: dict[int, Event] = {}  # by the ids of their meetings
+        self.calls: dict[int, Event] = {}  # by the ids of their meetings, which the caller keeps
         self.waits: list[tuple[Event, Meeting]] = []
         self._pid, self._tids = pid, tids
         self._tracks: dict[int, list[_Track]] = {}
 
     def add(self, record: CollectiveRecord, begin_ns: int, meeting: Meeting | None) -> None:
         """Add a call; calls must be added in the order of their starts."""
-        end_ns = begin_ns + max(record.duration_ns, 0)
+        end_ns = begin_ns + max(record.duration_ns, 0)  # -1 if the call wasn't over
         track = self._track(record.thread_id, begin_ns, end_ns)
         args = {**args_of(record), "number": record.number}
         call = self._slice(track, record.name, "call", begin_ns, end_ns - begin_ns, args)
@@ -169,7 +169,9 @@ class _RankEvents:
 def _arrows(ranks: dict[int, _RankEvents]) -> Iterator[Event]:
     """Build an arrow, of two events, from each wait to the call that ended it."""
     for waiting, meeting in chain.from_iterable(each.waits for each in ranks.values()):
+        # An inner call may have left nothing of a waiting slice, and then an arrow has no start.
         ends = {"s": waiting, "f": ranks[meeting.last].calls[id(meeting)]} if waiting["dur"] else {}
         for ph, end in ends.items():
             at = {key: end[key] for key in ("ts", "pid", "tid")}
+            # "bp": "e" binds the end to the slice around it, instead of the next one.
             yield {"ph": ph, "bp": "e", "name": "waits for", "cat": "waiting", **at}

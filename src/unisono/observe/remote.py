@@ -68,6 +68,7 @@ def look_through(commands: Sequence[str], version: str) -> tuple[list[ObservedJo
     """Run all commands at once; return the jobs of their hosts, and the failures."""
     # All are parsed first, so that a malformed command is refused before another one runs.
     words = [_words(command) for command in commands]
+    # Without --via there is no command, but an executor needs a thread.
     with ThreadPoolExecutor(max(len(commands), 1)) as executor:
         found = list(executor.map(_jobs_through, commands, words, repeat(version)))
     return [job for jobs, _ in found for job in jobs], [why for _, why in found if why]
@@ -122,7 +123,7 @@ def _run(words: Sequence[str], out: BinaryIO, err: BinaryIO) -> str:
     except subprocess.TimeoutExpired:
         with contextlib.suppress(psutil.Error):
             _end(psutil.Process(process.pid))
-        process.poll()
+        process.poll()  # takes the exit code if it has ended, so that no zombie stays
         return f"it did not end within {_LIMIT_S:g} s"
     err.seek(0)
     quote = err.read().decode("utf-8", "replace").strip()[-_LONGEST_QUOTE:]

@@ -125,7 +125,7 @@ def calls_of(job: ObservedJob) -> dict[int, str]:
 
 def _is_only_ahead(job: ObservedJob, verdict: Verdict, cache: StackCache) -> bool:
     """Return whether another rank's stack is before the line that the culprit has reached."""
-    alone = verdict.culprits[0].rank
+    alone = verdict.culprits[0].rank  # an extra call has one culprit
     others = [rank.rank for rank in job.ranks if rank.rank != alone][:_MAX_RANKS_ASKED]
     answers = cache.stacks(job, verdict, [alone, *others])
     frames = {rank: _own_stack(answer) for rank, answer in answers.items()}
@@ -142,6 +142,7 @@ def _position(culprit: Culprit, verdict: Verdict, answer: Answer | None) -> dict
     """Return a culprit's position: the line of its call, of its stack, or of its last call."""
     state, frames = verdict.states[culprit.rank], _own_stack(answer)
     user, call = user_frame(frames), state.call
+    # What is wrong is then the call, whatever the rank's stack shows by now.
     is_wrong_call = verdict.kind in _WRONG_CALLS
     position: dict[str, Any] = {"file": "", "line": 0, "function": "", "from": ""}
     if user is not None and not (is_wrong_call and call is not None):

@@ -201,6 +201,7 @@ class _JobFacts:
 
     def waited_s(self, ranks: Iterable[int]) -> float:
         """Return the longest wait of the given ranks."""
+        # A call that began after `now_ns`, while the pages were being read, hasn't waited yet.
         begins = [self.waits[rank].call.begin_ns for rank in ranks if rank in self.waits]
         return max(self.now_ns - min(begins, default=self.now_ns), 0) / _S
 
@@ -214,7 +215,7 @@ class _JobFacts:
         is_inside = call is not None
         call = call or max(facts.calls, key=lambda each: each.end_ns or each.begin_ns, default=None)
         since_ns = facts.made_ns
-        if call is not None:
+        if call is not None:  # an asynchronous call may be the last one, and have no end yet
             since_ns = call.begin_ns if is_inside else call.end_ns or call.begin_ns
         if self.is_gone(rank):
             return State(facts.condition, call, is_inside, since_ns)
@@ -262,6 +263,7 @@ def _newest(calls: Iterable[ObservedCall]) -> dict[_KEY, int]:
 
 def _gone(job: _JobFacts) -> _Found:
     """Find ranks that are dead, and stopped ones that others wait for."""
+    # A stopped rank may continue before another one needs it, but a dead one never does.
     dead = [rank for rank in job.ranks if not job.ranks[rank].is_alive]
     stopped = [rank for rank in job.waited_for(job.ranks) if job.ranks[rank].condition == "stopped"]
     for kind, ranks, what in (("dead", dead, "dead"), ("stopped", stopped, "stopped by a signal")):
@@ -402,7 +404,7 @@ def _unseen(job: _JobFacts) -> _Found:
         f"{named(waits)} may wait for {named(unseen)}, without a page that could be read: on "
         "another host, or ended"
     )
-    return "unseen", text, []
+    return "unseen", text, []  # nothing shows which of these ranks is late
 
 
 def _costs(

@@ -61,6 +61,7 @@ class Meeting:
         end_ns = self.end_ns(rank)
         if end_ns + FLOOR_NS < self.last_ns:  # by more than the error of clocks
             return 0
+        # A rank that began to wait for its handle only after the last arrival didn't wait either.
         return max(min(self.last_ns, end_ns) - self.wait_begin_ns(rank), 0)
 
 
@@ -74,7 +75,8 @@ def meetings(ranks: Records, offsets: Mapping[int, int] | None = None) -> list[M
     # name, so groups are told apart by their ranks, too.
     found: dict[tuple[int, int, int], dict[int, CollectiveRecord]] = defaultdict(dict)
     groups: dict[tuple[str, tuple[int, ...]], int] = {}
-    known: dict[tuple[str, int], int] = {}  # by the id of the ranks, which would take long to hash
+    # By the id of the ranks, which their record keeps alive: hashing them would take long.
+    known: dict[tuple[str, int], int] = {}
     for rank, records in sorted(ranks.items()):
         contexts: dict[int, _Contexts] = defaultdict(_Contexts)
         for each in sorted(filter(_is_counted, records), key=lambda each: each.arrival_ns):
@@ -166,6 +168,7 @@ def common_clock(ranks: Records, clocks: Mapping[int, Clock]) -> tuple[dict[int,
         # Without a common call, only the time of day is known. A width is twice the error.
         best = sorted(found)[:_NARROWEST] or [(2 * _WALL_NS, 0)]
         unsure_ns = max(unsure_ns, best[-1][0] // 2)
+        # The low median is one of the values, so it stays an int.
         walls[host] += statistics.median_low([middle for _, middle in best])
     return {rank: walls[host] for rank, host in hosts.items()}, unsure_ns
 
@@ -282,8 +285,8 @@ class _Sums:
         self.lost, self.waited, self.busy = _Timeline(size), _Timeline(size), _Timeline(size)
         self.late: list[tuple[int, int, int]] = []  # rank, time lost in ns, index of the call
         self.lines: dict[tuple[str, str], LineCost] = {}
-        self._unsure_ns = unsure_ns
-        self._ended_ns: dict[int, int] = {}
+        self._unsure_ns = unsure_ns  # the error of the common clock
+        self._ended_ns: dict[int, int] = {}  # by rank, the end of its last call
         self._intervals: list[list[tuple[int, int, int, LineCost]]] = [[] for _ in range(size)]
 
     def add(self, at: int, meeting: Meeting) -> None:

@@ -49,6 +49,7 @@ class PoolCall(JobRanks):
         self._give = give
         self._limit = math.inf if limit is None else limit
         self._is_together = is_together  # whether replicas may wait for each other
+        # Whether a context can't be used any more; whether the call was left before its end.
         self._is_broken = self._is_cut = False
 
     @property
@@ -125,7 +126,7 @@ class PoolCall(JobRanks):
             return
         self.busy.discard(rank)
         if rank not in job.failures.by_rank:
-            job.succeed(rank, b"")
+            job.succeed(rank, b"")  # without a result, as `answers` has those of its tasks
 
 
 def once(body: bytes, ranks: Collection[int]) -> _Give:

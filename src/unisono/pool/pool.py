@@ -88,7 +88,7 @@ class WorkerPool:
         check_stay(cls, given)
         warn_in_a_rank("WorkerPool", nproc_per_node, given)
         self._size = nproc_per_node
-        self._grace_s = plan.grace_s or None
+        self._grace_s = plan.grace_s or None  # 0 stands for no grace, as in ``spawn``
         self._deadline_s: float | None = None
         if deadline_s is not None:
             self._deadline_s = seconds("deadline_s", deadline_s).total_seconds()
@@ -182,6 +182,7 @@ class WorkerPool:
 
             answers = self._collect(give, fn, is_together=False)
             results: list[Any] = [None] * len(bodies)
+            # A replica's answers are in the order of its tasks.
             for rank, indices in turns.items():
                 for index, body in zip(indices, answers.get(rank, ()), strict=True):
                     results[index] = pickle.loads(body)
@@ -231,6 +232,7 @@ class WorkerPool:
         """Return idle replicas; start them if there are none, or if one has ended."""
         if self._is_closed:
             raise NotInitializedError("this pool is closed: make another one")
+        # `has_ended` misses a replica whose channel a child process holds open, until `watch`.
         if self._replicas is not None and not self._replicas.has_ended():
             self._replicas.watch()
         if self._replicas is not None and self._replicas.has_ended():

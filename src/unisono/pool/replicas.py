@@ -61,6 +61,7 @@ class Replicas:
                         f"the replicas of ranks {late} of {size} weren't ready when the "
                         "deadline was over"
                     )
+                # A replica's first message is READY, and a task is sent only after that.
                 self._ids |= {rank: pickle.loads(body) for rank, _, body in self.news(limit)}
         except BaseException:  # Ctrl-C too: no replica is left behind
             self._job.terminate()
@@ -82,6 +83,7 @@ class Replicas:
 
     def has_ended(self) -> bool:
         """Return whether a replica is gone."""
+        # `peek` returns b"" once the replica's end of the channel is closed, None if it is quiet.
         return any(w.has_ended or channel.peek(w.channel) == b"" for w in self._workers.workers)
 
     def watch(self) -> None:
@@ -156,7 +158,7 @@ class Replicas:
             late -= {rank for rank, kind, _ in self.news(until) if kind == inside.LEFT}
         if late and until < block_end:  # one is stopped, or a thread holds its interpreter lock
             self._job.terminate()
-        else:
+        else:  # it raises if the block's deadline is over
             self._job.finish()
 
     def end(self) -> None:
@@ -171,6 +173,7 @@ class _Threads(Workers):
     """Replicas that their model starts in this process, each with a channel."""
 
     def __init__(self, backend: str | None, size: int, options: dict[str, Any]) -> None:
+        # Nothing is held, and the limit for stopped ranks doesn't apply: no signal stops a thread.
         super().__init__(size, ExitStack(), DEFAULT_TIMEOUT_S)
         self._models: dict[int, ComputationModel] = {}
         self._errors: list[BaseException] = []
@@ -180,6 +183,7 @@ class _Threads(Workers):
             (ours, theirs), (status, their_status) = socket.socketpair(), socket.socketpair()
             self.workers.append(Worker(rank, ours, status, pid=os.getpid()))
             ends.append(theirs)
+            # `_spawn` closes this socket once the replicas are over, which tells `status` of it.
             statuses.append(their_status)
         arguments = (backend, size, options, ends, statuses, self._models, self._errors)
         name = "unisono-pool-spawn"
@@ -206,7 +210,7 @@ class _Threads(Workers):
                 with suppress(OSError):  # closing alone has no effect if a fork holds it open
                     worker.channel.shutdown(socket.SHUT_RDWR)
                 worker.channel.close()
-                worker.is_silent = True
+                worker.is_silent = True  # so that `poll` leaves out the closed channel
         until = time.monotonic() + _QUIT_S
         while time.monotonic() < until and not all(worker.has_ended for worker in self.workers):
             self.poll(job, until)
@@ -229,6 +233,7 @@ def _spawn(
     errors: list[BaseException],
 ) -> None:
     """Start the replicas, and wait for their end, without a reference to their pool."""
+    # This thread lives as long as they do, so a reference would keep a pool that was dropped.
     try:
         start(backend, inside.serve, (os.getpid(), ends, models), None, size, **options)
     except BaseException as error:  # `poll` raises it in the pool's call

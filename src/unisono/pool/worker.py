@@ -39,11 +39,11 @@ def serve(
     own = channel.OwnChannel(ends[local_rank]) if ends else channel.OWN.get()
     is_process = os.getpid() != owner
     if models is not None:
-        models[local_rank] = context.current_model()
+        models[local_rank] = context.current_model()  # for `Replicas.abort` in the pool's thread
     ids = os.getpid(), threading.get_ident(), threading.get_native_id()
     channel.send(own.socket, READY, pickle.dumps((*ids, stack_signal.install())))
     with suppress(OSError):  # the pool has ended, and this replica ends with it
-        while task := own.next_task():
+        while task := own.next_task():  # empty at the end, None once the pool's process is gone
             channel.send(own.socket, *_outcome(local_rank, task, is_process))
         channel.send(own.socket, LEFT)
         if ends:  # a process sends it on exit, in `unisono.launchers.job.worker.work`
@@ -70,7 +70,7 @@ def _outcome(local_rank: int, body: bytes, is_process: bool) -> tuple[bytes, byt
 
 def leaves_out_of_step(error: BaseException | None) -> bool:
     """Return whether an error, or one that led to it, left the ranks out of step."""
-    seen: set[int] = set()
+    seen: set[int] = set()  # a program may link errors in a circle
     while error is not None and id(error) not in seen:
         if isinstance(error, CollectiveError) and not error.is_in_step:
             return True
