@@ -72,7 +72,7 @@ class Inbox:
                 count = self._channel.recv_into(self._room, 0, self._flags)
             except BlockingIOError:
                 return None
-            except OSError:
+            except OSError:  # the other side has reset it, which is an end, too
                 count = 0
             if count == 0:
                 raise EOFError

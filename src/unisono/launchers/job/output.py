@@ -143,13 +143,13 @@ class Pipes:
 
     def read(self, timeout_s: float) -> list[tuple[int, bytes]]:
         """Wait for output; return pairs of 1 for stdout or 2 for stderr, and a line."""
-        if not self.open:
+        if not self.open:  # callers call this in a loop until their processes have ended, too
             time.sleep(max(0.0, min(timeout_s, _POLL_S)))
             return []
         found = []
         for key, _ in self.selector.select(max(0.0, timeout_s)):
             chunk = os.read(key.fd, 65536)
-            if not chunk:
+            if not chunk:  # the pipe's end, at which `_lines` returns an unfinished line
                 self._end(key.fileobj)
             if key.data in self.logs:
                 self.logs[key.data].write(chunk)

@@ -226,7 +226,7 @@ class Supervisor(Programs):
         for number, wait_s in ((first, END_S), (self._end_signal, _KILL_S)):
             self._signal(number)
             self._read_until(job, time.monotonic() + wait_s)
-        # Children of ended processes may hold the pipes open; processes that run on are killed next.
+        # Children of ended processes may hold the pipes open; any other process is killed next.
         if all(process.poll() is not None for process in self.processes):
             self._read_until(job, begin + _DRAIN_S)
 
