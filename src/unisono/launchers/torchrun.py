@@ -71,7 +71,8 @@ def environment(script: Script, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the agent's variables."""
     variables = without(environ, OF_TORCH)
     variables.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, but without its warning
-    # How long the agent waits for its ranks after a signal; agents of older torch wait 30 s.
+    # How long the agent waits for its ranks after a signal, a second longer than they may take;
+    # agents of older torch wait 30 s.
     variables.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", f"{math.ceil(script.grace_s) + 1}")
     if script.may_restart:
         # https://github.com/pytorch/pytorch/issues/135712: stale keys of the previous attempt

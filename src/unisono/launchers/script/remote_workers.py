@@ -90,7 +90,7 @@ class _RankListener:
 
     def register(self, selector: BaseSelector) -> None:
         """Register the sockets that become readable as ranks connect."""
-        if self.sock.fileno() >= 0:
+        if self.sock.fileno() >= 0:  # -1 once it is closed, after all ranks have connected
             selector.register(self.sock, EVENT_READ, self._accept)
         wake = self._pending.wake
         if wake.fileno() >= 0:
@@ -106,7 +106,7 @@ class _RankListener:
     def _admit(self, sock: socket.socket) -> tuple[bytes, Any] | None:
         """Return a connection's kind and hello; unpickle nothing before the rank's proof."""
         keep_alive(sock)
-        kind = answer(sock, self.link.token.encode(), 1)
+        kind = answer(sock, self.link.token.encode(), 1)  # one byte, from `Link.connect`
         message = None if kind is None else messages.receive(sock)
         return None if kind is None or message is None else (kind, pickle.loads(message[1]))
 
@@ -209,6 +209,7 @@ class RemoteWorkers(Workers):
     def early_end(self, job: Job[Any]) -> LaunchError:
         """Return the error of a launcher that ended before its ranks were done."""
         assert self.process is not None
+        # Connections of its ranks may end before the launcher itself does.
         code = self.process.returncode if self.has_ended(_TERM_S) else None
         how = "doesn't end" if code is None else f"ended with exit code {exit_code_of(code)}"
         connected = {worker.rank for worker in self.workers}
@@ -242,7 +243,7 @@ class RemoteWorkers(Workers):
 
     def wait_for_exits(self, job: Job[Any]) -> None:
         """Notify all ranks that the job is done, and wait for them and the launcher to exit."""
-        self._listener.close()
+        self._listener.close()  # the job has its results, so no rank may join it now
         for worker in self.workers:
             with contextlib.suppress(OSError):  # the rank has ended
                 messages.send(worker.channel, messages.DONE)
@@ -322,7 +323,7 @@ class RemoteWorkers(Workers):
         assert isinstance(who, RankInfo)
         who = self.with_node(who)
         self._begin_attempt(job, who, environ.get("TORCHELASTIC_RESTART_COUNT"))
-        variables = {**self._environ, **environ}
+        variables = {**self._environ, **environ}  # the rank's own have priority
         task = task_message(self._entry, who, variables, search_path(), os.getcwd())
         self.workers.append(Worker(who.rank, channel, status, task))
         if len(self.workers) == self._spec.n_ranks and not self._spec.may_start_again:
