@@ -137,6 +137,7 @@ def _prepare(
     """Return horovodrun's command line and variables."""
     hosts = ",".join(f"{name}:{count}" for name, count in slots.items())
     driver = boot("from horovod.runner.launch import run_commandline; run_commandline()")
+    # Without --disable-cache, horovodrun checks hosts once an hour, though they may have changed.
     arguments = [*driver, "--gloo", "--disable-cache"]
     arguments += ["-np", str(sum(slots.values())), "-H", hosts, *(["--verbose"] * is_verbose)]
     variables = without(os.environ, OF_HOROVOD, OF_MPI, OF_TORCH)  # which override its options

@@ -69,6 +69,7 @@ def launch(
         command = boot(_SERVE.format(plan.nproc_per_node == 1))
         return command, {**without(os.environ, OF_XLA), **environ}
 
+    # One replica runs alone, as rank 0 of 1: see `_own_rank_info`.
     size = 1 if plan.nproc_per_node == 1 else plan.nproc_per_node * plan.nnodes
     spec = LauncherSpec(
         "XLA's runtime",

@@ -372,7 +372,7 @@ def main(control_fd: int, parent: int, preload: bool) -> None:
     control = socket.socket(fileno=control_fd)
     work: Callable[[int, int], None] | None = None
     if preload:
-        gc.disable()
+        gc.disable()  # the import makes objects that `prepare_for_forks` freezes anyway
         from unisono.launchers.job.worker import work
 
         for name in LIKELY:

@@ -87,7 +87,8 @@ class Job(Generic[T]):
         self.ranks = ranks
         self.orders: Orders = Orders(grace_s or 0.0)
         self.reset(range(world_size) if expected is None else expected, world_size)
-        self._forwarded = () if grace_s is None else ranks.forwarded  # none without a grace time
+        # Without a grace time, a signal ends this process, and the ranks with it.
+        self._forwarded = () if grace_s is None else ranks.forwarded
         self._error: LaunchError | None = None
         self._is_ended = False
 

@@ -85,6 +85,7 @@ class RankStream:
 
     def _put(self, text: str) -> None:
         if text:
+            # After an unfinished line that `flush` has written, `text` continues that line.
             start = self._prefix if self._is_at_start else ""
             lines = text.removesuffix("\n").replace("\n", f"\n{self._prefix}")
             self._stream.write(start + lines + "\n" * text.endswith("\n"))

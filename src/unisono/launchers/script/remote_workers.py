@@ -401,8 +401,9 @@ def run_function(
         held = failing.enter_context(ExitStack())
         arguments, variables = prepare(replace(script, program=boot(), is_function=True), held)
         workers = ranks(spec, pickled, environ, held)
-        first = (script.node_rank or 0) * (spec.n_own or 0)
+        first = (script.node_rank or 0) * (spec.n_own or 0)  # 0 if all ranks connect here
         expected = range(first, first + spec.n_ranks)
+        # Without a grace time, signals end this process, and the ranks with it.
         job: Job[Any] = Job(workers, spec.world_size, expected, grace_s=script.grace_s or None)
         try:
             workers.start(dying_with(os.getpid(), spec.end_signal, list(arguments)), variables)

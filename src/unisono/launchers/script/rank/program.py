@@ -154,7 +154,7 @@ class _Running:
             os.setpgid(0, 0)
             die_with(parent, signal.SIGKILL)
 
-        self._wake, _ = wake_by_signals()
+        self._wake, _ = wake_by_signals()  # before the start, as its end may follow at once
         out, err = self._terminal or (subprocess.PIPE, subprocess.PIPE)
         self._process = subprocess.Popen(
             program,
