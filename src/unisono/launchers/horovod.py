@@ -126,7 +126,7 @@ def _slots(plan: LaunchPlan, hosts: str | None) -> dict[str, int]:
             f"hosts={hosts!r} has up to {max(slots.values())} ranks on a host: pass "
             f"nproc_per_node={max(slots.values())}, not {plan.nproc_per_node}"
         )
-    if plan.nnodes not in (1, len(slots)):
+    if plan.nnodes not in (1, len(slots)):  # 1 is the default, which `hosts` overrides
         raise ArgumentError(f"hosts={hosts!r} has {len(slots)} hosts, but nnodes={plan.nnodes}")
     return slots
 

@@ -131,7 +131,7 @@ def launch(
         raise ArgumentError(f"start_method={method!r}: use one of {', '.join(START_METHODS)}")
     check_streams()
     pickled = pickle_for_worker(entry)
-    variables = {**(environ or {}), **os.environ}
+    variables = {**(environ or {}), **os.environ}  # what the user has set has priority
     path = search_path()
 
     def task_of(info: RankInfo) -> memoryview:

@@ -190,6 +190,7 @@ def _actors(
 ) -> Iterator[tuple[list[Any], list[RankInfo]]]:
     """Start actors, `counts` of them on the nodes; yield them and their infos, then end them."""
     with _cluster(sum(counts)):
+        # Either every rank gets a device or none does.
         has_devices = ray.cluster_resources().get("GPU", 0) >= sum(counts)
         per_rank: dict[str, float] = {"CPU": 1.0, "GPU": 1.0} if has_devices else {"CPU": 1.0}
         bundles = [{name: n * amount for name, amount in per_rank.items()} for n in counts]

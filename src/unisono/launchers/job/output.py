@@ -122,7 +122,7 @@ class Pipes:
                 stdin=None if terminal else subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=subprocess.PIPE,
-                pass_fds=terminal,
+                pass_fds=terminal,  # for the rank's program, whose wrapper writes to the pipes
                 start_new_session=True,
                 bufsize=0,
             )

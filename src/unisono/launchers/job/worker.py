@@ -188,7 +188,7 @@ def describe(error: BaseException) -> Failure:
 def _is_about_a_peer(error: BaseException | None) -> bool:
     """Return whether an exception, or its cause, is about another rank's failure."""
     seen: set[int] = set()
-    while error is not None and id(error) not in seen:
+    while error is not None and id(error) not in seen:  # users may set causes in a cycle
         if isinstance(error, PeerFailedError):
             return True
         seen.add(id(error))

@@ -101,6 +101,7 @@ class Workers(JobRanks):
     def poll(self, job: Job[Any], until: float) -> None:
         """Wait briefly for any worker, and record changes."""
         left = min(_TICK_S, until - time.monotonic())
+        # New at each call, as the sockets to watch, and their events, change between calls.
         with selectors.DefaultSelector() as selector:
             self._register(job, selector)
             ready = [key.data for key, _ in selector.select(max(0.0, left))]

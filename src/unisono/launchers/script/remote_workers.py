@@ -146,14 +146,14 @@ class RemoteWorkers(Workers):
         self.process: subprocess.Popen[bytes] | None = None
         self.pipes: Pipes = Pipes()
         self._reader: threading.Thread | None = None
-        self._has_read = threading.Event()
+        self._has_read = threading.Event()  # ends `_reader`, as `pass_on` reads from then on
         self.last: deque[str] = deque(maxlen=self.n_last)
         self._spec, self._entry, self._environ = spec, entry, environ
         self._listener = _RankListener(spec, held)
         self.link: Link = self._listener.link
         self._begin = self._arrived_at = time.monotonic()
-        self._ended_at, self._is_reported = 0.0, False
-        self._attempt: tuple[object, ...] = ()
+        self._ended_at, self._is_reported = 0.0, False  # the launcher's early end
+        self._attempt: tuple[object, ...] = ()  # what identifies it: see `_begin_attempt`
 
     def start(self, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
         """Start the launcher."""
@@ -299,6 +299,7 @@ class RemoteWorkers(Workers):
             job.stop(LaunchError(f"ranks {job.late} were not done after {spec.limit_s:g} s"))
         if job.orders.received and not self.workers:
             job.stop(LaunchError("the job was ended before its ranks had connected"))
+        # The first rank's start may take long, as in a queue; the others follow it.
         limit_s = _ARRIVE_S if self.workers else spec.start_s
         if len(self.workers) < spec.n_ranks and now > self._arrived_at + limit_s:
             missing = sorted(set(job.late) - {worker.rank for worker in self.workers})

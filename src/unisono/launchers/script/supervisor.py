@@ -214,7 +214,8 @@ class Supervisor(Programs):
     def end(self, job: Job[Any]) -> None:
         """Stop the remaining processes gracefully, within seconds, and drain their output."""
         is_signalled = bool(job.orders.received)
-        if not self._infos and not is_signalled:  # a launcher ends its job by itself
+        # A launcher ends its job by itself after a failure; without one, `began_at` is long past.
+        if not self._infos and not is_signalled:
             self._read_until(job, job.failures.began_at + _OWN_END_S)
         begin = time.monotonic()
         self._codes = [process.poll() for process in self.processes]  # without our signals
