@@ -189,7 +189,8 @@ class Supervisor(Programs):
     def poll(self, job: Job[Any], until: float) -> None:
         """Print the processes' output, and record which of them have ended."""
         self._forward_signals()
-        # With `_restarts`, `processes` holds one launcher only, and its ranks are found below it.
+        # With `_restarts`, `processes` holds a launcher alone, instead of one process for each rank
+        # of this host; the wrappers of ranks are found below it.
         may_restart = self._restarts and job.orders.received
         # A launcher may see a failure in the end of ranks that have saved, and start all again:
         # then there are wrappers that `_reach_below` hasn't signalled.
@@ -207,7 +208,8 @@ class Supervisor(Programs):
                 job.succeed(rank, b"")  # a script has no result
             elif code is not None:
                 job.fail(rank, None)
-        # No report can follow but those still in the pipes, which `end` reads.
+        # No report can follow but those still in the pipes, which `end` reads. If all codes are 0,
+        # every rank has its result, so that the job is over anyway.
         if None not in codes and any(codes):
             job.stop(LaunchError("all processes of the job have ended"))
 
@@ -254,7 +256,8 @@ class Supervisor(Programs):
             # These signals leave no time to save: the launcher, or each wrapper, ends the ranks.
             if number in (signal.SIGINT, signal.SIGKILL):
                 self._signal(self._end_signal)
-            # Ranks of this host are wrappers; a launcher is signalled only if no rank is reached.
+            # With infos, `processes` are the ranks' wrappers. Otherwise the only one is a launcher,
+            # which is signalled itself only if its ranks can't be reached.
             elif self._infos or not self._reach(self.processes[0].pid, number):
                 self._signal(number)
 
