@@ -166,7 +166,7 @@ def _group(
     """Reserve a bundle of resources on each node, until the block ends."""
     group = placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "PACK")
     try:
-        timeout_s = limit_of(timeout_s) or 0.0
+        timeout_s = limit_of(timeout_s) or 0.0  # never None, as `timeout_s` isn't
         if not group.wait(timeout_s):
             require_time(range(n_ranks), n_ranks)  # raises if the block's deadline is over
             raise LaunchError(

@@ -77,7 +77,7 @@ class Inbox:
             if count == 0:
                 raise EOFError
             self._room = self._room[count:]
-            if not self._room and self._kind is None:
+            if not self._room and self._kind is None:  # the header is whole, and a body follows
                 size, kind = _HEADER.unpack(self._data)
                 self._expect(kind, size)
         assert self._kind is not None

@@ -248,7 +248,7 @@ class RemoteWorkers(Workers):
             with contextlib.suppress(OSError):  # the rank has ended
                 messages.send(worker.channel, messages.DONE)
         super().wait_for_exits(job)
-        until = time.monotonic() + (limit_of(self._spec.exit_s) or 0.0)
+        until = time.monotonic() + (limit_of(self._spec.exit_s) or 0.0)  # never None
         while time.monotonic() < until and not self.has_ended(_POLL_S):
             # A launcher that restarts ranks would do so after a crash at exit, too.
             if job.orders.received or any(worker.wait_status for worker in self.workers):
