@@ -266,7 +266,7 @@ class _Tasks(JobRanks):
 
     def __init__(self, futures: Sequence[Future], end_job: Callable[[], None]) -> None:
         self._futures = futures
-        self._waiting = dict(enumerate(futures))
+        self._waiting = dict(enumerate(futures))  # by rank, until their outcomes are recorded
         self._end_job = end_job
 
     def poll(self, job: Job[Any], until: float) -> None:

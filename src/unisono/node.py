@@ -63,6 +63,7 @@ def refuse_rank(what: str) -> None:
 
 def count_ranks(name: str, text: str) -> int:
     """Return the number of ranks for a node, from its text."""
+    # isdigit() alone accepts "²", which int() refuses; MPI stores a number of ranks as a C int.
     if text.isascii() and text.isdigit() and 0 < int(text) < 2**31:
         return int(text)
     n_devices, kind = accelerator_count(), text.lower()

@@ -126,7 +126,7 @@ def _slots(plan: LaunchPlan, hosts: str | None) -> dict[str, int]:
             f"hosts={hosts!r} has up to {max(slots.values())} ranks on a host: pass "
             f"nproc_per_node={max(slots.values())}, not {plan.nproc_per_node}"
         )
-    if plan.nnodes not in (1, len(slots)):
+    if plan.nnodes not in (1, len(slots)):  # 1 is the default, which `hosts` overrides
         raise ArgumentError(f"hosts={hosts!r} has {len(slots)} hosts, but nnodes={plan.nnodes}")
     return slots
 
@@ -137,6 +137,7 @@ def _prepare(
     """Return horovodrun's command line and variables."""
     hosts = ",".join(f"{name}:{count}" for name, count in slots.items())
     driver = boot("from horovod.runner.launch import run_commandline; run_commandline()")
+    # Without --disable-cache, horovodrun checks hosts once an hour, though they may have changed.
     arguments = [*driver, "--gloo", "--disable-cache"]
     arguments += ["-np", str(sum(slots.values())), "-H", hosts, *(["--verbose"] * is_verbose)]
     variables = without(os.environ, OF_HOROVOD, OF_MPI, OF_TORCH)  # which override its options

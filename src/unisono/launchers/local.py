@@ -55,7 +55,7 @@ def run(script: Script) -> ScriptOutcome:
     base = {**_LOOPBACK, **without(os.environ, OF_TORCH)}  # the user's variables have priority
     for attempt in range(script.max_restarts + 1):
         outcome = _attempt(script, base, attempt)
-        if outcome.code == 0 or outcome.interrupted is not None:
+        if outcome.code == 0 or outcome.interrupted is not None:  # a signal ends the whole job
             return outcome
         if attempt < script.max_restarts:
             restart(outcome, attempt + 1, script.max_restarts)
@@ -131,7 +131,7 @@ def launch(
         raise ArgumentError(f"start_method={method!r}: use one of {', '.join(START_METHODS)}")
     check_streams()
     pickled = pickle_for_worker(entry)
-    variables = {**(environ or {}), **os.environ}
+    variables = {**(environ or {}), **os.environ}  # what the user has set has priority
     path = search_path()
 
     def task_of(info: RankInfo) -> memoryview:
@@ -240,7 +240,7 @@ def _end(server: _ForkServer) -> None:
     """End a fork server with its workers; it is killed if it doesn't end by itself."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         server.process.send_signal(number)
-        server.process.send_signal(signal.SIGCONT)
+        server.process.send_signal(signal.SIGCONT)  # a stopped server gets SIGTERM only then
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.process.wait(_END_S)
             break
@@ -284,4 +284,4 @@ def _request(server: _ForkServer, method: str, infos: Sequence[RankInfo], worker
                 socket.send_fds(server.control, [request], fds)
             finally:
                 server.control.settimeout(None)
-    workers.fork_server = server.process
+    workers.fork_server = server.process  # which `Workers` wakes if it is stopped

@@ -166,7 +166,7 @@ def _group(
     """Reserve a bundle of resources on each node, until the block ends."""
     group = placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "PACK")
     try:
-        timeout_s = limit_of(timeout_s) or 0.0
+        timeout_s = limit_of(timeout_s) or 0.0  # never None, as `timeout_s` isn't
         if not group.wait(timeout_s):
             require_time(range(n_ranks), n_ranks)  # raises if the block's deadline is over
             raise LaunchError(
@@ -190,10 +190,11 @@ def _actors(
 ) -> Iterator[tuple[list[Any], list[RankInfo]]]:
     """Start actors, `counts` of them on the nodes; yield them and their infos, then end them."""
     with _cluster(sum(counts)):
+        # Either every rank gets a device or none does.
         has_devices = ray.cluster_resources().get("GPU", 0) >= sum(counts)
         per_rank: dict[str, float] = {"CPU": 1.0, "GPU": 1.0} if has_devices else {"CPU": 1.0}
         bundles = [{name: n * amount for name, amount in per_rank.items()} for n in counts]
-        for bundle, name in zip(bundles, hosts, strict=False):
+        for bundle, name in zip(bundles, hosts, strict=False):  # no hosts: Ray chooses the nodes
             bundle[f"node:{name}"] = 0.001  # each node has 1 unit of a resource with its name
         with _group(bundles, sum(counts), timeout_s) as group:
             cls: Any = ray.remote(RankActor)
@@ -270,7 +271,7 @@ class _ActorCalls(JobRanks):
             self._record(job, ref, self._waiting.pop(ref))
 
     def end(self, job: Job[Any]) -> None:
-        self._waiting.clear()
+        self._waiting.clear()  # nothing waits for the calls: `_actors` kills the actors
 
     def _record(self, job: Job[Any], ref: Any, rank: int) -> None:
         try:
@@ -311,7 +312,7 @@ class _Programs(Programs):
         self._is_ending = False
 
     def run(self, grace_s: float) -> ScriptOutcome:
-        """Print their output until all have ended; end all if one fails."""
+        """Print the programs' output until all have ended; end all if one fails."""
         job: Job[None] = Job(self, len(self._actors), grace_s=grace_s + END_S)
         with contextlib.suppress(LaunchError):
             job.finish()
@@ -330,7 +331,7 @@ class _Programs(Programs):
     def poll(self, job: Job[Any], until: float) -> None:
         if self._seen:  # Ray may have swallowed the exception
             raise SignalledError(self._seen[0])
-        if not self._polls:
+        if not self._polls:  # a rank has failed, as otherwise the job would be over
             job.stop(LaunchError("all programs of the job have ended"))
             return
         left_s = max(0.0, min(_POLL_S, until - time.monotonic()))
@@ -341,8 +342,9 @@ class _Programs(Programs):
     def end(self, job: Job[Any]) -> None:
         """Stop the remaining programs, and wait for their end."""
         self._is_ending = True
-        if self._seen:
+        if self._seen:  # `poll` would raise again; `_actors` ends the actors with their programs
             return
+        # SIGTERM lets programs end by themselves; ranks that had a signal have had that time.
         self.signal(signal.SIGINT if job.orders.received else signal.SIGTERM)
         limit = time.monotonic() + _END_S
         while self._polls and time.monotonic() < limit:
@@ -360,7 +362,7 @@ class _Programs(Programs):
         if code is None:
             self._polls[self._actors[rank].poll.remote()] = rank
         elif code == 0:
-            job.succeed(rank, b"")
+            job.succeed(rank, b"")  # a script has no result
         else:
             self._codes[rank] = exit_code_of(code)
             job.fail(rank, None)

@@ -57,6 +57,7 @@ def _rendezvous(script: Script) -> list[str]:
         where = ["--master-addr", script.master_addr, "--master-port", str(script.master_port)]
         conf = ["--rdzv-conf", f"timeout={timeout_s}"]
         return ["--node-rank", str(script.node_rank), *where, *conf]
+    # Every node must pass the same id, so it is fixed.
     end = f"{script.master_addr}:{script.master_port}"
     conf = ["--rdzv-conf", f"join_timeout={timeout_s},read_timeout={timeout_s}"]
     return ["--rdzv-backend", "c10d", "--rdzv-endpoint", end, "--rdzv-id", "unisono", *conf]
@@ -71,7 +72,8 @@ def environment(script: Script, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the agent's variables."""
     variables = without(environ, OF_TORCH)
     variables.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, but without its warning
-    # How long the agent waits for its ranks after a signal; agents of older torch wait 30 s.
+    # How long the agent waits for its ranks after a signal, a second longer than they may take;
+    # agents of older torch wait 30 s.
     variables.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", f"{math.ceil(script.grace_s) + 1}")
     if script.may_restart:
         # https://github.com/pytorch/pytorch/issues/135712: stale keys of the previous attempt
@@ -103,7 +105,7 @@ def _wait_for_node_0(script: Script, addr: str, port: int) -> None:
     reason = _why_node_0_is_unreachable(script, addr, port, timeout_s)
     while reason is not None and (left := deadline - time.monotonic()) > 0:
         time.sleep(min(_TRY_S, left))  # a pod may start before DNS knows node 0's pod
-        limit_s = max(_TRY_S, deadline - time.monotonic())
+        limit_s = max(_TRY_S, deadline - time.monotonic())  # the last attempt needs time, too
         reason = _why_node_0_is_unreachable(script, addr, port, limit_s)
     if reason is not None:
         who = f"node {script.node_rank}" if script.node_rank is not None else "this node"

@@ -69,6 +69,7 @@ def launch(
         command = boot(_SERVE.format(plan.nproc_per_node == 1))
         return command, {**without(os.environ, OF_XLA), **environ}
 
+    # One replica runs alone, as rank 0 of 1: see `_own_rank_info`.
     size = 1 if plan.nproc_per_node == 1 else plan.nproc_per_node * plan.nnodes
     spec = LauncherSpec(
         "XLA's runtime",
@@ -93,6 +94,7 @@ class _Replicas(RemoteWorkers):
     def wait_for_exits(self, job: Job[Any]) -> None:
         """Wait for the process to exit: a thread or exit handler may still write a checkpoint."""
         assert self.process is not None
+        # The remaining time of the block's deadline; without one, there is no limit.
         if not self.has_ended(limit_of(None)):
             raise CollectiveTimeoutError(
                 "the block's deadline is over: XLA's replicas have returned, but their process "
@@ -103,6 +105,7 @@ class _Replicas(RemoteWorkers):
 
     def end(self, job: Job[Any]) -> None:
         """End the new process and its children, and close their connections."""
+        # First, as signals on the status sockets are read by no one here.
         self.end_launcher()
         super().end(job)
 
@@ -110,7 +113,7 @@ class _Replicas(RemoteWorkers):
         return 1  # another replica of the same process may have ended it
 
     def lost(self, job: Job[Any], rank: int) -> LaunchError:
-        self.end_launcher()
+        self.end_launcher()  # its exit code and last lines are known only then
         return self.early_end(job)
 
     def early_end(self, job: Job[Any]) -> WorkerFailedError:
@@ -171,7 +174,7 @@ def serve(is_alone: bool) -> NoReturn:
     join_threads()
     run_exit_handlers()
     flush()
-    os._exit(0)
+    os._exit(0)  # the steps of an exit are done above, in the order of `lifetime`
 
 
 def _after_fork() -> None:
@@ -194,7 +197,7 @@ def _replica(_rank: int) -> None:
     channel, status = child.link.connect(b"c", who), child.link.connect(b"s", who)
     status.sendall(f"{os.getpid()}p".encode())
     task = receive_task(channel)
-    if task is None:
+    if task is None:  # the job has ended already
         os._exit(1)
     messages.OWN.set(messages.OwnChannel(channel))
     try:

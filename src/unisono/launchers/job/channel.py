@@ -72,12 +72,12 @@ class Inbox:
                 count = self._channel.recv_into(self._room, 0, self._flags)
             except BlockingIOError:
                 return None
-            except OSError:
+            except OSError:  # the other side has reset it, which is an end, too
                 count = 0
             if count == 0:
                 raise EOFError
             self._room = self._room[count:]
-            if not self._room and self._kind is None:
+            if not self._room and self._kind is None:  # the header is whole, and a body follows
                 size, kind = _HEADER.unpack(self._data)
                 self._expect(kind, size)
         assert self._kind is not None

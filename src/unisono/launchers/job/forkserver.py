@@ -122,7 +122,7 @@ class _Orphans:
         ended = _reap(workers)
         here = _children(os.getpid()).difference(workers.values())
         here = {pid for pid in here if not _has_ended(pid)}
-        if any(ended):
+        if any(ended):  # one has failed, so what it left behind must end
             self.are_ending, self._until = True, time.monotonic() + _TERM_S
         doomed = _in_group(self._group, here - self._spared) if self.are_ending else set()
         is_over = time.monotonic() >= self._until
@@ -186,12 +186,12 @@ def serve(control: socket.socket, parent: int, work: Callable[[int, int], None] 
     on_term = signal.signal(signal.SIGTERM, lambda number, _: orders.append(number))
     wake_read, wake_write = wake_by_signals()
     workers: dict[socket.socket, int] = {}
-    orphans, is_wanted = _Orphans(os.getpgrp()), True
+    orphans, is_wanted = _Orphans(os.getpgrp()), True  # until the parent needs no more
     while is_wanted or workers or orphans.are_ending:
         by_fd = {status.fileno(): status for status in workers}
         ready = _ready([wake_read, *by_fd, *([control.fileno()] if is_wanted else [])])
         _drain(wake_read)
-        if orders or os.getppid() != parent:
+        if orders or os.getppid() != parent:  # this process ends only after it has reaped them
             is_wanted = False
             _signal(workers.values(), signal.SIGKILL)
         elif control.fileno() in ready:
@@ -249,6 +249,7 @@ def _start_worker(
     on_term: Any,
 ) -> bool:
     """Process one request; return whether the parent may send more."""
+    # Both requests, fork and exec, have 4 bytes; they come with 5 descriptors.
     request, fds, _, _ = socket.recv_fds(control, 4, 5)
     if not request:
         return False
@@ -287,13 +288,14 @@ def _fork(
     if pid:
         return pid
     try:
+        # Undo what `serve` has set for its own process.
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, on_term or signal.SIG_DFL)
         for fd in inherited:
             os.close(fd)
         channel = fds.pop()
-        for target, fd in enumerate(fds):
+        for target, fd in enumerate(fds):  # all above 2, as the server's own streams are open
             os.dup2(fd, target)
             os.close(fd)
         work(channel, parent)
@@ -370,7 +372,7 @@ def main(control_fd: int, parent: int, preload: bool) -> None:
     control = socket.socket(fileno=control_fd)
     work: Callable[[int, int], None] | None = None
     if preload:
-        gc.disable()
+        gc.disable()  # the import makes objects that `prepare_for_forks` freezes anyway
         from unisono.launchers.job.worker import work
 
         for name in LIKELY:

@@ -87,7 +87,8 @@ class Job(Generic[T]):
         self.ranks = ranks
         self.orders: Orders = Orders(grace_s or 0.0)
         self.reset(range(world_size) if expected is None else expected, world_size)
-        self._forwarded = () if grace_s is None else ranks.forwarded  # none without a grace time
+        # Without a grace time, a signal ends this process, and the ranks with it.
+        self._forwarded = () if grace_s is None else ranks.forwarded
         self._error: LaunchError | None = None
         self._is_ended = False
 
@@ -181,10 +182,11 @@ class Job(Generic[T]):
         """Wait until every rank has its task, or one has failed."""
         try:
             while self.ranks.are_starting() and not self.failures:
+                # No grace time, as a rank without its task reports no error of its own.
                 self.poll(self._require_time(0.0))
                 if self._error is not None:
                     raise _copy(self._error)
-        except BaseException:  # as in `finish`
+        except BaseException:  # as in `_finish`: no rank is left running
             self.terminate()
             raise
 
@@ -247,6 +249,7 @@ class Job(Generic[T]):
     def poll(self, *limits: float | None) -> None:
         """Wait for changes of ranks, at most until the first limit, and record them."""
         ends = [limit for limit in (*limits, self.orders.until) if limit is not None]
+        # After a signal only the grace time decides: see `_is_over`.
         if self._counts_failures() and self.orders.until is None:
             ends.append(self.failures.decide_at)
         self.ranks.poll(self, min([time.monotonic() + _POLL_S, *ends]))

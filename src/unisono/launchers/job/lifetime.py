@@ -108,11 +108,12 @@ def _end_fork(error: BaseException | None) -> NoReturn:
     """Exit as Python would: with the code of this exception, if any."""
     code = 0 if error is None else WorkerFailedError.exit_code_of(error)
     with contextlib.suppress(Exception):  # stderr may be closed, or a user's object
-        if code is None and error is not None:
+        if code is None and error is not None:  # an exception other than SystemExit
             sys.stderr.write(traceback_of(error))
         elif isinstance(error, SystemExit) and not isinstance(error.code, int | None):
             sys.stderr.write(f"{error.code}\n")
     flush()
+    # SystemExit may have any integer, of which the system keeps the low byte.
     os._exit(1 if code is None else code & 0xFF)
 
 

@@ -85,6 +85,7 @@ class RankStream:
 
     def _put(self, text: str) -> None:
         if text:
+            # After an unfinished line that `flush` has written, `text` continues that line.
             start = self._prefix if self._is_at_start else ""
             lines = text.removesuffix("\n").replace("\n", f"\n{self._prefix}")
             self._stream.write(start + lines + "\n" * text.endswith("\n"))
@@ -121,7 +122,7 @@ class Pipes:
                 stdin=None if terminal else subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=subprocess.PIPE,
-                pass_fds=terminal,
+                pass_fds=terminal,  # for the rank's program, whose wrapper writes to the pipes
                 start_new_session=True,
                 bufsize=0,
             )
@@ -143,13 +144,13 @@ class Pipes:
 
     def read(self, timeout_s: float) -> list[tuple[int, bytes]]:
         """Wait for output; return pairs of 1 for stdout or 2 for stderr, and a line."""
-        if not self.open:
+        if not self.open:  # callers call this in a loop until their processes have ended, too
             time.sleep(max(0.0, min(timeout_s, _POLL_S)))
             return []
         found = []
         for key, _ in self.selector.select(max(0.0, timeout_s)):
             chunk = os.read(key.fd, 65536)
-            if not chunk:
+            if not chunk:  # the pipe's end, at which `_lines` returns an unfinished line
                 self._end(key.fileobj)
             if key.data in self.logs:
                 self.logs[key.data].write(chunk)

@@ -103,7 +103,7 @@ class _Pickler(Pickler):  # type: ignore[misc]
 
     def _register_module(self, name: Any) -> None:
         """Send a module's definitions by value unless the worker can import it."""
-        if not isinstance(name, str) or name in self._seen:
+        if not isinstance(name, str) or name in self._seen:  # `__module__` may be any object
             return
         self._seen.add(name)
         module = sys.modules.get(name)
@@ -156,6 +156,7 @@ def _define(definitions: dict[str, dict[str, Any]], sources: dict[str, str]) -> 
     for file, text in sources.items():
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     for name, objects in definitions.items():
+        # A new module would hide one that can be imported.
         if name not in sys.modules and not _can_be_found(name):
             sys.modules[name] = ModuleType(name)
         if name in sys.modules:

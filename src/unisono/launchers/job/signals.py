@@ -53,9 +53,9 @@ class Orders:
         if self.began_at is None:
             self.began_at, self.until = now, now + (self.grace_s if is_to_save else END_S)
             return number
-        if is_to_save and now < self.began_at + _TWICE_S:
+        if is_to_save and now < self.began_at + _TWICE_S:  # a repeat of the first one
             return 0
-        self.until = now
+        self.until = now  # the grace time is over
         return signal.SIGKILL
 
 
@@ -100,7 +100,7 @@ def signals(is_once: bool = False) -> Iterator[list[int]]:
 
     def stop(number: int, _: Any) -> None:
         seen.append(number)
-        if is_once and len(seen) > 1:
+        if is_once and len(seen) > 1:  # the block may be ending ranks by now
             return
         raise SignalledError(number)
 

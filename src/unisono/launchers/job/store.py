@@ -35,7 +35,7 @@ def host(plan: LaunchPlan) -> tuple[Any, LaunchPlan]:
     # For ranks of one host the store listens on the loopback at a port of the kernel's choice, so
     # that no other job can take the port and no other host can reach it. For several hosts it
     # listens at `master_addr`, or at every address if that name isn't this host's.
-    if plan.init_method is not None:
+    if plan.init_method is not None:  # the ranks meet there instead
         return None, plan
     if plan.node_rank != 0:  # node 0 hosts it
         return None, replace(plan, store_is_hosted=True)

@@ -79,7 +79,7 @@ def work(channel_fd: int, parent: int) -> NoReturn:
     die_with(parent)
     channel = socket.socket(fileno=channel_fd)
     task = receive_task(channel)
-    if task is None:
+    if task is None:  # the job has ended, and nobody reads a report
         os._exit(1)
     # From here on `_watch` ends this process with its parent, even if the function blocks.
     ended, all_done = threading.Event(), threading.Event()
@@ -116,7 +116,7 @@ def _wait_for_peers(
     if not all_done.wait(PEERS_S):
         error = CollectiveError(f"{why}, and other ranks may wait for it: the job ends")
         messages.send(channel, messages.ERROR, pickle.dumps(describe(error)))
-        ended.wait(PEERS_S)
+        ended.wait(PEERS_S)  # until the parent has read it, and ends this rank
 
 
 def _pickle(result: object) -> bytes:
@@ -164,7 +164,7 @@ def _watch(
             tasks.put(message[1])
     if message is None:  # the parent has ended, perhaps by a crash
         os.kill(os.getpid(), signal.SIGKILL)
-    flush()
+    flush()  # SIGTERM would discard the buffers
     ended.set()  # a failed rank waits only for this
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -188,7 +188,7 @@ def describe(error: BaseException) -> Failure:
 def _is_about_a_peer(error: BaseException | None) -> bool:
     """Return whether an exception, or its cause, is about another rank's failure."""
     seen: set[int] = set()
-    while error is not None and id(error) not in seen:
+    while error is not None and id(error) not in seen:  # users may set causes in a cycle
         if isinstance(error, PeerFailedError):
             return True
         seen.add(id(error))

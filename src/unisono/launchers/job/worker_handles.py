@@ -101,6 +101,7 @@ class Workers(JobRanks):
     def poll(self, job: Job[Any], until: float) -> None:
         """Wait briefly for any worker, and record changes."""
         left = min(_TICK_S, until - time.monotonic())
+        # New at each call, as the sockets to watch, and their events, change between calls.
         with selectors.DefaultSelector() as selector:
             self._register(job, selector)
             ready = [key.data for key, _ in selector.select(max(0.0, left))]
@@ -177,7 +178,7 @@ class Workers(JobRanks):
         self._wait_for_ends(job, _STATUS_S)
         left = self._running
         for worker in left:
-            worker.has_ended = True
+            worker.has_ended = True  # nothing waits for it any more
         if left:
             _log.warning(
                 "ranks %s of %d (processes %s) don't end, though they were killed",
@@ -261,6 +262,7 @@ class Workers(JobRanks):
         worker.unread = _STATUS.sub(b"", worker.unread)
         for number, kind in reports:
             self._record_status(job, worker, int(number), kind)
+        # Closed: the process that would report the worker's end is gone.
         if not received and not worker.has_ended:
             self._record_end(job, worker, None)
 

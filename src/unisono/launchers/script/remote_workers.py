@@ -90,7 +90,7 @@ class _RankListener:
 
     def register(self, selector: BaseSelector) -> None:
         """Register the sockets that become readable as ranks connect."""
-        if self.sock.fileno() >= 0:
+        if self.sock.fileno() >= 0:  # -1 once it is closed, after all ranks have connected
             selector.register(self.sock, EVENT_READ, self._accept)
         wake = self._pending.wake
         if wake.fileno() >= 0:
@@ -106,7 +106,7 @@ class _RankListener:
     def _admit(self, sock: socket.socket) -> tuple[bytes, Any] | None:
         """Return a connection's kind and hello; unpickle nothing before the rank's proof."""
         keep_alive(sock)
-        kind = answer(sock, self.link.token.encode(), 1)
+        kind = answer(sock, self.link.token.encode(), 1)  # one byte, from `Link.connect`
         message = None if kind is None else messages.receive(sock)
         return None if kind is None or message is None else (kind, pickle.loads(message[1]))
 
@@ -146,14 +146,14 @@ class RemoteWorkers(Workers):
         self.process: subprocess.Popen[bytes] | None = None
         self.pipes: Pipes = Pipes()
         self._reader: threading.Thread | None = None
-        self._has_read = threading.Event()
+        self._has_read = threading.Event()  # ends `_reader`, as `pass_on` reads from then on
         self.last: deque[str] = deque(maxlen=self.n_last)
         self._spec, self._entry, self._environ = spec, entry, environ
         self._listener = _RankListener(spec, held)
         self.link: Link = self._listener.link
         self._begin = self._arrived_at = time.monotonic()
-        self._ended_at, self._is_reported = 0.0, False
-        self._attempt: tuple[object, ...] = ()
+        self._ended_at, self._is_reported = 0.0, False  # the launcher's early end
+        self._attempt: tuple[object, ...] = ()  # what identifies it: see `_begin_attempt`
 
     def start(self, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
         """Start the launcher."""
@@ -209,6 +209,7 @@ class RemoteWorkers(Workers):
     def early_end(self, job: Job[Any]) -> LaunchError:
         """Return the error of a launcher that ended before its ranks were done."""
         assert self.process is not None
+        # Connections of its ranks may end before the launcher itself does.
         code = self.process.returncode if self.has_ended(_TERM_S) else None
         how = "doesn't end" if code is None else f"ended with exit code {exit_code_of(code)}"
         connected = {worker.rank for worker in self.workers}
@@ -242,12 +243,12 @@ class RemoteWorkers(Workers):
 
     def wait_for_exits(self, job: Job[Any]) -> None:
         """Notify all ranks that the job is done, and wait for them and the launcher to exit."""
-        self._listener.close()
+        self._listener.close()  # the job has its results, so no rank may join it now
         for worker in self.workers:
             with contextlib.suppress(OSError):  # the rank has ended
                 messages.send(worker.channel, messages.DONE)
         super().wait_for_exits(job)
-        until = time.monotonic() + (limit_of(self._spec.exit_s) or 0.0)
+        until = time.monotonic() + (limit_of(self._spec.exit_s) or 0.0)  # never None
         while time.monotonic() < until and not self.has_ended(_POLL_S):
             # A launcher that restarts ranks would do so after a crash at exit, too.
             if job.orders.received or any(worker.wait_status for worker in self.workers):
@@ -298,6 +299,7 @@ class RemoteWorkers(Workers):
             job.stop(LaunchError(f"ranks {job.late} were not done after {spec.limit_s:g} s"))
         if job.orders.received and not self.workers:
             job.stop(LaunchError("the job was ended before its ranks had connected"))
+        # The first rank's start may take long, as in a queue; the others follow it.
         limit_s = _ARRIVE_S if self.workers else spec.start_s
         if len(self.workers) < spec.n_ranks and now > self._arrived_at + limit_s:
             missing = sorted(set(job.late) - {worker.rank for worker in self.workers})
@@ -322,7 +324,7 @@ class RemoteWorkers(Workers):
         assert isinstance(who, RankInfo)
         who = self.with_node(who)
         self._begin_attempt(job, who, environ.get("TORCHELASTIC_RESTART_COUNT"))
-        variables = {**self._environ, **environ}
+        variables = {**self._environ, **environ}  # the rank's own have priority
         task = task_message(self._entry, who, variables, search_path(), os.getcwd())
         self.workers.append(Worker(who.rank, channel, status, task))
         if len(self.workers) == self._spec.n_ranks and not self._spec.may_start_again:
@@ -400,8 +402,9 @@ def run_function(
         held = failing.enter_context(ExitStack())
         arguments, variables = prepare(replace(script, program=boot(), is_function=True), held)
         workers = ranks(spec, pickled, environ, held)
-        first = (script.node_rank or 0) * (spec.n_own or 0)
+        first = (script.node_rank or 0) * (spec.n_own or 0)  # 0 if all ranks connect here
         expected = range(first, first + spec.n_ranks)
+        # Without a grace time, signals end this process, and the ranks with it.
         job: Job[Any] = Job(workers, spec.world_size, expected, grace_s=script.grace_s or None)
         try:
             workers.start(dying_with(os.getpid(), spec.end_signal, list(arguments)), variables)

@@ -121,7 +121,7 @@ def rank_infos(counts: Sequence[int], addr: str, port: int) -> list[RankInfo]:
             len(counts),
             addr,
             port,
-            source="torchrun",
+            source="torchrun",  # as a program finds by the variables of `env_for`
             store_is_hosted=True,
         )
         for rank, (local_rank, local_world_size, node_rank) in enumerate(places)

@@ -118,18 +118,19 @@ class Supervisor(Programs):
         super().__init__(script.token)
         self.processes: list[subprocess.Popen[bytes]] = []
         self._script = script
+        # With infos there is no launcher: `local.run` restarts all ranks with a new supervisor.
         self._restarts = script.may_restart and not infos
         self._end_signal = end_signal
         self._reach = reach or self._reach_below
         self._infos = infos
         self._ranks = [info.rank for info in infos] or [_LAUNCHER]
         self._pipes = Pipes()
-        self._unsent: list[int] = []
-        self._signalled: set[Any] = set()
-        self._codes: list[int | None] = []
+        self._unsent: list[int] = []  # signals for the next `poll`
+        self._signalled: set[Any] = set()  # wrappers that `_reach_below` has signalled
+        self._codes: list[int | None] = []  # exit codes before `end` signals any process
         self._attempt = 0  # the failures of earlier attempts have been reported
-        self._restart_at = math.inf
-        self._of_launcher: list[bytes] = []
+        self._restart_at = math.inf  # when to print that ranks restart; set by `note`
+        self._of_launcher: list[bytes] = []  # lines that may explain a failure without a report
 
     def start(
         self, arguments: Sequence[str], environ: Mapping[str, str], terminal: Sequence[int] = ()
@@ -138,10 +139,11 @@ class Supervisor(Programs):
         self.processes.append(self._pipes.start(arguments, environ, terminal=terminal))
 
     def run(self) -> ScriptOutcome:
-        """Print their output until all have ended; end all if one fails."""
+        """Print the processes' output until all have ended or one fails, and end the others."""
         grace_s = self._script.grace_s + END_S  # a rank's wrapper ends its program before
         job: Job[None] = Job(self, len(self._ranks), self._ranks, grace_s=grace_s)
         try:
+            # `_outcome` finds the reason by itself.
             with contextlib.suppress(LaunchError, CollectiveTimeoutError):
                 job.finish()
         finally:
@@ -169,6 +171,7 @@ class Supervisor(Programs):
         """Record a report, which ends the job unless the launcher may restart it."""
         if not self._restarts:
             super().note(job, report)
+        # A late report of an attempt that `_restart` has printed already is dropped.
         elif report.attempt >= self._attempt:
             self.reports.append(report)
             # The launcher doesn't restart after the last attempt, which `_outcome` reports.
@@ -184,28 +187,37 @@ class Supervisor(Programs):
             show(target, line)
 
     def poll(self, job: Job[Any], until: float) -> None:
-        """Print their output, and record the processes that have ended."""
+        """Print the processes' output, and record which of them have ended."""
         self._forward_signals()
+        # With `_restarts`, `processes` holds a launcher alone, instead of one process for each rank
+        # of this host; the wrappers of ranks are found below it.
         may_restart = self._restarts and job.orders.received
-        # A launcher may see a failure in the end of ranks that have saved, and start all again.
+        # A launcher may see a failure in the end of ranks that have saved, and start all again:
+        # then there are wrappers that `_reach_below` hasn't signalled.
         if may_restart and not _below(self.processes[0].pid) <= self._signalled:
             job.stop(LaunchError("ranks that a signal had ended were started again"))
+        # Before the exit codes, as a rank's report explains its failure better than its code does.
         self.pass_on(job, self._pipes.read(min(_POLL_S, until - time.monotonic())))
+        # `note` sets this time at a report; after a signal to end, no restart follows.
         if time.monotonic() > self._restart_at and not job.orders.received:
             self._restart()
         codes = [process.poll() for process in self.processes]
+        # Each call records all codes again, which changes neither a result nor a first failure.
         for rank, code in zip(self._ranks, codes, strict=True):
             if code == 0:
-                job.succeed(rank, b"")
+                job.succeed(rank, b"")  # a script has no result
             elif code is not None:
                 job.fail(rank, None)
-        if None not in codes and any(codes):  # no report can follow
+        # No report can follow but those still in the pipes, which `end` reads. If all codes are 0,
+        # every rank has its result, so that the job is over anyway.
+        if None not in codes and any(codes):
             job.stop(LaunchError("all processes of the job have ended"))
 
     def end(self, job: Job[Any]) -> None:
         """Stop the remaining processes gracefully, within seconds, and drain their output."""
         is_signalled = bool(job.orders.received)
-        if not self._infos and not is_signalled:  # a launcher ends its job by itself
+        # A launcher ends its job by itself after a failure; without one, `began_at` is long past.
+        if not self._infos and not is_signalled:
             self._read_until(job, job.failures.began_at + _OWN_END_S)
         begin = time.monotonic()
         self._codes = [process.poll() for process in self.processes]  # without our signals
@@ -213,14 +225,16 @@ class Supervisor(Programs):
         first: int = signal.SIGTERM if self._infos else self._end_signal
         if is_signalled:
             first = 0  # sends nothing: the ranks have had a signal, and are ending
+        # At a second signal, wrappers kill their programs; `run` kills the processes that remain.
         for number, wait_s in ((first, END_S), (self._end_signal, _KILL_S)):
             self._signal(number)
             self._read_until(job, time.monotonic() + wait_s)
+        # Children of ended processes may hold the pipes open; any other process is killed next.
         if all(process.poll() is not None for process in self.processes):
             self._read_until(job, begin + _DRAIN_S)
 
     def _restart(self) -> None:
-        """Report the failed attempt after which the launcher restarts all ranks."""
+        """Print why an attempt failed after which the launcher restarts all ranks."""
         self._attempt = max(report.attempt for report in self.reports) + 1
         restart(verdict(self.reports), self._attempt, self._script.max_restarts)
         self._restart_at = math.inf
@@ -228,7 +242,7 @@ class Supervisor(Programs):
         self._of_launcher.clear()
 
     def _read_until(self, job: Job[Any], limit: float) -> None:
-        """Print their output until all have ended and closed it."""
+        """Print the processes' output until all have ended and closed it, or until `limit`."""
         while time.monotonic() < limit:
             has_ended = all(process.poll() is not None for process in self.processes)
             if has_ended and not self._pipes.open:
@@ -242,6 +256,8 @@ class Supervisor(Programs):
             # These signals leave no time to save: the launcher, or each wrapper, ends the ranks.
             if number in (signal.SIGINT, signal.SIGKILL):
                 self._signal(self._end_signal)
+            # With infos, `processes` are the ranks' wrappers. Otherwise the only one is a launcher,
+            # which is signalled itself only if its ranks can't be reached.
             elif self._infos or not self._reach(self.processes[0].pid, number):
                 self._signal(number)
 
@@ -262,6 +278,7 @@ class Supervisor(Programs):
     def _lost(self) -> list[Report]:
         """Return reports of ranks whose wrapper failed by itself, and without a report."""
         reported = {report.rank for report in self.reports}
+        # A code of None is of a process that ran until `end` signalled it.
         return [
             Report(
                 info.rank,
@@ -284,9 +301,10 @@ class Supervisor(Programs):
             return outcome(job, self.reports)
         codes = [process.returncode for process in self.processes]
         if not job.failures and not any(codes):  # reports of repeated attempts don't count
-            if self._restart_at < math.inf:
+            if self._restart_at < math.inf:  # the new attempt ended before `poll` printed it
                 self._restart()
             return ScriptOutcome(0)
+        # The first code that isn't 0 counts: one from before this process's signals, if any.
         return outcome(job, [*self.reports, *self._lost()], [*self._codes, *codes])
 
 
@@ -313,6 +331,7 @@ def outcome(
         number = job.orders.received[0]
         have_saved = number in TO_SAVE and not job.late and not job.failures
         code = 0 if have_saved else exit_code_of(-number)
+        # A secondary failure may follow from the end of a rank that the signal has ended.
         known = [each for each in reports if not each.is_secondary]
         return replace(verdict(known), code=code, interrupted=number)
     found = verdict(reports)
@@ -383,6 +402,7 @@ class _Rank:
                     show(target, line)
         code = process.wait()
         if code != 0:
+            # By this cause, `describe` marks the failure as a consequence of another rank's.
             is_secondary = report is not None and report.is_secondary
             cause = PeerFailedError("another rank failed") if is_secondary else None
             raise ScriptEndedError(exit_code_of(code), report) from cause
@@ -393,13 +413,14 @@ def run_as_function(script: Script, launch: Callable[..., Any]) -> ScriptOutcome
     for name in ("hosts", "max_restarts", "timeout_s", "options"):
         if getattr(script, name):
             raise ArgumentError(f"this launcher does not support --{name.replace('_', '-')}")
+    # Once, as a second exception would interrupt the launcher while it ends its ranks.
     with signals(is_once=True) as seen:
         try:
             launch(_Rank(script, run_variables(os.environ)), script.plan())
         except BaseException as error:  # a launcher may convert the exception that a signal raises
             if not seen:
                 return _outcome_of(error, script.world_size)
-    if seen:
+    if seen:  # `launch` may have returned without an exception, or before its ranks ended
         return ScriptOutcome(exit_code_of(-seen[0]), interrupted=seen[0], is_ended=False)
     return ScriptOutcome(0)
 
@@ -413,5 +434,6 @@ def _outcome_of(error: BaseException, world_size: int) -> ScriptOutcome:
         cause = cause.__cause__ or cause.__context__  # the launcher's error may wrap it
     if not isinstance(error, WorkerFailedError) or not error.exit_code:
         raise error
+    # The error names neither the host nor the process.
     report = Report(error.rank, world_size, "unknown", -1, error.exit_code)
     return verdict([replace(report, words=error.traceback or str(error))])

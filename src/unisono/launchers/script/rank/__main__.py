@@ -32,7 +32,7 @@ def _load_package() -> None:
 def main() -> None:
     """Run the program of the command line, and exit as it does."""
     options, program = json.loads(sys.argv[1]), sys.argv[2:]
-    _load_package()
+    _load_package()  # before all imports from it
     from unisono.launchers.job.forkserver import die_with, end_with
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's "&" ignores it
@@ -40,7 +40,7 @@ def main() -> None:
     if "exec" in options:  # a launcher, which ends with the process that requested it
         end_with(parent, options["exec"])
         os.execvp(program[0], program)
-    die_with(parent, signal.SIGTERM)
+    die_with(parent, signal.SIGTERM)  # at which this wrapper ends its program: see `Orders`
     from unisono.launchers.job.wrapper import end_like
     from unisono.launchers.script.rank.program import RankOptions, run
 

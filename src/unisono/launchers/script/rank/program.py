@@ -120,6 +120,7 @@ class _Running:
     def __init__(self, info: RankInfo | None, options: RankOptions) -> None:
         self._info, self._token, self._terminal = info, options.token, options.terminal
         self._prefix = options.prefix(info)
+        # A rank without a local number is always shown.
         shown = options.local_ranks
         self._is_hidden = bool(shown and info and info.local_rank not in (None, *shown))
         self._last: deque[bytes] = deque(maxlen=_LAST_LINES)
@@ -153,7 +154,7 @@ class _Running:
             os.setpgid(0, 0)
             die_with(parent, signal.SIGKILL)
 
-        self._wake, _ = wake_by_signals()
+        self._wake, _ = wake_by_signals()  # before the start, as its end may follow at once
         out, err = self._terminal or (subprocess.PIPE, subprocess.PIPE)
         self._process = subprocess.Popen(
             program,
@@ -178,6 +179,7 @@ class _Running:
             self._forward_signals()
             self._print(self._pipes.read(self._wait_s(ended_at is not None)))
             self._warn_if_stopped()
+            # Children that hold the pipes open get little time, and none after a signal.
             if ended_at and (self.signals or time.monotonic() > ended_at + _DRAIN_S):
                 break
         self._print(self._pipes.rests())
@@ -200,10 +202,11 @@ class _Running:
         _write(2, self._prefix + f"warning: {who} {text}\n".encode())
 
     def _wait_s(self, has_ended: bool) -> float:
-        if has_ended:
+        if has_ended:  # no event marks the end of `_DRAIN_S`
             return _DRAIN_S / 10
         if self._orders.until is None:
             return _POLL_S
+        # Not 0, as this loop would spin until SIGKILL takes effect.
         return min(_POLL_S, max(0.01, self._orders.until - time.monotonic()))
 
     def _print(self, lines: Iterable[tuple[int, bytes]]) -> None:
@@ -271,6 +274,7 @@ class _Running:
     def _report(self, code: int) -> Report:
         info = self._info
         text = b"".join(self._last).decode(errors="replace")
+        # With any other exit code, lines after a traceback show that the program has caught it.
         raised, place = last_exception(text, _MOST_AFTER if code == _UNCAUGHT else 0)
         if code < 0 or self._terminal:  # it raised nothing, or the terminal showed it
             raised, place = "", ""
