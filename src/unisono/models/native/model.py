@@ -364,6 +364,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
 
     def _run(self, call: str, group: Group | None, start: Callable[..., Any], *args: Any) -> None:
         """Run one operation to completion. Collective over `group`."""
+        # Without other ranks to watch, or on an accelerator, torch's own wait is enough.
         if not self._is_watched:
             try:
                 start(*args, _handle(group))
@@ -389,6 +390,8 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
     ) -> None:
         check = Wait(self.control, group, call, step, until)
         while True:
+            # Read before the wait: an error of an operation that was over is its own, while any
+            # other error may be only the end of a slice.
             is_over = not self._is_watched or work.is_completed()
             try:
                 if is_over:

@@ -128,12 +128,12 @@ class Rendezvous:
             return False
         try:
             addr, port = parts.hostname, parts.port
-        except ValueError:
+        except ValueError:  # the port isn't a number in range
             addr, port = parts.hostname, None
         if addr is None or port is None:
             raise ArgumentError(f"init_method={url!r} should be tcp://HOST:PORT")
         there = {"master_addr": addr, "master_port": port, "source": "init_method"}
-        self._private = ""
+        self._private = ""  # the user's own address replaces the launcher's file
         self.info = replace(self.info, **there, store_is_hosted=False)  # type: ignore[arg-type]
         return True
 
@@ -152,7 +152,7 @@ class Rendezvous:
         is_host = info.rank == 0 and not info.store_is_hosted
         addr, port = info.master_addr, info.master_port
         try:
-            socket.getaddrinfo(addr, port)
+            socket.getaddrinfo(addr, port)  # only for its error, without a wait until the deadline
         except OSError as error:
             raise ContextError(
                 f"{self._where()}: the host doesn't resolve: {error}; correct {self._source()}"
@@ -291,6 +291,7 @@ class Rendezvous:
 
     def _wait_for_listener(self, addr: str, port: int) -> None:
         """Wait for a listener, because torch's own attempts take up to three times as long."""
+        # Also after the deadline the time limit of an attempt must be positive.
         while reason := why_unreachable(addr, port, max(_TRY_S, self._until - time.monotonic())):
             now = time.monotonic()
             if now + _TRY_S > self._until:

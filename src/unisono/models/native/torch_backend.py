@@ -80,6 +80,7 @@ def _in_memory(name: str, at: int, count: int, is_list: bool = True) -> Callable
             with self._operation(name, tensor) as token:
                 if method(self, host, tensor, opts, *args[:at], *args[at + 1 :]) is False:
                     return _start_recorded(token, by_gloo)
+            # Torch's first argument has the outputs, whichever argument's memory is shared.
             return _done(args[0] if is_list else [args[0]])
 
         return call
@@ -216,7 +217,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     def _compare(self, call: str, tensor: Tensor | None = None, value: bytes = b"") -> list[bytes]:
         """Compare the ranks' calls, and return the value that each rank adds."""
         if tensor is not None:
-            call = f"{call} of {str(tensor.dtype)[6:]}[{tensor.numel()}]"
+            call = f"{call} of {str(tensor.dtype)[6:]}[{tensor.numel()}]"  # without "torch."
         where = site()
         head = call_head(call, where)
         blobs = self._control.exchange(head + value, self._group)
@@ -249,7 +250,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
             return False
         mine = _reducible(tensor, op)
         total = host.all_reduce(mine, op) if dst is None else host.reduce(mine, dst, op)
-        if total is not None:
+        if total is not None:  # else this rank isn't `dst`
             _copy_back(total, tensor)
         return True
 
@@ -357,6 +358,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         is_even = not any(sizes) and _is_multiple(output, tensor, 1)
         size = b"%d" % tensor.numel() if is_even else b""  # which only some ranks may have
         every = self._compare(f"all_to_all of {str(tensor.dtype)[6:]}", None, size)
+        # All ranks decide alike, as gloo must carry the call on every rank or on none.
         if not size or any(other != size for other in every):
             return False
         _copy_back(host.all_to_all(_memory_of(tensor).view(host.size, -1)), output)
@@ -480,6 +482,7 @@ def _can_reduce(tensor: Tensor, op: ReduceOp) -> bool:
 
 def _has_memory(tensor: Any) -> bool:
     """Return whether a tensor has readable memory, whatever its class, which ranks may vary."""
+    # A subclass with a dispatch of its own, such as DTensor, may have no memory itself.
     return (
         isinstance(tensor, Tensor)
         and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
@@ -540,6 +543,7 @@ def _after_fork() -> None:
 
 def _at_exit() -> None:
     """Report an orderly departure, unless an exception ended the program."""
+    # The interpreter sets this attribute when it prints an uncaught exception.
     if not hasattr(sys, "last_type"):
         for group in list(_alive):
             group._control.report_departure("ended its program")

@@ -138,7 +138,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         graph = setup.load_graph()
         topology = graph.replica()
         n_made = 1 if topology is None else topology.world_size
-        if info.world_size not in (1, n_made):
+        if info.world_size not in (1, n_made):  # 1: no launcher has set variables
             raise ContextError(
                 f"{backend}: {info.source} reports rank {info.rank} of {info.world_size}, but "
                 f"XLA's runtime has {n_made} here: start the replicas with spawn or "
@@ -339,6 +339,7 @@ def _average(model: ComputationModel, optimizer: Any) -> None:
         for dtype in sorted({parameter.dtype for parameter in trained}, key=str):
             members = [parameter for parameter in trained if parameter.dtype == dtype]
             grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in members]
+            # Summed beside the gradients, these count the ranks that have each gradient.
             has = torch.tensor([p.grad is not None for p in members])
             wide = torch.float64 if dtype is torch.float64 else torch.float32
             parts = [grad.detach().reshape(-1).to(wide) for grad in grads]
