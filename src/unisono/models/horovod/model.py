@@ -136,6 +136,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
         self.control.close()
         if not (self._is_owner and self.is_alive()):
             return
+        # `limit_of` returns no None here, as each context of Horovod has a timeout.
         _leave(self._end, (limit_of(self.control.timeout_s) or 0.0) + _LEAVE_S)
 
     def _end(self) -> None:

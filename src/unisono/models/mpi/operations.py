@@ -226,6 +226,7 @@ class MPICalls:
 
         def act() -> T:
             with self.mapped_errors(name):
+                # Without a limit, MPI's own call waits for the ranks.
                 absent = limit_s is not None and bounded_barrier(mpi, comm, ranks, limit_s, name)
                 if not absent:
                     return call()

@@ -166,7 +166,7 @@ class EndOfJob:
 
     def end_at_exit(self, why: str) -> None:
         """End all ranks when this process exits, instead of waiting for them there."""
-        if not self._reason:
+        if not self._reason:  # the first reason has registered the call
             LastCalls.add(self.end, ends_peers=why)
         self._reason = self._reason or why
 

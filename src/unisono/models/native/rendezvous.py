@@ -65,6 +65,7 @@ def gloo_interface(info: RankInfo) -> str:
     """Return gloo's network interface; empty for the one of the host's name."""
     if is_one_host(info) or is_loopback(info.master_addr or ""):
         return "lo"
+    # Without a known number of nodes, only the route to MASTER_ADDR shows an interface.
     return own_interface(info.master_addr, has_others=info.nnodes is not None)
 
 
@@ -235,7 +236,7 @@ class Rendezvous:
     def _join_private_store(self) -> Store:
         """Wait for all ranks in the launcher's file, and agree on a secret there."""
         info = self.info
-        store = FileStore(_opened(self._private), -1)
+        store = FileStore(_opened(self._private), -1)  # -1: for any number of ranks
         # Jobs that a rank starts inherit the variable, and use keys of their own.
         job = PrefixStore(f"{info.master_addr}:{info.master_port}/{info.world_size}", store)
         joined = self._await_all(job)

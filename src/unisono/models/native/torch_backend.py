@@ -136,7 +136,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         gloo: Any = dist.ProcessGroupGloo(
             _c10d.PrefixStore("gloo/", place.store), rank, size, timeout
         )
-        gloo._set_sequence_number_for_group()
+        gloo._set_sequence_number_for_group()  # as torch does for a group of its own
         kind = dist.ProcessGroup.BackendType.GLOO
         # Calls left to gloo use a group of torch's own, which never calls back here.
         self._gloo: Any = _ProcessGroup(rank, size)
@@ -170,7 +170,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         """Run an operation exclusively, without autograd and tensor subclasses, and record it."""
         self._check_process(name)
         with self._turn.of(name), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            self._turn.call = name
+            self._turn.call = name  # for the error of a call made within this one
             token = self._begin(name, tensor)
             if token is not UNRECORDED:  # else unisono's own call has recorded its plane
                 plane_is(plane)
@@ -314,7 +314,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         if not _is_multiple(output, tensor, host.size):
             return False
         rows, into = self._gathered(host, "all_gather", tensor), output.data
-        if into.is_contiguous():
+        if into.is_contiguous():  # needs no stack, which would be a copy
             for part, row in zip(into.view(host.size, -1), rows, strict=True):
                 part.copy_(row.view(-1))
         else:
@@ -458,7 +458,7 @@ def _log_of(topology: Topology) -> CallLog:
         known: CallLog = group._calls
         if known.rank == topology.rank:
             return known
-    job = job_of(None)
+    job = job_of(None)  # None: from this process's variables
     rank, size = topology.rank, topology.world_size
     return CallLog.of_rank(rank, size, job, backend="unisono", model="torch.distributed")
 

@@ -163,6 +163,7 @@ def all_reduce(tensor: Tensor, kind: str, as_bits: bool = False) -> Tensor:
 def reduce_scatter(rows: Tensor, kind: str) -> Tensor:
     """Build the reduction of [n, *shape] to this replica's row."""
     n = rows.shape[0]
+    # With a factor of 1, along dimension 0, in n parts.
     row: Tensor = xm.reduce_scatter(kind, rows.reshape(n, -1), 1.0, 0, n, pin_layout=False)
     return row.reshape(rows.shape[1:])
 

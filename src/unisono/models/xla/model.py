@@ -221,6 +221,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         # It runs first, so that the user's earlier hooks, such as clipping, get averaged gradients.
         hooks: Any = optimizer._optimizer_step_pre_hooks
         hooks.move_to_end(hook.id, last=False)
+        # Without this, operations of all steps would be recorded in one growing graph.
         optimizer.register_step_post_hook(lambda *_: self.control.settle())
         return optimizer
 

@@ -98,5 +98,6 @@ def find_graph() -> Any:
     try:
         return load_graph()
     except BackendUnavailableError as error:
+        # Level 5 is past this function, `from_context`, `probe` and its caller.
         warnings.warn(f"XLA is left out: {error}", RuntimeWarning, stacklevel=5)
         return None
