@@ -168,8 +168,8 @@ class PluginRegistry(Generic[T]):
         self._check = check
         self._replaces_built_in = replaces_built_in
         self._lock = threading.RLock()
-        self._scanned: dict[str, list[Row]] | None = None
-        self._loaded: tuple[T, ...] | None = None
+        self._scanned: dict[str, list[Row]] | None = None  # set by `plugins`, at its first use
+        self._loaded: tuple[T, ...] | None = None  # set by `load_plugins`
 
     @property
     def plugins(self) -> Mapping[str, list[Row]]:

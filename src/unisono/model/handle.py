@@ -59,7 +59,7 @@ class SafeFuture(Generic[T]):
         """Wait for the value, or raise the error."""
         if not self.is_known:
             with self._gate:
-                pass
+                pass  # released at once, for the next waiting thread
         if self._error is not None:
             raise self._error
         return cast("T", self._value)

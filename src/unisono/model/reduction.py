@@ -215,6 +215,7 @@ def _mean(values: Sequence[Any]) -> Number:
         real, imag = (_mean([getattr(v, part) for v in values]) for part in ("real", "imag"))
         return complex(real, imag)
     total, count = reduce(add, values), len(values)
+    # An infinite value makes an infinite mean; any other infinite sum has overflowed.
     if not math.isinf(total) or any(math.isinf(value) for value in values):
         return total / count  # type: ignore[no-any-return]
     # The factor is a power of two, so that only negligibly small values are rounded.

@@ -386,7 +386,7 @@ def a_signal_is_named(trial: LauncherTrial) -> None:
 def a_result_that_cant_travel_is_a_failure(trial: LauncherTrial) -> None:
     """A result that cannot be pickled is a failure of its rank."""
     # The rank fails after its function has returned, so other ranks in a barrier would hang.
-    error = trial.fails(threading.Lock, on_others=facts.get_rank)
+    error = trial.fails(threading.Lock, on_others=facts.get_rank)  # a lock can't be pickled
     assert "lock" in str(error), f"it doesn't say what can't be pickled: {error}"
 
 

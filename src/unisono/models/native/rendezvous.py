@@ -168,7 +168,8 @@ class Rendezvous:
         """Run `join` in a thread, because torch waits forever for a listener that never answers."""
         outcome, thread = SafeFuture.in_thread(join, "unisono-rendezvous")
         try:
-            # This wait is longer than that of `join`, whose own error says more.
+            # This wait is longer than that of `join`, whose own error says more. While ranks
+            # arrive, `join` may extend `_until`.
             while not outcome.is_known and (left := self._until + _GRACE_S - time.monotonic()) > 0:
                 thread.join(left)
         except BaseException:  # Ctrl-C: the thread gives up, and its store closes

@@ -68,6 +68,7 @@ def _in_memory(name: str, at: int, count: int, is_list: bool = True) -> Callable
         def call(self: Any, *args: Any, opts: Any = None, **named: Any) -> Any:
             given = args if opts is None else (*args, opts)
             by_gloo = functools.partial(getattr(self._gloo, method.__name__), *given, **named)
+            # Torch's lists of tensors are among the first two arguments.
             unlisted = [each for each in args[:2] if is_list and isinstance(each, Tensor)]
             if unlisted or named or not count <= len(args) <= count + 1:  # another form of torch's
                 return self._by_gloo(name, unlisted[0] if unlisted else None, by_gloo)
