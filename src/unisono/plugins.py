@@ -189,7 +189,7 @@ class PluginRegistry(Generic[T]):
 
     def register(self, names: Iterable[str], thing: T, *, override: bool) -> None:
         """Register all names of an object, or none if one is taken."""
-        names = tuple(names)
+        names = tuple(names)  # read twice: all are checked before one is registered
         owner = f" of {thing.__qualname__}" if isinstance(thing, type) else ""
         limit = "" if self._replaces_built_in else ", which replaces only a registered one"
         with self._lock:

@@ -148,7 +148,7 @@ class ThreadsModel(ComputationModel, LaunchHooks):
     def __init__(self, world: _World, rank: int) -> None:
         self._world = world
         self._topology = Topology(rank, world.size, rank, world.size, 0, 1)
-        self._groups_made: dict[tuple[int, ...], int] = {}
+        self._groups_made: dict[tuple[int, ...], int] = {}  # how many of the same ranks
         self.control: ControlPlane = _ControlPlane(self, world)
 
     @classmethod

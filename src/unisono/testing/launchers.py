@@ -314,6 +314,7 @@ def arguments_and_closures_arrive(trial: LauncherTrial) -> None:
     results = trial.spawn(_received, data, lambda rank: Local(rank * factor).value, word="é")
     expected = [((1 << 20) + 3, b"end", rank * factor, "é") for rank in range(trial.nproc)]
     assert results == expected, f"got {results!r}, wanted {expected!r}"
+    # A closure may also hold a class that isn't local.
     captured = object
     assert trial.spawn(lambda local_rank: captured.__name__) == ["object"] * trial.nproc
 

@@ -252,6 +252,7 @@ class MpiModel(ComputationModel):
         native = calls.native_op(op, tensor.dtype)
         is_root, root = self._topology.rank == dst, self._topology.position(group, dst)
         for piece in self._pieces(tensor):
+            # MPI allows IN_PLACE only at the root, and a target only there.
             buffers = (self._mpi.IN_PLACE, piece) if is_root else (piece, None)
             calls.run("Reduce", comm, *buffers, native, root)
         return tensor if is_root else None

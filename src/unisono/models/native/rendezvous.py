@@ -232,6 +232,7 @@ class Rendezvous:
         what = f"for the end of an earlier run, in which another process was rank {rank}"
         self._warn(now, what, "node 0's part of this run")
         time.sleep(_TRY_S)
+        # Node 0 may have closed the earlier store now, and not yet opened that of this run.
         self._wait_for_listener(addr, port)
 
     def _join_private_store(self) -> Store:

@@ -108,8 +108,8 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         self._is_owner = is_owner
         self._timeout_s = timeout_s
         self._is_live = True
-        self._groups_made: dict[tuple[int, ...], int] = {}
-        self._n_replicas = graph.n_replicas()
+        self._groups_made: dict[tuple[int, ...], int] = {}  # how many of the same ranks
+        self._n_replicas = graph.n_replicas()  # compared by `is_alive`
         self._device: torch.device = graph.device()
         self._are_threads = graph.replicas_are_threads()
         self._kind: str = graph.device_type()

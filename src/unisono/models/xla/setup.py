@@ -73,8 +73,8 @@ def environment(backend: str, plan: LaunchPlan) -> dict[str, str]:
     threads = str(max(_MIN_THREADS, _THREADS_PER_REPLICA * plan.nproc_per_node))
     variables = {
         "PJRT_DEVICE": KINDS[backend],
-        "XLA_THREAD_POOL_SIZE": threads,
-        "PJRT_NPROC": threads,
+        "XLA_THREAD_POOL_SIZE": threads,  # of torch_xla's own pool
+        "PJRT_NPROC": threads,  # of XLA's CPU client
     }
     if backend == "xla-cpu":
         variables["CPU_NUM_DEVICES"] = str(plan.nproc_per_node)
