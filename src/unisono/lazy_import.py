@@ -35,7 +35,7 @@ def attach(package: str, *variables: str, hidden: tuple[str, ...] = ()) -> None:
             value = importlib.import_module(f"{package}.{name}")
         else:
             value = getattr(importlib.import_module(origin), name)
-        setattr(module, name, value)
+        setattr(module, name, value)  # so that the next access doesn't come here
         return value
 
     def names() -> list[str]:

@@ -168,8 +168,8 @@ class PluginRegistry(Generic[T]):
         self._check = check
         self._replaces_built_in = replaces_built_in
         self._lock = threading.RLock()
-        self._scanned: dict[str, list[Row]] | None = None
-        self._loaded: tuple[T, ...] | None = None
+        self._scanned: dict[str, list[Row]] | None = None  # set by `plugins`, at its first use
+        self._loaded: tuple[T, ...] | None = None  # set by `load_plugins`
 
     @property
     def plugins(self) -> Mapping[str, list[Row]]:
@@ -189,7 +189,7 @@ class PluginRegistry(Generic[T]):
 
     def register(self, names: Iterable[str], thing: T, *, override: bool) -> None:
         """Register all names of an object, or none if one is taken."""
-        names = tuple(names)
+        names = tuple(names)  # read twice: all are checked before one is registered
         owner = f" of {thing.__qualname__}" if isinstance(thing, type) else ""
         limit = "" if self._replaces_built_in else ", which replaces only a registered one"
         with self._lock:
@@ -220,7 +220,7 @@ class PluginRegistry(Generic[T]):
         for table in (self.registered, self.built_in):
             if name in table:
                 return table[name]
-        return self._only_row(name.lower())
+        return self._only_row(name.lower())  # the keys of `plugins` are in lower case
 
     def _only_row(self, name: str) -> Row | None:
         rows = self.plugins.get(name, [])
@@ -259,6 +259,7 @@ class PluginRegistry(Generic[T]):
             for name, rows in sorted(self.plugins.items()):
                 try:
                     row = self._only_row(name)
+                    # `row` can't be None, as the names are those of `plugins`; the type allows it.
                     loaded += [] if row is None else [self.load(row)]
                 except Exception as error:  # noqa: PERF203 - a plug-in's import may raise anything
                     owners = ", ".join(row.distribution for row in rows)
@@ -274,6 +275,7 @@ class PluginRegistry(Generic[T]):
         for name, rows in self.plugins.items():
             owners = ", ".join(row.distribution for row in rows)
             clash = f"claimed by two plug-ins: {owners}" if len(rows) > 1 else None
+            # A built-in name keeps its own reason, as it comes first in `entry`, too.
             table.setdefault(name, clash or why_not_installed(rows[0], name))
         return table
 
@@ -284,6 +286,7 @@ def _scan(group: str) -> dict[str, list[Row]]:
     for point in importlib.metadata.entry_points(group=group):
         owner = point.dist.name if point.dist else "unknown"
         name = point.name.lower()
+        # An entry point doesn't name its library, so the plug-in's own package stands for it.
         root = point.value.partition(":")[0].partition(".")[0]
         row = Row((name,), point.value, root, f"reinstall {owner}", distribution=owner)
         if row not in rows.setdefault(name, []):  # a distribution may be found twice on the path
@@ -293,6 +296,7 @@ def _scan(group: str) -> dict[str, list[Row]]:
 
 def warn_left_out(what: str, error: Exception) -> None:
     """Warn that a broken plug-in is skipped."""
+    # Level 4 is past this function, its caller in a registry, and that one's caller.
     warnings.warn(
         f"{what} is left out: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=4
     )

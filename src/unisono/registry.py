@@ -212,7 +212,7 @@ def find_launcher(name: str) -> Callable[..., Any]:
     if launch is None:
         raise ArgumentError(f"unknown launcher {name!r}.{_launchers.known(name)}")
     row = _launchers.entry(name)
-    if isinstance(row, Row) and row.distribution:
+    if isinstance(row, Row) and row.distribution:  # a plug-in's
         return _guarded(launch, name, row)
     return launch
 

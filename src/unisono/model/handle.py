@@ -59,7 +59,7 @@ class SafeFuture(Generic[T]):
         """Wait for the value, or raise the error."""
         if not self.is_known:
             with self._gate:
-                pass
+                pass  # released at once, for the next waiting thread
         if self._error is not None:
             raise self._error
         return cast("T", self._value)
@@ -104,7 +104,7 @@ class Handle(Generic[T]):
                     self._waits = True
                     try:
                         self._outcome.of(self._wait, self._is_own)
-                        self._wait = None
+                        self._wait = None  # frees what the call refers to
                     finally:
                         self._waits = False
         return self._outcome.wait()
@@ -176,6 +176,7 @@ class Background:
         self._calls: _Calls = SimpleQueue()
         self._last: SafeFuture[Any] | None = None
         self._thread = threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True)
+        # Not at exit, where nothing waits for this daemon thread.
         weakref.finalize(self, self._calls.put, None).atexit = False
         self._thread.start()
 

@@ -162,6 +162,7 @@ _BOOL_STEPS: dict[ReduceOp, Callable[[Any, Any], Any]] = {
 
 def fold_numbers(op: ReduceOp, values: Sequence[Number]) -> Number:
     """Reduce Python numbers in the order given; integers are reduced exactly."""
+    # The first value alone is looked at, as `add` is right for any that follow.
     if op is ReduceOp.SUM and type(values[0]) in (int, float):
         # The usual case, first. Not by `sum`, which rounds floats differently since Python 3.12.
         return reduce(add, values)
@@ -214,6 +215,7 @@ def _mean(values: Sequence[Any]) -> Number:
         real, imag = (_mean([getattr(v, part) for v in values]) for part in ("real", "imag"))
         return complex(real, imag)
     total, count = reduce(add, values), len(values)
+    # An infinite value makes an infinite mean; any other infinite sum has overflowed.
     if not math.isinf(total) or any(math.isinf(value) for value in values):
         return total / count  # type: ignore[no-any-return]
     # The factor is a power of two, so that only negligibly small values are rounded.
@@ -228,6 +230,7 @@ def _extreme(op: ReduceOp, values: Sequence[Any]) -> Number:
     choose = min if op is ReduceOp.MIN else max
     best: Any = choose(values, key=lambda value: (value, math.copysign(1, value)))
     kinds = {type(value) for value in values}
+    # A bool among integers becomes an integer, and an integer among floats a float.
     return float(best) if float in kinds else int(best)
 
 
@@ -238,6 +241,7 @@ def is_order_of_floats(tensor: Tensor, op: ReduceOp) -> bool:
 
 def as_ordered_ints(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Convert floats to integers of the same order, with NaN as the winning extreme."""
+    # Narrower floats come as float32, to which the caller has converted them.
     bits = torch.int64 if tensor.dtype is torch.float64 else torch.int32
     magnitude = torch.iinfo(bits).max
     nan = torch.iinfo(bits).min if op is ReduceOp.MIN else magnitude

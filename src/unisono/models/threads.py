@@ -70,6 +70,7 @@ class _World(ThreadExchange):
                 if not _left(end):
                     ranks = [rank for rank in range(self.size) if not self.has_left(rank)]
                     late = f"{overdue(ranks, self.size)}\n{self._describe(ranks)}"
+                    # Replicas that wait in a collective raise now, and so end in time.
                     self.fail(-1, "the deadline is over")  # -1: no replica failed
         end = time.monotonic() + _GRACE_S
         for thread in threads:
@@ -91,6 +92,7 @@ class _World(ThreadExchange):
         """Receive the oldest message of `key`."""
         messages, src = self._messages, key[1]
         missing = lambda: [] if messages.get(key) else [src]  # noqa: E731
+        # Without entries, as a message belongs to no round.
         self._wait(missing, {}, rank, f"recv from rank {src}", timeout_s)
         with self._condition.lock:
             message = messages[key].pop(0)
@@ -121,6 +123,7 @@ class _World(ThreadExchange):
     def _describe(self, ranks: list[int], call: str = "") -> str:
         stacks = {r: stack_of(self.threads[r]) for r in ranks if r in self.threads}
         missing = [Missing(r, stack=stacks.get(r, "")) for r in ranks]
+        # The table of waiting ranks is empty, as each of them adds a line to its own error.
         return report(call.partition(" at ")[0], {}, missing)
 
 
@@ -145,7 +148,7 @@ class ThreadsModel(ComputationModel, LaunchHooks):
     def __init__(self, world: _World, rank: int) -> None:
         self._world = world
         self._topology = Topology(rank, world.size, rank, world.size, 0, 1)
-        self._groups_made: dict[tuple[int, ...], int] = {}
+        self._groups_made: dict[tuple[int, ...], int] = {}  # how many of the same ranks
         self.control: ControlPlane = _ControlPlane(self, world)
 
     @classmethod
@@ -202,6 +205,7 @@ class ThreadsModel(ComputationModel, LaunchHooks):
         if failures:
             rank, first = failures[0]
             raise WorkerFailedError.of(first, rank, world.size)
+        # These still compute: another rank has left the job, by `abort` or an interrupt.
         missing = [rank for rank in range(world.size) if rank not in results]
         if missing:
             raise WorkerFailedError(f"ranks {missing} of {world.size} left the job", missing[0])
@@ -232,7 +236,7 @@ class ThreadsModel(ComputationModel, LaunchHooks):
         # Only the source's part is read, so the other ranks needn't clone theirs.
         part = tensor.clone() if src == self._topology.rank else tensor
         parts = self._swap_tensors(f"broadcast from {src}", part, group)
-        return parts[self._topology.position(group, src)].clone()
+        return parts[self._topology.position(group, src)].clone()  # all ranks have got one tensor
 
     def all_to_all(self, rows: Tensor, group: Group | None = None) -> Tensor:
         parts = self._swap_tensors("all_to_all", rows.clone(), group)

@@ -68,6 +68,7 @@ def check_info(info: Any) -> None:
         "world_size": (1, math.inf),
         "rank": (0, info.world_size),
         "local_world_size": (1, info.world_size + 1),
+        # An unknown number of local ranks or nodes is at most that of all ranks.
         "local_rank": (0, info.local_world_size or info.world_size),
         "nnodes": (1, info.world_size + 1),
         "node_rank": (0, info.nnodes or info.world_size),

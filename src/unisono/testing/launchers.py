@@ -314,6 +314,7 @@ def arguments_and_closures_arrive(trial: LauncherTrial) -> None:
     results = trial.spawn(_received, data, lambda rank: Local(rank * factor).value, word="é")
     expected = [((1 << 20) + 3, b"end", rank * factor, "é") for rank in range(trial.nproc)]
     assert results == expected, f"got {results!r}, wanted {expected!r}"
+    # A closure may also hold a class that isn't local.
     captured = object
     assert trial.spawn(lambda local_rank: captured.__name__) == ["object"] * trial.nproc
 
@@ -386,7 +387,7 @@ def a_signal_is_named(trial: LauncherTrial) -> None:
 def a_result_that_cant_travel_is_a_failure(trial: LauncherTrial) -> None:
     """A result that cannot be pickled is a failure of its rank."""
     # The rank fails after its function has returned, so other ranks in a barrier would hang.
-    error = trial.fails(threading.Lock, on_others=facts.get_rank)
+    error = trial.fails(threading.Lock, on_others=facts.get_rank)  # a lock can't be pickled
     assert "lock" in str(error), f"it doesn't say what can't be pickled: {error}"
 
 

@@ -254,10 +254,10 @@ def _broken_law(error: LaunchError, names: Sequence[str], watch: _Watchdog) -> t
     for name in names:  # the text names the law even if the exception couldn't be pickled
         if f"law {name} doesn't hold" in str(error):
             return name, str(error)
-    last = watch.law_of(rank)
+    last = watch.law_of(rank)  # empty for -1, which no entry has
     # A replica that dies names no law, so the law that it entered last is the broken one.
     if last or watch.hung:
-        return last, f"the replicas ended in it: {error}"
+        return last, f"the replicas ended in it: {error}"  # after a hang `_run` replaces it
     raise LaunchError(f"the replicas ended outside of any law: {error}") from error
 
 

@@ -93,8 +93,9 @@ class HorovodModel(ComputationModel, TrainingHooks):
         self._device = _device()
         self._is_owner = is_owner
         self.control: SocketControlPlane = SocketControlPlane(self, timeout_s)
+        # Horovod's handles of unfinished operations, by kind of call and name in Horovod.
         self._under_way: dict[str, int] = {}
-        self._numbers: dict[str, int] = {}
+        self._numbers: dict[str, int] = {}  # of asynchronous calls so far, by group
         self._n_groups_made = 0
         HorovodModel._current = self
 
@@ -135,6 +136,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
         self.control.close()
         if not (self._is_owner and self.is_alive()):
             return
+        # `limit_of` returns no None here, as each context of Horovod has a timeout.
         _leave(self._end, (limit_of(self.control.timeout_s) or 0.0) + _LEAVE_S)
 
     def _end(self) -> None:
@@ -181,7 +183,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
         # `synchronize` averages; the step would average again unless it skips that.
         wrapped.synchronize()
         skipping = wrapped.skip_synchronize()
-        skipping.__enter__()
+        skipping.__enter__()  # left by the function returned below
         return partial(skipping.__exit__, None, None, None)
 
     def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
@@ -232,7 +234,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
             rows.numel(),
             lambda name, members: hvd.reducescatter_async(carrier, name, hvd.Sum, members),
         )
-        return restore(row.squeeze(0))
+        return restore(row.squeeze(0))  # Horovod keeps the dimension that it divides
 
     def all_to_all(self, rows: Tensor, group: Group | None = None) -> Tensor:
         got: Tensor = self._run(
@@ -240,7 +242,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
             group,
             rows.numel(),
             lambda name, members: hvd.alltoall_async(rows, None, name, members),
-        )[0]
+        )[0]  # without the sizes of the received parts
         return got
 
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
@@ -266,6 +268,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
         for number, members in process_sets.items():
             if tuple(members) == ranks:
                 process_set = hvd.ProcessSet(members)
+                # As add_process_set would do, which refuses ranks that have a process set.
                 process_set.process_set_id = number
                 return process_set
         return None
@@ -307,6 +310,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
         members = hvd.global_process_set if group is None else group.handle
         name = f"unisono.{name_of(group)}{label}"
         key = f"{call}.{name}"
+        # Horovod refuses a second operation under a name while the first one is pending.
         earlier = self._under_way.get(key)
         if earlier is not None:  # timed out, interrupted, or not waited for yet
             self._wait(call, group, 0, earlier)
@@ -326,6 +330,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
                 check()
                 check_at = now + LOOK_S
             # hvd.synchronize would spin, on a core that Horovod's own thread may need.
+            # Each nap is 2 % of the wait so far, so that it delays the call by little.
             time.sleep(min(max((now - begin) / 50, 5e-5), 1e-3))
 
     def _finish(self, key: str, call: str, group: Group | None, step: int, handle: int) -> Any:
@@ -411,7 +416,7 @@ def _leave(end: Callable[[], None], limit_s: float) -> None:
     outcome, thread = SafeFuture.in_thread(end, "unisono-leaving")
     thread.join(limit_s)
     if outcome.is_known:
-        outcome.wait()
+        outcome.wait()  # raises the error of `end`
 
 
 def _topology(hint: ContextHint) -> Topology:
@@ -420,7 +425,7 @@ def _topology(hint: ContextHint) -> Topology:
     node_rank: int | None = hvd.cross_rank()
     nnodes: int | None = hvd.cross_size()
     if local_rank > 0 and not hvd.mpi_ops.is_homogeneous():
-        # Horovod's cross numbers count only nodes that have this local rank.
+        # Horovod's cross numbers count only nodes that have this local rank: all nodes if it is 0.
         info = hint.environment
         is_same = info is not None and (info.rank, info.world_size) == (hvd.rank(), hvd.size())
         node_rank, nnodes = (info.node_rank, info.nnodes) if info and is_same else (None, None)

@@ -26,7 +26,7 @@ def why_unusable() -> str | None:
     spec = importlib.util.find_spec("horovod")
     folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
     if not folders:
-        return None
+        return None  # not installed, which the registry reports
     built = [folder for folder in folders if (folder / "torch" / _EXTENSION).exists()]
     if not built:
         return (
@@ -101,6 +101,7 @@ def _meet(store: Store, rank: int, size: int, until: float) -> str:
         verdict = store.wait(_VERDICT, until, size)
         return store.missing(size) if verdict is None else verdict
     places: list[str | None] = []
+    # In the order of ranks, up to the first one that is late or has given up.
     while len(places) < size and not {None, _GONE} & {*places}:
         places.append(store.wait(str(len(places)), until, size))
     arrived = [json.loads(place) for place in places if place not in (None, _GONE)]
@@ -122,7 +123,7 @@ def _meet(store: Store, rank: int, size: int, until: float) -> str:
 
 def _clear(store: Store, scope: str, size: int) -> None:
     for _ in range(size):
-        if store.ask("GET", "0", scope=scope) is None:
+        if store.ask("GET", "0", scope=scope) is None:  # no address of an earlier context is left
             return
         # The server counts these requests, and clears the scope at the last one of its size.
         store.ask("DELETE", "0", scope=scope)

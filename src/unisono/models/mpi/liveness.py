@@ -53,7 +53,7 @@ class LivenessProbe:
                 rank: body.decode("utf-8", "replace") for rank, body in self._received(_ANSWER)
             }
             time.sleep(_NAP_S)
-        self.answer(doing)
+        self.answer(doing)  # questions that arrived during the last nap
         return answers
 
     def _received(self, tag: int) -> list[tuple[int, bytes]]:
@@ -92,7 +92,7 @@ def bounded_barrier(
         return []
     if comm.rank == first:
         return _collect(mpi, comm, others, limit_s, what)
-    comm.Isend([_HERE, mpi.BYTE], first, _TAG).Test()
+    comm.Isend([_HERE, mpi.BYTE], first, _TAG).Test()  # never waited for, as its buffer stays
     verdict = bytearray(_BYTES)
     _held[id(verdict)] = verdict
     answer = comm.Irecv([verdict, mpi.BYTE], first, _TAG)
@@ -109,7 +109,7 @@ def _collect(mpi: Any, comm: Any, others: list[int], limit_s: float, what: str) 
     """Wait for the other ranks; send them the list of missing ranks, and return it."""
     marks = bytearray(len(others))
     _held[id(marks)] = marks
-    view = memoryview(marks)
+    view = memoryview(marks)  # whose slices are parts of the same memory
     requests = [
         comm.Irecv([view[at : at + 1], mpi.BYTE], rank, _TAG) for at, rank in enumerate(others)
     ]

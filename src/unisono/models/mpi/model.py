@@ -100,9 +100,9 @@ class MpiModel(ComputationModel):
         self.transport_device = device if is_direct else torch.device("cpu")
         self._end = world.EndOfJob.install(mpi)
         self._calls = MPICalls(mpi, topology.rank, self._end.end_at_exit)
-        self._world: Any = None
-        self._message_comm: Any = mpi.COMM_WORLD
-        self._comms: list[Any] = []
+        self._world: Any = None  # the duplicate of the world, once `_communicator` has made it
+        self._message_comm: Any = mpi.COMM_WORLD  # of `send` and `recv` among all ranks
+        self._comms: list[Any] = []  # made here, so that `finalize` frees them
         self._is_live = True
         self.control: _ControlPlane = _ControlPlane(self, self._calls)
 
@@ -130,6 +130,7 @@ class MpiModel(ComputationModel):
         topology = world.measured_topology(mpi, info)
         device = world.choose_device(topology.local_rank, options.get("device"))
         model = cls(mpi, topology, device)
+        # All ranks are in this call, so the duplicate of the world can carry messages, too.
         model._message_comm = model._communicator(None)
         model._calls.probe = LivenessProbe(mpi, model._message_comm)
         if timeout is not None:
@@ -228,6 +229,7 @@ class MpiModel(ComputationModel):
         self, tensor: Tensor, op: ReduceOp, group: Group | None = None
     ) -> Handle[Tensor] | None:
         is_whole = tensor.numel() <= self.largest_count and tensor.is_cpu
+        # A handle may be waited for in any thread, while another thread is in MPI.
         if not is_whole or not self._calls.allows("MULTIPLE"):
             return None
         calls, comm = self._calls, self._communicator(group)
@@ -250,6 +252,7 @@ class MpiModel(ComputationModel):
         native = calls.native_op(op, tensor.dtype)
         is_root, root = self._topology.rank == dst, self._topology.position(group, dst)
         for piece in self._pieces(tensor):
+            # MPI allows IN_PLACE only at the root, and a target only there.
             buffers = (self._mpi.IN_PLACE, piece) if is_root else (piece, None)
             calls.run("Reduce", comm, *buffers, native, root)
         return tensor if is_root else None

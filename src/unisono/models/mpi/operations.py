@@ -87,7 +87,7 @@ class MPICalls:
         self._this_rank = f"rank {rank} of {mpi.COMM_WORLD.size}"
         self._end_at_exit = end_at_exit
         self._operations: dict[tuple[int, torch.dtype], Any] = {}
-        self._folds: list[Any] = []
+        self._folds: list[Any] = []  # the operations made here, which `finish` frees
         self._test_lock = threading.Lock()  # two threads must not test one request at once
         self._under_way: dict[int, Any] = {}  # requests by number, as in `_held`
         self._datatypes = {dtype: getattr(mpi, name) for dtype, name in DATATYPES.items()}
@@ -226,6 +226,7 @@ class MPICalls:
 
         def act() -> T:
             with self.mapped_errors(name):
+                # Without a limit, MPI's own call waits for the ranks.
                 absent = limit_s is not None and bounded_barrier(mpi, comm, ranks, limit_s, name)
                 if not absent:
                     return call()
@@ -305,6 +306,7 @@ class MPICalls:
         """Ask all ranks for their calls; return a report of those that don't wait in this one."""
         ranks = self._ranks(comm)
         answers = self.probe.ask(ranks, doing, _ASK_S)
+        # Compared without the line of the program, which may differ between ranks in one call.
         me, call = self._mpi.COMM_WORLD.rank, doing.partition(" at ")[0]
         late = [f"rank {rank} never reached {call}" for rank in ranks if rank not in {me, *answers}]
         late += [

@@ -142,7 +142,7 @@ class EndOfJob:
     def install(cls, mpi: Any) -> EndOfJob:
         """Install the hook, or return the installed one."""
         hook = sys.excepthook
-        if isinstance(hook, EndOfJob) and hook._pid == os.getpid():
+        if isinstance(hook, EndOfJob) and hook._pid == os.getpid():  # a fork has its parent's
             return hook
         sys.excepthook = hook = cls(mpi)
         return hook
@@ -166,7 +166,7 @@ class EndOfJob:
 
     def end_at_exit(self, why: str) -> None:
         """End all ranks when this process exits, instead of waiting for them there."""
-        if not self._reason:
+        if not self._reason:  # the first reason has registered the call
             LastCalls.add(self.end, ends_peers=why)
         self._reason = self._reason or why
 
@@ -231,6 +231,7 @@ def measured_topology(mpi: Any, info: RankInfo) -> Topology:
     rank, size = world.rank, world.size
     node = world.Split_type(mpi.COMM_TYPE_SHARED, key=rank)
     local_rank, local_size = node.rank, node.size
+    # Each node is identified by its first rank.
     facts = world.allgather((node.bcast(rank), info.rank, info.world_size))
     node.Free()
     wrong = [
@@ -264,7 +265,7 @@ def ranks_of(mpi: Any, comm: Any) -> tuple[int, ...]:
 
 
 def choose_device(local_rank: int | None, choice: Any) -> torch.device:
-    """Return the device of this rank, after making it the current one."""
+    """Return the chosen device, else that of the local rank, which becomes the current one."""
     # Ranks share devices if there are too few. Tests have run this only with a single device.
     if choice is not None:
         return torch.device(choice)

@@ -102,6 +102,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         timeout: timedelta | None = None,
         interface: str = "",
     ) -> None:
+        # For `is_alive`: once torch has another default group, this context is over.
         self._pg = dist.group.WORLD
         self._backend = str(dist.get_backend())
         self._topology = topology
@@ -109,7 +110,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         self._is_owner = is_owner
         self._interface = interface
         table = process_group.backends_by_device(self._backend)
-        # Gloo carries only tensors in the host's memory.
+        # Gloo takes only tensors in the host's memory, and a backend without this device gets them.
         is_hosted = table.get(self.device.type, "gloo") == "gloo"
         self.transport_device = torch.device("cpu") if is_hosted else self.device
         self._timeout = timeout or process_group.timeout_of(self._pg, self.transport_device)
@@ -364,6 +365,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
 
     def _run(self, call: str, group: Group | None, start: Callable[..., Any], *args: Any) -> None:
         """Run one operation to completion. Collective over `group`."""
+        # Without other ranks to watch, or on an accelerator, torch's own wait is enough.
         if not self._is_watched:
             try:
                 start(*args, _handle(group))
@@ -389,6 +391,8 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
     ) -> None:
         check = Wait(self.control, group, call, step, until)
         while True:
+            # Read before the wait: an error of an operation that was over is its own, while any
+            # other error may be only the end of a slice.
             is_over = not self._is_watched or work.is_completed()
             try:
                 if is_over:

@@ -67,6 +67,7 @@ def choose_device(backend: str, info: RankInfo, choice: Any) -> torch.device:
         return torch.device("cpu")
     else:
         count = accelerator_count()
+        # Without a local rank, launchers are taken to number the ranks of a node in a row.
         index = info.rank % count if info.local_rank is None else info.local_rank
         if count == 1:
             index = 0
@@ -139,7 +140,7 @@ def place_by_store(rank: int, world_size: int) -> Topology:
         if isinstance(store, HashStore):
             return one_node
         where = str(getattr(store, "path", ""))  # not in the stubs of torch 2.13
-        if isinstance(store, FileStore) and where.startswith("/proc/self/"):
+        if isinstance(store, FileStore) and where.startswith("/proc/self/"):  # see `_opened`
             return one_node
         if isinstance(store, FileStore):
             return replace(one_node, is_guess=True)  # several hosts may mount it

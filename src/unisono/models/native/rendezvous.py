@@ -65,6 +65,7 @@ def gloo_interface(info: RankInfo) -> str:
     """Return gloo's network interface; empty for the one of the host's name."""
     if is_one_host(info) or is_loopback(info.master_addr or ""):
         return "lo"
+    # Without a known number of nodes, only the route to MASTER_ADDR shows an interface.
     return own_interface(info.master_addr, has_others=info.nnodes is not None)
 
 
@@ -128,12 +129,12 @@ class Rendezvous:
             return False
         try:
             addr, port = parts.hostname, parts.port
-        except ValueError:
+        except ValueError:  # the port isn't a number in range
             addr, port = parts.hostname, None
         if addr is None or port is None:
             raise ArgumentError(f"init_method={url!r} should be tcp://HOST:PORT")
         there = {"master_addr": addr, "master_port": port, "source": "init_method"}
-        self._private = ""
+        self._private = ""  # the user's own address replaces the launcher's file
         self.info = replace(self.info, **there, store_is_hosted=False)  # type: ignore[arg-type]
         return True
 
@@ -152,7 +153,7 @@ class Rendezvous:
         is_host = info.rank == 0 and not info.store_is_hosted
         addr, port = info.master_addr, info.master_port
         try:
-            socket.getaddrinfo(addr, port)
+            socket.getaddrinfo(addr, port)  # only for its error, without a wait until the deadline
         except OSError as error:
             raise ContextError(
                 f"{self._where()}: the host doesn't resolve: {error}; correct {self._source()}"
@@ -167,7 +168,8 @@ class Rendezvous:
         """Run `join` in a thread, because torch waits forever for a listener that never answers."""
         outcome, thread = SafeFuture.in_thread(join, "unisono-rendezvous")
         try:
-            # This wait is longer than that of `join`, whose own error says more.
+            # This wait is longer than that of `join`, whose own error says more. While ranks
+            # arrive, `join` may extend `_until`.
             while not outcome.is_known and (left := self._until + _GRACE_S - time.monotonic()) > 0:
                 thread.join(left)
         except BaseException:  # Ctrl-C: the thread gives up, and its store closes
@@ -230,12 +232,13 @@ class Rendezvous:
         what = f"for the end of an earlier run, in which another process was rank {rank}"
         self._warn(now, what, "node 0's part of this run")
         time.sleep(_TRY_S)
+        # Node 0 may have closed the earlier store now, and not yet opened that of this run.
         self._wait_for_listener(addr, port)
 
     def _join_private_store(self) -> Store:
         """Wait for all ranks in the launcher's file, and agree on a secret there."""
         info = self.info
-        store = FileStore(_opened(self._private), -1)
+        store = FileStore(_opened(self._private), -1)  # -1: for any number of ranks
         # Jobs that a rank starts inherit the variable, and use keys of their own.
         job = PrefixStore(f"{info.master_addr}:{info.master_port}/{info.world_size}", store)
         joined = self._await_all(job)
@@ -291,6 +294,7 @@ class Rendezvous:
 
     def _wait_for_listener(self, addr: str, port: int) -> None:
         """Wait for a listener, because torch's own attempts take up to three times as long."""
+        # Also after the deadline the time limit of an attempt must be positive.
         while reason := why_unreachable(addr, port, max(_TRY_S, self._until - time.monotonic())):
             now = time.monotonic()
             if now + _TRY_S > self._until:

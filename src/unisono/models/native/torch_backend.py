@@ -68,6 +68,7 @@ def _in_memory(name: str, at: int, count: int, is_list: bool = True) -> Callable
         def call(self: Any, *args: Any, opts: Any = None, **named: Any) -> Any:
             given = args if opts is None else (*args, opts)
             by_gloo = functools.partial(getattr(self._gloo, method.__name__), *given, **named)
+            # Torch's lists of tensors are among the first two arguments.
             unlisted = [each for each in args[:2] if is_list and isinstance(each, Tensor)]
             if unlisted or named or not count <= len(args) <= count + 1:  # another form of torch's
                 return self._by_gloo(name, unlisted[0] if unlisted else None, by_gloo)
@@ -80,6 +81,7 @@ def _in_memory(name: str, at: int, count: int, is_list: bool = True) -> Callable
             with self._operation(name, tensor) as token:
                 if method(self, host, tensor, opts, *args[:at], *args[at + 1 :]) is False:
                     return _start_recorded(token, by_gloo)
+            # Torch's first argument has the outputs, whichever argument's memory is shared.
             return _done(args[0] if is_list else [args[0]])
 
         return call
@@ -135,7 +137,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         gloo: Any = dist.ProcessGroupGloo(
             _c10d.PrefixStore("gloo/", place.store), rank, size, timeout
         )
-        gloo._set_sequence_number_for_group()
+        gloo._set_sequence_number_for_group()  # as torch does for a group of its own
         kind = dist.ProcessGroup.BackendType.GLOO
         # Calls left to gloo use a group of torch's own, which never calls back here.
         self._gloo: Any = _ProcessGroup(rank, size)
@@ -169,7 +171,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         """Run an operation exclusively, without autograd and tensor subclasses, and record it."""
         self._check_process(name)
         with self._turn.of(name), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            self._turn.call = name
+            self._turn.call = name  # for the error of a call made within this one
             token = self._begin(name, tensor)
             if token is not UNRECORDED:  # else unisono's own call has recorded its plane
                 plane_is(plane)
@@ -216,7 +218,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     def _compare(self, call: str, tensor: Tensor | None = None, value: bytes = b"") -> list[bytes]:
         """Compare the ranks' calls, and return the value that each rank adds."""
         if tensor is not None:
-            call = f"{call} of {str(tensor.dtype)[6:]}[{tensor.numel()}]"
+            call = f"{call} of {str(tensor.dtype)[6:]}[{tensor.numel()}]"  # without "torch."
         where = site()
         head = call_head(call, where)
         blobs = self._control.exchange(head + value, self._group)
@@ -249,7 +251,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
             return False
         mine = _reducible(tensor, op)
         total = host.all_reduce(mine, op) if dst is None else host.reduce(mine, dst, op)
-        if total is not None:
+        if total is not None:  # else this rank isn't `dst`
             _copy_back(total, tensor)
         return True
 
@@ -313,7 +315,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         if not _is_multiple(output, tensor, host.size):
             return False
         rows, into = self._gathered(host, "all_gather", tensor), output.data
-        if into.is_contiguous():
+        if into.is_contiguous():  # needs no stack, which would be a copy
             for part, row in zip(into.view(host.size, -1), rows, strict=True):
                 part.copy_(row.view(-1))
         else:
@@ -357,6 +359,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         is_even = not any(sizes) and _is_multiple(output, tensor, 1)
         size = b"%d" % tensor.numel() if is_even else b""  # which only some ranks may have
         every = self._compare(f"all_to_all of {str(tensor.dtype)[6:]}", None, size)
+        # All ranks decide alike, as gloo must carry the call on every rank or on none.
         if not size or any(other != size for other in every):
             return False
         _copy_back(host.all_to_all(_memory_of(tensor).view(host.size, -1)), output)
@@ -456,7 +459,7 @@ def _log_of(topology: Topology) -> CallLog:
         known: CallLog = group._calls
         if known.rank == topology.rank:
             return known
-    job = job_of(None)
+    job = job_of(None)  # None: from this process's variables
     rank, size = topology.rank, topology.world_size
     return CallLog.of_rank(rank, size, job, backend="unisono", model="torch.distributed")
 
@@ -480,6 +483,7 @@ def _can_reduce(tensor: Tensor, op: ReduceOp) -> bool:
 
 def _has_memory(tensor: Any) -> bool:
     """Return whether a tensor has readable memory, whatever its class, which ranks may vary."""
+    # A subclass with a dispatch of its own, such as DTensor, may have no memory itself.
     return (
         isinstance(tensor, Tensor)
         and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
@@ -540,6 +544,7 @@ def _after_fork() -> None:
 
 def _at_exit() -> None:
     """Report an orderly departure, unless an exception ended the program."""
+    # The interpreter sets this attribute when it prints an uncaught exception.
     if not hasattr(sys, "last_type"):
         for group in list(_alive):
             group._control.report_departure("ended its program")

@@ -44,6 +44,7 @@ def n_replicas() -> int:
 def replica() -> Topology | None:
     """Return the position of the calling thread, None if it isn't a replica."""
     # This doesn't initialise the runtime.
+    # With SPMD one program uses all devices, so that there are no replicas.
     if not _XLAC._xla_runtime_is_initialized() or xr.is_spmd():
         return None
     if n_replicas() == 0:
@@ -78,7 +79,7 @@ def begin(kind: str) -> None:
     """Start the runtime on one device of a kind, without replicas."""
     if not _XLAC._xla_runtime_is_initialized():
         xr.set_device_type(kind)
-        torch_xla.device()
+        torch_xla.device()  # starts the runtime
     elif xr.device_type() != kind:
         raise ContextError(
             f"{kind} was asked for, but XLA's runtime runs on {xr.device_type()} here and "
@@ -162,6 +163,7 @@ def all_reduce(tensor: Tensor, kind: str, as_bits: bool = False) -> Tensor:
 def reduce_scatter(rows: Tensor, kind: str) -> Tensor:
     """Build the reduction of [n, *shape] to this replica's row."""
     n = rows.shape[0]
+    # With a factor of 1, along dimension 0, in n parts.
     row: Tensor = xm.reduce_scatter(kind, rows.reshape(n, -1), 1.0, 0, n, pin_layout=False)
     return row.reshape(rows.shape[1:])
 

@@ -108,8 +108,8 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         self._is_owner = is_owner
         self._timeout_s = timeout_s
         self._is_live = True
-        self._groups_made: dict[tuple[int, ...], int] = {}
-        self._n_replicas = graph.n_replicas()
+        self._groups_made: dict[tuple[int, ...], int] = {}  # how many of the same ranks
+        self._n_replicas = graph.n_replicas()  # compared by `is_alive`
         self._device: torch.device = graph.device()
         self._are_threads = graph.replicas_are_threads()
         self._kind: str = graph.device_type()
@@ -138,7 +138,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         graph = setup.load_graph()
         topology = graph.replica()
         n_made = 1 if topology is None else topology.world_size
-        if info.world_size not in (1, n_made):
+        if info.world_size not in (1, n_made):  # 1: no launcher has set variables
             raise ContextError(
                 f"{backend}: {info.source} reports rank {info.rank} of {info.world_size}, but "
                 f"XLA's runtime has {n_made} here: start the replicas with spawn or "
@@ -221,6 +221,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         # It runs first, so that the user's earlier hooks, such as clipping, get averaged gradients.
         hooks: Any = optimizer._optimizer_step_pre_hooks
         hooks.move_to_end(hook.id, last=False)
+        # Without this, operations of all steps would be recorded in one growing graph.
         optimizer.register_step_post_hook(lambda *_: self.control.settle())
         return optimizer
 
@@ -339,6 +340,7 @@ def _average(model: ComputationModel, optimizer: Any) -> None:
         for dtype in sorted({parameter.dtype for parameter in trained}, key=str):
             members = [parameter for parameter in trained if parameter.dtype == dtype]
             grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in members]
+            # Summed beside the gradients, these count the ranks that have each gradient.
             has = torch.tensor([p.grad is not None for p in members])
             wide = torch.float64 if dtype is torch.float64 else torch.float32
             parts = [grad.detach().reshape(-1).to(wide) for grad in grads]

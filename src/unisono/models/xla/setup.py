@@ -73,8 +73,8 @@ def environment(backend: str, plan: LaunchPlan) -> dict[str, str]:
     threads = str(max(_MIN_THREADS, _THREADS_PER_REPLICA * plan.nproc_per_node))
     variables = {
         "PJRT_DEVICE": KINDS[backend],
-        "XLA_THREAD_POOL_SIZE": threads,
-        "PJRT_NPROC": threads,
+        "XLA_THREAD_POOL_SIZE": threads,  # of torch_xla's own pool
+        "PJRT_NPROC": threads,  # of XLA's CPU client
     }
     if backend == "xla-cpu":
         variables["CPU_NUM_DEVICES"] = str(plan.nproc_per_node)
@@ -98,5 +98,6 @@ def find_graph() -> Any:
     try:
         return load_graph()
     except BackendUnavailableError as error:
+        # Level 5 is past this function, `from_context`, `probe` and its caller.
         warnings.warn(f"XLA is left out: {error}", RuntimeWarning, stacklevel=5)
         return None

@@ -72,6 +72,7 @@ def reductions_agree_with_the_derived_ones(rank: int, size: int) -> None:
     for dtype in (torch.int8, torch.uint8, torch.int16):  # vectorised sums wrap around, too
         if dtype in model.dtypes:
             most = torch.full((40,), torch.iinfo(dtype).max, dtype=dtype)
+            # A copy, as a model may overwrite its arguments.
             got = model.all_reduce(most.to(model.transport_device, copy=True), ReduceOp.SUM)
             _agree(model, got, fold_tensors(ReduceOp.SUM, [most] * size), dtype)
 
@@ -109,4 +110,5 @@ def a_context_keeps_its_identity(rank: int, size: int) -> None:
     assert model.is_alive()
     assert communicator().model is model
     assert model.topology == model.topology
+    # `backends` doesn't list combinations of them, such as cpu:gloo,cuda:nccl.
     assert model.name and model.backend in model.backends or ":" in model.backend

@@ -214,7 +214,7 @@ def reduce_gives_the_result_to_its_root_alone(rank: int, size: int) -> None:
 def reduce_scatter_gives_each_rank_its_part(rank: int, size: int) -> None:
     for dtype in DTYPES:
         parts = [tensor_of(r, (2 * size, 3), dtype) for r in range(size)]
-        for op in _ops(dtype)[:2]:
+        for op in _ops(dtype)[:2]:  # SUM and PRODUCT
             part = expected(op, parts)[2 * rank : 2 * rank + 2]
             same(idist.reduce_scatter(parts[rank], op), part, (dtype, op))
     raises(PayloadError, [str(size)], idist.reduce_scatter, torch.ones(()))
@@ -284,6 +284,7 @@ def a_mean_overflows_nowhere(rank: int, size: int) -> None:
     infinite = torch.tensor([float("inf"), 1.0])
     same(idist.all_reduce(infinite, "mean"), infinite)
     same(idist.all_reduce(float("inf") if rank == 0 else 1.0, "mean"), float("inf"))
+    # The least float16: terms that were scaled in float16 would be rounded to 0.
     small = torch.tensor([6e-8, -6e-8], dtype=torch.float16)
     same(idist.all_reduce(small, "mean"), small)
 

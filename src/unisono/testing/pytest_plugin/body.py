@@ -165,11 +165,12 @@ class RankSession:
 
     def __init__(self, setting: Setting) -> None:
         self.is_process: bool = os.getpid() != setting.process
-        self._model = context.current_model()
+        self._model = context.current_model()  # a test may replace it: see `run`
         self._report = RankReport()
         self._tmp_path = Path()
+        # Of the last test, for `debug`.
         self._failure: pytest.ExceptionInfo[BaseException] | None = None
-        self._errors: dict[str, str] = {}
+        self._errors: dict[str, str] = {}  # by file, why it can't be collected
         # From here on hooks are called, which use the attributes above.
         self._config = self._configured(setting)
         self._session = pytest.Session.from_config(self._config)

@@ -148,7 +148,7 @@ class Pools:
         marked = [item for item in self._session.items if place_of(item) is not None]
         files = dict.fromkeys(str(item.path) for item in marked)
         options = {key: value for key, value in vars(config.option).items() if _is_plain(value)}
-        options.pop("file_or_dir", None)
+        options.pop("file_or_dir", None)  # `Setting.files` takes its place
         temporary = self._temporary() / "ranks"
         temporary.mkdir(exist_ok=True)
         ini = None if config.inipath is None else str(config.inipath)
@@ -174,7 +174,7 @@ class Pools:
             raise pytest.fail.Exception(str(error), pytrace=False) from None
         name = re.sub(r"\W", "_", item.name)[:30]  # as pytest names `tmp_path`
         tmp_path = str(self._temporary() / f"{name}-{next(self._numbers)}")
-        limit_s = None if self._is_debugged else place.timeout_s
+        limit_s = None if self._is_debugged else place.timeout_s  # a debugger waits for its user
         is_kept = item.config.getoption("capture", "fd") != "no"
         try:
             with _output_of_threads(is_kept) as printed:
@@ -277,6 +277,7 @@ class RankPool:
         if len(answers.answers) < size:
             name = str(getattr(function, "__qualname__", function))
             raise reports.error_of(answers, size, name, self._timeout_s)
+        # Each rank's list of answers has one item, as each rank had one task.
         return [pickle.loads(answers.answers[rank][0]) for rank in range(size)]
 
 

@@ -86,6 +86,7 @@ class _Rank:
     @property
     def decisive(self) -> pytest.TestReport:
         """The report of the failure, else of the skip, else the last."""
+        # Reversed, so that the first report of each outcome is the one that stays.
         by_outcome = {report.outcome: report for report in reversed(self.phases)}
         return by_outcome.get("failed") or by_outcome.get("skipped") or self.phases[-1]
 
@@ -108,7 +109,7 @@ def merge(answers: PoolCall, place: Place, item: pytest.Item, printed: Printed) 
     merged.has_lost_context = any(each.report.has_lost_context for each in ranks)
     merged.sections = [*_sections(ranks, printed, place.size)]
     for each in ranks:
-        properties = each.phases[-1].user_properties
+        properties = each.phases[-1].user_properties  # the last phase has those of all
         merged.properties += [p for p in properties if p not in merged.properties]
     return merged
 
@@ -144,7 +145,7 @@ def _by_rank(answers: PoolCall, item: pytest.Item) -> list[_Rank]:
         cause = None if failure.cause is None else pickle.loads(failure.cause)
         if isinstance(cause, TestFailed):
             ranks.append(loaded(rank, cause.report))
-        elif isinstance(cause, pytest.exit.Exception):
+        elif isinstance(cause, pytest.exit.Exception):  # ends the session, as in the parent
             raise cause
         else:
             longrepr = _repr_of(item, failure.summary, failure.traceback)
@@ -181,6 +182,7 @@ def _failure(answers: PoolCall, place: Place, item: pytest.Item, failed: Sequenc
         waited = f"{named(answers.stacks)} of {place.size} still ran, and were ended"
         longrepr.addsection(waited, _stacks(answers, place.size))
     ranks = [one.rank for group in groups for one in group]
+    # `failed` is for the debugger: after an error of the whole job no rank is left.
     return Merged("failed", when, longrepr, failed=[] if answers.error else ranks)
 
 
@@ -204,7 +206,7 @@ def _who(group: Iterable[_Rank], place: Place) -> str:
 def _repr_of(item: pytest.Item, headline: str, text: str) -> ExceptionChainRepr:
     """Build the representation of a failure without an exception in this process."""
     path, line, _ = item.location
-    crash = ReprFileLocation(path, (line or 0) + 1, headline)
+    crash = ReprFileLocation(path, (line or 0) + 1, headline)  # pytest counts lines from 0
     lines = [] if text.startswith(headline) else [f"E   {headline}\n"]
     traceback = ReprTracebackNative([*lines, f"{text.rstrip()}\n"])
     return ExceptionChainRepr([(traceback, crash, None)])
