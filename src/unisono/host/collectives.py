@@ -115,6 +115,7 @@ class Turns:
                     "an earlier call left the ranks' shared memory half-way, so the ranks are out "
                     "of step: end the job, or finalize() and initialize again"
                 )
+                # Errors of ours come from the monitor's check, which has reported them.
                 if not isinstance(error, UnisonoError):
                     self._monitor.interrupt(f"{type(error).__name__} interrupted {call}")
                 raise
@@ -252,6 +253,7 @@ class HostCollectives(Turns):
 
     def all_reduce_packed(self, tensors: Sequence[Tensor], op: ReduceOp) -> None:
         """Reduce several short tensors in place, in one step. Collective over the group."""
+        # One tensor, for one copy into the slot and one reduction.
         arena, total = self._arena, torch.cat(list(tensors))
 
         def work(check: Check) -> None:
@@ -311,7 +313,7 @@ class HostCollectives(Turns):
             fold_into(op, parts, total)
             own.copy_(total)
 
-        blocks = -(-slices[0].numel() // room)
+        blocks = -(-slices[0].numel() // room)  # the first slice is the longest
         self._move(f"all_reduce {op.name}", blocks, give, take, flat)
         return slices[me]
 
@@ -346,6 +348,7 @@ class HostCollectives(Turns):
         rows = [
             torch.frombuffer(buffer, dtype=torch.uint8) if buffer else _NOTHING for buffer in blobs
         ]
+        # This row isn't filled, but its length counts in `_gather`.
         rows[me] = source = from_bytes(blob, torch.uint8, (len(blob),))
         self._gather("exchange", source, rows)
         blobs[me] = blob
@@ -364,6 +367,7 @@ class HostCollectives(Turns):
                 part = rows[p][block * room : (block + 1) * room]
                 part.copy_(arena.slots[parity][p][: part.numel()])
 
+        # All ranks need equally many barriers, so the longest row counts; shorter ones end empty.
         self._move(call, -(-max(row.numel() for row in rows) // room), give, take)
 
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
@@ -456,6 +460,7 @@ class HostCollectives(Turns):
                     # The others wrote that block before the last barrier.
                     take(block - 1, 1 - (arena.interval & 1))
                 arena.barrier(check)
+            # Without blocks all tensors are empty, and so is the last part of each.
             take(blocks - 1, 1 - (arena.interval & 1))
 
         self._run(call, work, target)
