@@ -201,6 +201,7 @@ class Connection:
         if len(held) < _HEADER.size:
             return None
         kind, seq, size = _HEADER.unpack_from(held)
+        # Before the body has arrived, so that no peer makes this rank hold more than the limit.
         if size > self._limit or kind > self._last_kind:
             raise ConnectionClosed(f"it sent a frame of kind {kind} with {size} bytes")
         end = _HEADER.size + size

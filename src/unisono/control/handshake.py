@@ -145,7 +145,7 @@ class Pending(Generic[T]):
         """Close all connections, and wait for their threads; a second call does nothing."""
         for sock, thread in self._threads.items():
             _shut_down(sock)
-            if thread.ident is not None:
+            if thread.ident is not None:  # else it couldn't be started
                 thread.join()
             sock.close()
         self._threads.clear()
@@ -170,7 +170,7 @@ def accept(
         while (left_s := until - time.monotonic()) > 0:
             ready = [fd for fd, _ in readable.poll(min(left_s, LONGEST_WAIT_S) * 1000)]
             if pending.wake.fileno() in ready:
-                pending.wake.recv(4096)
+                pending.wake.recv(4096)  # first: a byte sent after `served` wakes the next poll
             yield from pending.served()
             if listener.fileno() in ready:
                 pending.accept(listener)

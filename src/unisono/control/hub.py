@@ -126,7 +126,7 @@ class Hub:
                 for far, each, each_size in zip(self._below[down], *given, strict=True):
                     blobs[far], sizes[far] = each, each_size
             gathered = blobs, sizes
-            if len(self._subtree) < self._size:
+            if len(self._subtree) < self._size:  # the root has all blobs, in order
                 gathered = (
                     [blobs[position] for position in self._subtree],
                     [sizes[position] for position in self._subtree],
@@ -144,6 +144,7 @@ class Hub:
         """Wait for one message of `kind` from each of `positions`; return their blobs."""
         got: dict[int, Blobs] = {}
         self._kind, self.peers.waits = kind, (positions, got)
+        # So many waits after one that has spun in vain sleep at once.
         if self._naps:
             self._naps -= 1
         else:

@@ -194,7 +194,7 @@ class Peers:
         self._blob, self.is_in_round = blob, True
         self._thread_id = threading.get_ident()
         self._has_warned = False
-        self._steps.last = ""
+        self._steps.last = ""  # reports on this rank name the round from now on
 
     def leave(self) -> None:
         """End the round, whether it failed or not."""
@@ -217,6 +217,7 @@ class Peers:
             )
             raise CollectiveError(f"{self}: {self._concurrent_calls}")
         left_s = max(0.0, until - time.monotonic())
+        # `until` may be infinite, which a lock doesn't accept.
         if not self.lock.acquire(timeout=min(left_s, threading.TIMEOUT_MAX)):
             raise CollectiveTimeoutError(
                 f"{self}: {call} wasn't begun before its deadline: another thread is looking for "
@@ -232,10 +233,11 @@ class Peers:
         """Return a rank known to be gone, if any; waits 1.1 s at most for its report."""
         if self._absent is None:
             try:  # an interrupt may come just after the acquire: the lock knows its owner
+                # Else another thread is in a round, or looks for absent ranks itself.
                 if self.lock.acquire(blocking=False) and self.failure is None:
                     with contextlib.suppress(CollectiveError):
                         self._raise_if_gone(ranks, group, step)
-                    self._send_failure()
+                    self._send_failure()  # one that a thread without the lock has recorded
             finally:
                 try:  # noqa: SIM105
                     self.lock.release()
@@ -250,6 +252,7 @@ class Peers:
         among = self._positions(ranks)
         ended = [position for position in among if self._has_ended(position)]
         ended = [position for position in ended if not self._is_done(position, group, step)]
+        # The report, if one comes, says which of several has failed and not just left after it.
         wait_s = _REPORT_S if len(ended) > 1 else 0.0
         self._condition.wait(lambda: self._flooded is not None, wait_s)
         if self._flooded is not None:
@@ -280,6 +283,7 @@ class Peers:
     def _is_done(self, position: int, group: str, step: int) -> bool:
         """Return whether a departed rank isn't needed any more, as far as is known."""
         departure = self._await_departure(position)
+        # Without a number, 0, it is unknown whether the rank has done its part.
         if departure is not None:
             return 0 < step <= departure.steps.get(group, 0)
         # Its fate is unknown here: if it died, the backend reports that to its neighbours.
@@ -302,6 +306,7 @@ class Peers:
         others = [position for position in self._positions(ranks) if position != self.position]
         asked = others[:_MAX_ASKED]
         states = self._ask(asked, group)
+        # An earlier report goes first, so that all ranks name the same culprits.
         reported = self._reported(group, step)
         if reported:
             return reported
@@ -527,7 +532,7 @@ class Peers:
                 if fd in positions:
                     self._serve_neighbour(positions[fd], readable)
                 else:
-                    is_over = True
+                    is_over = True  # `close` has written; this poll's other frames are still served
         os.close(self._wake_reader)
         for connection in self.sideband.values():
             connection.close()

@@ -211,6 +211,7 @@ class SocketControlPlane(ControlPlane):
         own_s = None if group is None else group.timeout_s
         until = end_of_call(self.timeout_s if own_s is None else own_s)
         blobs, sizes = hub.exchange(blob, until)
+        # The round has cut longer blobs: if there is one, the data plane carries all of them whole.
         if max(sizes) <= hub.inline_bytes:
             return list(blobs)
         host = self.host(group)
@@ -259,7 +260,7 @@ class SocketControlPlane(ControlPlane):
         """Return the hub of a group, which this connects at its first call."""
         key = name_of(group)
         with self._connects.setdefault(key, threading.RLock()):
-            if key not in self.hubs:
+            if key not in self.hubs:  # another thread may have connected it meanwhile
                 hub = connect_group(self, group, INLINE_BYTES)
                 if hub is not None and self.model.transport_device.type == "cpu":
                     self._share_tensors(hub, key, group)
@@ -270,7 +271,7 @@ class SocketControlPlane(ControlPlane):
 
     def _share_tensors(self, hub: Hub, key: str, group: Group | None) -> None:
         """Create the collectives of a group through memory, if its ranks share any."""
-        hosts = hub.hosts
+        hosts = hub.hosts  # empty unless the ranks of every host share memory
         if len(hosts) == 1 and hub.arena is not None:
             # A copy without the handle: a reference to the group would keep the group alive.
             whose = None if group is None else replace(group, handle=None)
@@ -399,6 +400,7 @@ class SocketControlPlane(ControlPlane):
         name = name_of(group)
         for key in dict.fromkeys((name, EVERYBODY)):  # a group may have no connections of its own
             hub = self.hubs.get(key)
+            # None, for all: a group's own hub knows only its ranks.
             ranks = None if group is None or key == name else group.ranks
             absent = None if hub is None else hub.peers.gone(ranks, name, step)
             if absent is not None:

@@ -408,6 +408,7 @@ class _Connector:
             return None, _Vote(refused=str(error), instead=instead)
         except OSError as error:
             return None, _Vote(reason=_text_of(error))
+        # A rank that is alone on its host needs no arena, so it doesn't vote against those of others.
         has_arena = hub.arena is not None or len(self._local) == 1
         return hub, _Vote(shares_memory=hub.shares_memory, has_arena=has_arena)
 
@@ -415,6 +416,7 @@ class _Connector:
         """Connect to the neighbours; return the hub over these connections."""
         ranks = self._control.model.topology.members(self._group)
         endpoints = self._connect_neighbours()
+        # For the longest body that `_inline_bytes` allows, which depends on votes yet to come.
         limit_bytes = max(MAILBOX_BYTES, len(ranks) * (inline_bytes + _ENTRY_BYTES))
         rounds, sideband = (
             {
@@ -447,7 +449,7 @@ class _Connector:
                     endpoints[up, channel] = self._connect_to_parent(up, channel)
                 if up in self._local:  # the first rank of this host, which has created the memory
                     self._receive_arena(endpoints[up, _ROUNDS][0])
-            self._make_arena()
+            self._make_arena()  # before ranks below are accepted, as `_admit` sends it
             for is_local in (True, False):
                 for child in self._accept_children(is_local):
                     endpoints.update([child])
@@ -476,7 +478,7 @@ class _Connector:
                 text = f"the process listening at {address!r} does not belong to this job"
                 raise _RefusedError(up, text)
             if is_local and channel == _ROUNDS:
-                return sock, mailbox.receive(sock)
+                return sock, mailbox.receive(sock)  # stands for ACCEPTED
             if receive(sock, len(_ACCEPTED), self._until) != _ACCEPTED:
                 raise OSError("refused")
         except BaseException:  # Ctrl-C too: no descriptor is left open
@@ -496,7 +498,7 @@ class _Connector:
         accepted = accept(listener, admit, strangers, self._until)
         with contextlib.closing(accepted) as children:
             for sock, (child, box) in children:
-                if child not in expected:
+                if child not in expected:  # a second connection for the same position and channel
                     sock.close()
                     continue
                 expected.discard(child)
@@ -560,7 +562,7 @@ def _connect_until(family: int, address: Any, until: float) -> socket.socket:
     """Connect; retry while the queue of a local listener is full."""
     while True:
         sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.settimeout(max(0.1, until - time.monotonic()))
+        sock.settimeout(max(0.1, until - time.monotonic()))  # a limit of 0 would mean non-blocking
         try:
             sock.connect(address)
         except BaseException as error:  # Ctrl-C too: no descriptor is left open

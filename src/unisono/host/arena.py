@@ -215,7 +215,7 @@ class Arena:
             # Look once more: the awaited rank may have arrived before it could see the nap.
             words[nap] = 1
             if words[line] < interval:
-                # Returns at once unless the nap is still 1; the loop looks again, whatever it returns.
+                # It returns at once unless the nap is still 1; the loop looks again in any case.
                 where = ctypes.c_void_p(self._address + nap * _WORD_BYTES)
                 self._futex(_SYS_FUTEX, where, _FUTEX_WAIT, 1, ctypes.byref(duration), None, 0)
             words[nap] = 0
