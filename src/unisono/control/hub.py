@@ -73,7 +73,7 @@ class Hub:
         self._below = {down: sorted(positions) for down, positions in below.items()}
         self._subtree = sorted((position, *(far for each in below.values() for far in each)))
         self._connections = peers.rounds
-        self._kind = NOTICE
+        self._kind = NOTICE  # of no round: nothing is awaited yet
         self._poll = select.poll()
         self._position_of = {each.fd: other for other, each in self._connections.items()}
         self._position_of |= {fd: other for other, fd in peers.pidfds.items()}

@@ -309,7 +309,8 @@ class SocketControlPlane(ControlPlane):
         """Return whether a dropped group's handle is still in use, such as by DDP."""
         reference, count = self._handles.get(name, _NO_HANDLE)
         handle = reference()
-        return handle is not None and sys.getrefcount(handle) >= count  # one was the group's own
+        # Without other users the count is lower now, by the reference of the dropped group.
+        return handle is not None and sys.getrefcount(handle) >= count
 
     def adopt(self, group: Group) -> None:
         """Record a group created outside unisono, and end groups that were destroyed there."""

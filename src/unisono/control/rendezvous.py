@@ -408,7 +408,7 @@ class _Connector:
             return None, _Vote(refused=str(error), instead=instead)
         except OSError as error:
             return None, _Vote(reason=_text_of(error))
-        # A rank that is alone on its host needs no arena, so it doesn't vote against those of others.
+        # A rank that is alone on its host needs no arena, and lets the others keep theirs.
         has_arena = hub.arena is not None or len(self._local) == 1
         return hub, _Vote(shares_memory=hub.shares_memory, has_arena=has_arena)
 

@@ -326,6 +326,7 @@ class SequenceNumbers:
     def begin(self, group: str, call: str) -> int:
         """Record an operation that this rank begins; return its number."""
         self.counts[group] = count = self.counts.get(group, 0) + 1
+        # `compared` is the line of this one call: the next one looks its own up.
         where, line.compared = line.compared or site(), b""
         self.last = f"{call} at {where.decode('utf-8', 'replace')}"
         return count

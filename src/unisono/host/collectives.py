@@ -172,7 +172,7 @@ class HostCollectives(Turns):
                 if parts is not None:
                     run(parts)
                     self._arena.barrier(check)  # until no rank needs this one's tensor any more
-            finally:  # the others may have written to `tensor` even if this rank was interrupted
+            finally:  # after Ctrl-C too: others may have written to `tensor`, unseen by autograd
                 if writes and not tensor.is_inference():
                     increment_version(tensor)
 

@@ -301,6 +301,7 @@ def short_name(group: str) -> str:
 def encode_ranks(ranks: Sequence[int]) -> list[int] | dict[str, list[int]]:
     """Encode ranks for the facts, which lack room for those of many large groups."""
     if len(ranks) > 2:
+        # At least 1, as torch's groups may be in any order, and a range accepts no step of 0.
         evenly = range(ranks[0], ranks[-1] + 1, max(ranks[1] - ranks[0], 1))
         if tuple(evenly) == tuple(ranks):
             return {"range": [evenly.start, evenly.stop, evenly.step]}
@@ -316,10 +317,12 @@ def _sweep(place: Path) -> None:
     """Remove the pages of dead processes once their whole job is dead."""
     with contextlib.suppress(OSError):
         pids = {path.name.partition("-")[0] for path in place.iterdir()}
+        # Mostly every process lives: then no page needs to be opened.
         if all(_exists(int(pid)) for pid in pids if pid.isdecimal()):
             return
         found = pages()
         living = {page.facts.get("job") for page in found if _exists(page.facts["pid"])}
+        # Reports on a living job need the pages of its dead ranks.
         for page in found:
             if page.facts.get("job") not in living:
                 page.path.unlink(missing_ok=True)

@@ -150,6 +150,7 @@ class _Tracer:
             by_rank.setdefault((record.rank, record.world_size, record.job), []).append(record)
         for key, records in by_rank.items():
             if key not in self._files:
+                # `trace` has made its folder, but nobody that of `UNISONO_TRACE`.
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._files[key] = TraceFile(self.folder, records[0])
             self._files[key].append(records)
