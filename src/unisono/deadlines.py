@@ -126,7 +126,8 @@ def limit_of(timeout_s: float | None) -> float | None:
     until = end_of_block()
     if until is None:
         return timeout_s
-    left_s = max(0.0, until - time.monotonic()) * _RATE  # from the host's seconds to those of limits
+    # From seconds of the host's clock to seconds of limits, which tests make faster.
+    left_s = max(0.0, until - time.monotonic()) * _RATE
     return left_s if timeout_s is None else min(left_s, timeout_s)
 
 

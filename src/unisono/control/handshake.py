@@ -170,7 +170,7 @@ def accept(
         while (left_s := until - time.monotonic()) > 0:
             ready = [fd for fd, _ in readable.poll(min(left_s, LONGEST_WAIT_S) * 1000)]
             if pending.wake.fileno() in ready:
-                pending.wake.recv(4096)  # first: a byte sent after `served` wakes the next poll
+                pending.wake.recv(4096)  # first: what is served later wakes the next poll
             yield from pending.served()
             if listener.fileno() in ready:
                 pending.accept(listener)

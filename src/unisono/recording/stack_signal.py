@@ -173,7 +173,7 @@ def _answer(pid: int, thread_id: int, number: int, fd: int, until: float) -> str
         is_over = not (masks.get("SigPnd", 0) | masks.get("SigBlk", 0)) & bit
         if is_over and end > begin and os.fstat(fd).st_size == end:
             return os.pread(fd, end - begin, begin).decode("utf-8", "replace")
-        quiet = quiet + 1 if is_over else 0
+        quiet = quiet + 1 if is_over else 0  # handled, but nothing was written
         time.sleep(_POLL_S)
     return None
 
