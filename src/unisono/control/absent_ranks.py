@@ -153,6 +153,7 @@ class Wait:
         self._control, self._group, self._call, self._step = control, group, call, step
         self._begun, self._until = time.monotonic(), until
         self._end: float | None = None  # unknown until the first look, before which most waits end
+        # Whether the last look found an absent rank, and whether this wait was logged.
         self._has_absent = self._is_warned = False
 
     def __call__(self, position: int | None = None) -> None:

@@ -20,7 +20,7 @@ class Condition:
 
     def __init__(self) -> None:
         self.lock: threading.Lock = threading.Lock()
-        self._sleepers: list[threading.Lock] = []
+        self._sleepers: list[threading.Lock] = []  # each locked until notified
 
     def notify_all(self) -> None:
         """Notify all waiting threads; call it with the lock held."""

@@ -98,7 +98,7 @@ class Connection:
         self._last_kind = LEAVE if mailbox is None else WAKE  # WAKE is valid only with a mailbox
         self._sock = sock
         self._limit = limit_bytes
-        self._held = bytearray()
+        self._held = bytearray()  # read, but not yet taken
         self._is_within_frame = False  # a frame was begun, and perhaps not finished
         self.fd: int = sock.fileno()
 

@@ -91,8 +91,8 @@ class Pending(Generic[T]):
     ) -> None:
         self._admit, self._max_pending = admit, max_pending
         self._strangers = set() if strangers is None else strangers
-        self._threads: dict[socket.socket, threading.Thread] = {}
-        self._served: deque[tuple[socket.socket, T | None]] = deque()
+        self._threads: dict[socket.socket, threading.Thread] = {}  # oldest first
+        self._served: deque[tuple[socket.socket, T | None]] = deque()  # None: rejected
         self.wake: socket.socket
         """Becomes readable once `served` has a connection to yield or to close."""
         self.wake, self._waker = socket.socketpair()

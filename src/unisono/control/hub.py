@@ -70,6 +70,7 @@ class Hub:
         weakref.finalize(self, peers.close).atexit = False
         below, position = peers.links.below, peers.position
         self._size = len(peers.ranks)
+        # Sorted, as bodies hold blobs by position, while `links.below` begins with the neighbour.
         self._below = {down: sorted(positions) for down, positions in below.items()}
         self._subtree = sorted((position, *(far for each in below.values() for far in each)))
         self._connections = peers.rounds

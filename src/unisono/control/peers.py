@@ -122,17 +122,17 @@ class Peers:
         self.is_in_round: bool = False
         self.waits: tuple[tuple[int, ...], dict[int, Blobs]] = _NOTHING
         """Positions of the ranks that this one waits for in its round, and their blobs."""
-        self._blob, self._thread_id = b"", threading.get_ident()
+        self._blob, self._thread_id = b"", threading.get_ident()  # set by `enter`, for reports
         self._steps = steps
         self._absent: Absent | None = None
         self._has_warned = False
-        self._concurrent_calls = ""
+        self._concurrent_calls = ""  # set by `wait_for_turn` in the rejected thread
         self._unsent: tuple[bytes, int | None] | None = None  # where another thread may be sending
         self._next_hops = {far: down for down, fars in links.below.items() for far in fars}
         self._departures: dict[int, Departure | None] = {}  # None: gone without a report
-        self._answers: dict[int, State] = {}
-        self._flooded: bytes | None = None
-        self._late: dict[str, tuple[int, str]] = {}
+        self._answers: dict[int, State] = {}  # by position: to this rank's last ASK
+        self._flooded: bytes | None = None  # body of the first FAIL, sent or received
+        self._late: dict[str, tuple[int, str]] = {}  # by group: step and text of the last report
         self._condition = Condition()
         self._wake_reader, self._wake_writer = os.pipe()
         self._is_open = True

@@ -397,7 +397,7 @@ class _Connector:
         self._secret = hashlib.sha256((control.secret or b"") + keys).digest()
         self._until = min(end_of_call(control.timeout_s), time.monotonic() + host_s(_SET_UP_S))
         self._arena: Arena | None = None
-        self._arena_fd: int | None = None
+        self._arena_fd: int | None = None  # open until the ranks below have the memory
 
     def connect(self, inline_bytes: int) -> tuple[Hub | None, _Vote]:
         """Connect to the neighbours; return the hub and this rank's vote."""

@@ -88,7 +88,7 @@ class Turns:
     def __init__(self, monitor: Monitor, group: Group | None = None) -> None:
         self._monitor, self._group = monitor, group
         self._turn = Turn()  # threads of one group must agree on their order anyway
-        self._ended: UnisonoError | None = None
+        self._ended: UnisonoError | None = None  # raised by all later calls, once set
 
     def belong_to(self, monitor: Any) -> None:
         """Set the monitor: the view of the context that uses this memory from now on."""
@@ -143,7 +143,7 @@ class HostCollectives(Turns):
         self.block_bytes: int = arena.layout.block_bytes
         """Most bytes that `all_reduce_packed` accepts."""
         self._arena = arena
-        self._ranks = ranks
+        self._ranks = ranks  # global, by position
 
     def close(self) -> None:
         """Release the memory; later calls raise."""

@@ -79,7 +79,7 @@ class TwoLevels(Turns):
         self._host = (
             None if arena is None else HostCollectives(arena, self._ranks, self._host_monitor)
         )
-        self._twins: list[Group] = []
+        self._twins: list[Group] = []  # by position, as far as they exist yet
 
     def close(self) -> None:
         """Release the memory; later calls raise."""

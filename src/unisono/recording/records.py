@@ -273,7 +273,7 @@ class CallLog:
         self.world_size: int = world_size
         self.job: str = job
         self._page = page
-        self._numbers: dict[str, int] = {}
+        self._numbers: dict[str, int] = {}  # calls so far, by group
         self._members: dict[str, Sequence[int]] = {EVERYBODY: range(world_size)}
         self._here = _Here()
         # A cache: for a frame's line, Python counts from the first line of its code each time.

@@ -104,9 +104,10 @@ class StatusPage:
         self.facts: dict[str, Any] = dict(facts)
         self._memory = memory
         self._words = memoryview(memory).cast("Q")
+        # By lane, the thread that writes to it: weak, so that an ended thread's lane is free.
         self._owners: list[Callable[[], threading.Thread | None]] = [lambda: None] * _LANES
         self._lock = threading.RLock()  # a signal's handler may make a call meanwhile
-        self._pid = os.getpid()
+        self._pid = os.getpid()  # a fork must not remove its parent's page
         self.update()
         self._words[0] = _MAGIC  # last: readers reject a page without it
         _open.add(self)

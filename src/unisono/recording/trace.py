@@ -91,7 +91,9 @@ class _Tracer:
     def reset(self) -> None:
         """Drop pending calls and open files without writing them, such as after a fork."""
         self._waiting: deque[CollectiveRecord] = deque(maxlen=_MOST_WAITING)
+        # By rank, world size and job.
         self._files: dict[tuple[int, int, str], TraceFile] = {}
+        # Open ranges of the profiler, by thread, begin and name of the call.
         self._ranges: dict[tuple[int, int, str], Any] = {}
         self._writing = threading.Lock()  # a thread of the parent may have held the old one
         self._is_over = threading.Event()

@@ -46,6 +46,7 @@ class TraceFile:
     def __init__(self, folder: Path, record: CollectiveRecord) -> None:
         prefix = f"rank-{record.rank}-{socket.gethostname()}-{os.getpid()}-"
         self._fd, _ = tempfile.mkstemp(_SUFFIX, prefix, folder)
+        # Beginnings of lines, by the key of `append`, each with the ranks whose id is in the key.
         self._heads: dict[tuple[Any, ...], tuple[str, Sequence[int]]] = {}
         facts = {
             "unisono_trace": _FORMAT,
