@@ -55,7 +55,7 @@ def split_blobs(body: bytes, count: int, inline_bytes: int) -> Blobs:
     blobs: list[bytes] = []
     for size in sizes:
         start = end
-        end += size if size <= inline_bytes else min(size, START_BYTES)
+        end += size if size <= inline_bytes else min(size, START_BYTES)  # a longer one was cut
         blobs.append((body if end - start < COPIED_BYTES else view)[start:end])
     if end != len(body):
         raise ValueError(f"it sent {len(body)} bytes for blobs of {sizes} bytes")

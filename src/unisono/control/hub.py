@@ -259,7 +259,7 @@ class Hub:
             raise self.peers.fail(read_failure(body), position)
         positions, got = self.peers.waits
         is_awaited = (kind, seq) == (self._kind, self.peers.seq) and position in positions
-        if not is_awaited or position in got:
+        if not is_awaited or position in got:  # its callers then count the rank as gone
             raise ConnectionClosed(f"it sent frame {kind} of round {seq}")
         count = self._size if kind == ALL else len(self._below[position])
         got[position] = split_blobs(body, count, self.inline_bytes)

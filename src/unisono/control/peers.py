@@ -336,7 +336,7 @@ class Peers:
         """Record the first report on an operation and send it to all other ranks."""
         with self._condition.lock:
             if self._late.get(group, (0, ""))[0] >= step:
-                return
+                return  # the first report stays, and a flood ends where it is known
             self._late[group] = (step, text)
             self._condition.notify_all()
         self._flood(LATE, json.dumps({"group": group, "step": step, "text": text}).encode(), source)
@@ -382,6 +382,7 @@ class Peers:
         body = failure.encode()
         if self.failure is None:
             self.failure, self._unsent = error, (body, source)
+        # The sideband needs no lock; the rounds' connections belong to the lock's holder.
         self._flood_failure(body)
         if self.lock.acquire(blocking=False):
             try:
@@ -395,7 +396,7 @@ class Peers:
         who = f"rank {rank}" if pid is None else f"rank {rank} (pid {pid} on this host)"
         text = f"{who} has ended" if self._has_ended(position) else f"{who} is gone: {how}"
         departure = self._await_departure(position)
-        if departure is not None:
+        if departure is not None:  # its own report says more than its end
             text = f"{who} {departure.how}"
         return self.fail(FailureReport("peer", text, rank))
 
@@ -429,7 +430,7 @@ class Peers:
             return
         (body, source), self._unsent = self._unsent, None
         for position, connection in self.rounds.items():
-            if position != source:
+            if position != source:  # which has sent it here
                 with contextlib.suppress(ConnectionClosed, TimeoutError):
                     connection.send(FAIL, 0, body, time.monotonic() + _SEND_S)
 
@@ -437,7 +438,7 @@ class Peers:
         """Report a failure to all ranks, even while their own threads are in a collective."""
         with self._condition.lock:
             if self._flooded is not None:
-                return
+                return  # the first report stays, and a flood ends where it is known
             self._flooded = body
             self._condition.notify_all()
         self._flood(FAIL, body, source)
@@ -462,7 +463,7 @@ class Peers:
         asked = [position for position in asked if not is_stopped(self.pids.get(position))]
         with self._condition.lock:
             for position in asked:
-                self._answers.pop(position, None)
+                self._answers.pop(position, None)  # an earlier answer is out of date
         for position in asked:
             self._forward(ASK, {"to": position, "of": self.position, "group": group}, position)
         self._condition.wait(lambda: all(position in self._answers for position in asked), _ASK_S)

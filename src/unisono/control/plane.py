@@ -251,6 +251,7 @@ class SocketControlPlane(ControlPlane):
         key = EVERYBODY if group is None else group.name
         if key not in self.hubs:
             model = self.model
+            # Accelerators' tensors can't lie in that memory, and one rank shares it with nobody.
             if model.transport_device.type != "cpu" or model.topology.size(group) == 1:
                 return None
             self._hub_of(group)
@@ -389,7 +390,7 @@ class SocketControlPlane(ControlPlane):
         self.proved, self._parts, self.is_one_host = other.proved, other._parts, other.is_one_host
         self._handles, self._ending = other._handles, other._ending
         for memory in self._memories.values():
-            memory.belong_to(self)
+            memory.belong_to(self)  # whose waits ask this view from now on
 
     def begin(self, group: Group | None, call: str) -> Check:
         """Record the start of an operation through memory; return the check for its waits."""

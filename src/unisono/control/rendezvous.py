@@ -129,6 +129,7 @@ def _max_shared_bytes(control: SocketControlPlane) -> int:
     model, held_bytes = control.model, control.shared_bytes
     if model.transport_device.type != "cpu":
         return 0
+    # If the number on this host is unknown, all ranks may be here.
     ranks = model.topology.local_world_size or model.topology.world_size
     limit_bytes = int(number_in("UNISONO_SHARED_BYTES", ranks * _SHARED_BYTES))
     return max(0, limit_bytes - held_bytes) // (_PART_OF_REST if held_bytes else 1)
@@ -232,7 +233,7 @@ def _connect_all(
         if control.is_one_host and not is_one_host:
             raise _other_host_error(adverts, ranks, connector.position)
         reasons, hub = _reasons_of(adverts), None
-        if not reasons:
+        if not reasons:  # else all ranks know that one of them can't connect
             hub, vote = connector.connect(inline_bytes)
             votes = _exchange_votes(control.model, vote, group, hub)
             reasons = _reasons_of(votes)
@@ -249,7 +250,7 @@ def _connect_all(
         return hub, is_one_host
     if hub is not None:
         hub.peers.close()
-    if connector.position == 0:
+    if connector.position == 0:  # one warning for all ranks
         text = "; ".join(f"rank {ranks[position]}: {why}" for position, why in reasons.items())
         remedy = _REMEDY_HERE if is_one_host else _REMEDY_BETWEEN
         _warn_once(text, remedy, _UNPROVED if control.secret is None else "")
@@ -280,6 +281,7 @@ def _inline_bytes(hub: Hub, size: int, inline_bytes: int) -> int:
     """Return the size of the longest blob in a round, which carries the blobs of all ranks."""
     if hub.all_share_memory:  # a body that is too long for a mailbox goes over the socket
         return max(inline_bytes, MAILBOX_BYTES // size - _ENTRY_BYTES)
+    # Over sockets a round's body is no longer than a mailbox's, however many ranks there are.
     return min(inline_bytes, MAILBOX_BYTES // size)
 
 
@@ -433,6 +435,7 @@ class _Connector:
     def _pids(self) -> dict[int, int]:
         """Return the pids of other ranks on this host that share its pid namespace."""
         namespace = self._adverts[self.position].pid_namespace
+        # Without a namespace, the others' pids have no known meaning here.
         others = [position for position in self._local if position != self.position and namespace]
         shared = [
             position for position in others if self._adverts[position].pid_namespace == namespace

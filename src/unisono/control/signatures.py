@@ -176,6 +176,7 @@ def carried_line() -> str:
 
 def site() -> bytes:
     """Return file and line of the user's innermost frame."""
+    # A background thread's frames lack the line; that of a logged call, `CallLog` has found.
     carried = _carried.get()
     if carried or line.known:
         return carried or line.known

@@ -231,6 +231,7 @@ class PageReader:
     def _read_facts(self) -> dict[str, Any]:
         """Read the newest edition; retry if another was written meanwhile."""
         while True:
+            # An edition's place is overwritten only after the next edition has been published.
             edition = self._words[_EDITION]
             start = _HEAD_BYTES + edition % 2 * _FACTS_BYTES
             text = self._memory[start : start + self._words[_EDITION + 1 + edition % 2]]
