@@ -145,7 +145,7 @@ class Hub:
         """Wait for one message of `kind` from each of `positions`; return their blobs."""
         got: dict[int, Blobs] = {}
         self._kind, self.peers.waits = kind, (positions, got)
-        # So many waits after one that has spun in vain sleep at once.
+        # After a wait that has spun in vain, the next `_naps` waits sleep at once.
         if self._naps:
             self._naps -= 1
         else:

@@ -184,6 +184,7 @@ class Peers:
         """Start a round of this thread with its `blob`."""
         if self.failure is not None:
             self.raise_failure()
+        # The lock lets its owner in again, so this thread is in a round already.
         if self.is_in_round:
             raise CollectiveError(
                 f"{self}: {signatures.describe(blob)} was called within "
@@ -262,7 +263,7 @@ class Peers:
                 raise self.fail(failure)
         if ended:
             raise self.fail_gone(ended[0])
-        for position, connection in self.rounds.items():  # whose frames aren't taken
+        for position, connection in self.rounds.items():  # `is_closed` takes no frame from them
             is_closed = position in among and connection.is_closed()
             if is_closed and not self._is_done(position, group, step):
                 raise self.fail_gone(position, "it closed the connection")
@@ -382,7 +383,7 @@ class Peers:
         body = failure.encode()
         if self.failure is None:
             self.failure, self._unsent = error, (body, source)
-        # The sideband needs no lock; the rounds' connections belong to the lock's holder.
+        # Any thread may use the sideband, but only the lock's holder the rounds' connections.
         self._flood_failure(body)
         if self.lock.acquire(blocking=False):
             try:

@@ -309,7 +309,7 @@ class HostCollectives(Turns):
         def take(block: int, parity: int) -> None:
             own = slices[me][block * room : (block + 1) * room]
             parts = [cells[parity][p][me][: own.numel()] for p in range(arena.size)]
-            total, parts[me] = parts[me], own  # no other rank reads this cell
+            total, parts[me] = parts[me], own  # the result's place: a cell that no other rank reads
             fold_into(op, parts, total)
             own.copy_(total)
 
@@ -352,6 +352,7 @@ class HostCollectives(Turns):
         rows[me] = source = from_bytes(blob, torch.uint8, (len(blob),))
         self._gather("exchange", source, rows)
         blobs[me] = blob
+        # A view saves the copy of a long blob; a short one is copied, as plain bytes.
         return [memoryview(b) if len(b) > _COPIED_BYTES else bytes(b) for b in blobs]
 
     def _gather(self, call: str, source: Tensor, rows: Sequence[Tensor]) -> None:

@@ -348,6 +348,7 @@ def is_running(pid: int, ticks: int) -> bool:
     """Return whether the process that had `pid` at `ticks` still runs; a zombie doesn't."""
     with contextlib.suppress(load("psutil:Error")):
         boot_s, process = load("psutil:boot_time")(), load("psutil:Process")(pid)
+        # In units of 10 ms, as `ticks`.
         since = round((process.create_time() - boot_s) * 100)
         # A process that began after `ticks` has reused the pid.
         return bool(since <= ticks and process.status() != "zombie")
