@@ -93,7 +93,7 @@ class Hub:
     def exchange(self, blob: bytes, until: float) -> Blobs:
         """Return the blobs of all ranks in order of positions. Collective over the group."""
         peers, size = self.peers, len(blob)
-        given = blob if size <= self.inline_bytes else blob[:START_BYTES]
+        given = blob if size <= self.inline_bytes else blob[:START_BYTES]  # enough to name the call
         try:  # an interrupt may come just after the acquire: the lock knows its owner
             if not peers.lock.acquire(blocking=False):
                 peers.wait_for_turn(blob, until)

@@ -338,7 +338,7 @@ def _exchange_adverts(
             listeners.append(listener)
         except OSError as error:
             advert.reason = advert.reason or _text_of(error)
-    return _exchange(model, advert, group), listeners
+    return _exchange(model, advert, group), listeners  # now with ports
 
 
 def _exchange(model: ComputationModel, record: T, group: Group | None) -> list[T]:
@@ -396,6 +396,7 @@ class _Connector:
         self._local = next(positions for positions in self.hosts if self.position in positions)
         self._links = links(self.hosts, self.position)
         keys = "".join(advert.key for advert in adverts).encode()
+        # Without a secret of the job, the random keys of all ranks have to do.
         self._secret = hashlib.sha256((control.secret or b"") + keys).digest()
         self._until = min(end_of_call(control.timeout_s), time.monotonic() + host_s(_SET_UP_S))
         self._arena: Arena | None = None
@@ -418,7 +419,8 @@ class _Connector:
         """Connect to the neighbours; return the hub over these connections."""
         ranks = self._control.model.topology.members(self._group)
         endpoints = self._connect_neighbours()
-        # For the longest body that `_inline_bytes` allows, which depends on votes yet to come.
+        # For the longest body that `_inline_bytes` allows, which depends on votes yet to come. The
+        # sideband carries only short texts.
         limit_bytes = max(MAILBOX_BYTES, len(ranks) * (inline_bytes + _ENTRY_BYTES))
         rounds, sideband = (
             {

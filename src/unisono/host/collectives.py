@@ -192,7 +192,7 @@ class HostCollectives(Turns):
         result = tensor if into is None else into
         # `shared.count` is the same on all ranks: they all compare their tensors, or none does.
         flat, call, shared = result.view(-1), f"all_reduce {op.name}", self.shared
-        # The result's memory decides: a shared tensor that is only read goes through slots.
+        # The result's memory decides. `into` is never shared: a shared tensor is then only read.
         work = partial(shared.all_reduce, op=op)
         if shared.count and self._on_shared(call, flat, work, writes=True):
             return result

@@ -116,6 +116,7 @@ class StatusPage:
     def make(cls, facts: Mapping[str, Any]) -> StatusPage | None:
         """Create a page; return None if that fails."""
         place, pid, pids, fd = folder(), os.getpid(), pid_namespace(), -1
+        # Readers find the process by its pid and the namespace of that, so both must be known.
         if place is None or not pids or not _is_private(place, makes=True):
             return None
         path = place / f"{pid}-{start_ticks(pid)}-{next(_numbers)}"
