@@ -69,7 +69,7 @@ class ControlPlane:
         """Whether ranks compare calls: 1 always, 0 never, anything else if it costs little."""
         self.ended: deque[str] = deque()
         """Names of groups that have ended, for caches whose keys are such names."""
-        self._dropped: deque[tuple[str, tuple[int, ...]]] = deque()  # set by finalizers
+        self._dropped: deque[tuple[str, tuple[int, ...]]] = deque()  # names and ranks, by finalizers
 
     @property
     def model(self) -> ComputationModel:
@@ -178,7 +178,7 @@ class SocketControlPlane(ControlPlane):
         self._is_alone = model.topology.world_size == 1
         self.hubs: dict[str, Hub | None] = {}
         """Hubs by the name of the group; None for a group whose ranks can't be connected."""
-        self._memories: dict[str, MemoryCollectives] = {}  # by name
+        self._memories: dict[str, MemoryCollectives] = {}  # by the group's name
         self._parts: set[str] = set()
         """Names of groups whose operations are parts of those of all ranks."""
         self._connects: dict[str, threading.RLock] = {}
@@ -265,7 +265,7 @@ class SocketControlPlane(ControlPlane):
                 hub = connect_group(self, group, INLINE_BYTES)
                 if hub is not None and self.model.transport_device.type == "cpu":
                     self._share_tensors(hub, key, group)
-                    is_shared = type(self._memories.get(key)) is HostCollectives
+                    is_shared = type(self._memories.get(key)) is HostCollectives  # not across hosts
                     hub.compares_calls = hub.all_share_memory or is_shared
                 self.hubs[key] = hub  # last: it shows other threads that the group is connected
         return self.hubs[key]

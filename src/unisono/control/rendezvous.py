@@ -156,7 +156,7 @@ def _other_host_error(
 def connect_group(
     control: SocketControlPlane, group: Group | None, inline_bytes: int
 ) -> Hub | None:
-    """Connect the ranks of a group."""
+    """Connect the ranks of a group; return its hub, None if some can't be connected."""
     # Collective over `group`, in two exchanges on the data plane; in three if hosts differ.
     name = name_of(group)
     if control.secret is not None and name not in control.proved:

@@ -108,7 +108,7 @@ def make(size: int, cores: int, max_bytes: int) -> tuple[int, Arena] | None:
 
 def read(shared: mmap.mmap, size: int, position: int) -> Arena:
     """Return this rank's end of an arena that another rank has created."""
-    # The pages of `Layout.head_bytes`, computed without a layout: that is read from them.
+    # At least the header, as large as `Layout.head_bytes`: the layout itself is read from it.
     if len(shared) < _PAGE_BYTES * (1 + size // (_PAGE_BYTES // _LINE_BYTES)):
         raise OSError("the memory for tensors that was sent is too small")
     words = memoryview(shared)[: (size + 1) * _LINE_BYTES].cast("Q")[size * _LINE_WORDS :]
