@@ -69,7 +69,7 @@ class ControlPlane:
         """Whether ranks compare calls: 1 always, 0 never, anything else if it costs little."""
         self.ended: deque[str] = deque()
         """Names of groups that have ended, for caches whose keys are such names."""
-        self._dropped: deque[tuple[str, tuple[int, ...]]] = deque()  # names and ranks, by finalizers
+        self._dropped: deque[tuple[str, tuple[int, ...]]] = deque()  # names, ranks; by finalizers
 
     @property
     def model(self) -> ComputationModel:
