@@ -99,6 +99,7 @@ def within(limit: Limit | None) -> Iterator[None]:
         yield
         return
     until = time.monotonic() + limit.left_s  # the clocks of other hosts differ
+    # On one host `limit.until` holds as it is, so the time since it was sent counts, too.
     with _until_sooner(min(until, limit.until) if limit.host == boot_id() else until):
         yield
 
@@ -125,13 +126,15 @@ def limit_of(timeout_s: float | None) -> float | None:
     until = end_of_block()
     if until is None:
         return timeout_s
+    # From seconds of the host's clock to seconds of limits, which tests make faster.
     left_s = max(0.0, until - time.monotonic()) * _RATE
     return left_s if timeout_s is None else min(left_s, timeout_s)
 
 
 def end_of_call(timeout_s: float | None) -> float:
     """Return the end of a collective that starts now, by ``time.monotonic()``."""
-    # By the same limits as `limit_of`; infinity if there is none.
+    # By the same limits as `limit_of`; infinity if there is none. Only the timeout is scaled here,
+    # as `deadline` has scaled the block's.
     until = math.inf if timeout_s is None else time.monotonic() + timeout_s / _RATE
     end = _until.get()  # as `end_of_block`, without its call in every collective
     return until if end is None else min(end, until)

@@ -89,7 +89,7 @@ class Topology:
         Returns:
             A copy, in which `hosts` replace unknown and guessed facts.
         """
-        nodes = list(dict.fromkeys(hosts))
+        nodes = list(dict.fromkeys(hosts))  # in the order of their first ranks
         here = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
         measured = Topology(
             self.rank,
@@ -253,7 +253,7 @@ def named(ranks: Iterable[int]) -> str:
             runs.append([number, number])
     parts: list[str] = []
     for first, last in runs:
-        if last > first + 1:
+        if last > first + 1:  # two in a row are named singly
             parts.append(f"{first}-{last}")
         else:
             parts += map(str, range(first, last + 1))

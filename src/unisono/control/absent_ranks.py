@@ -130,7 +130,7 @@ def stack_of(thread_id: int) -> str:
     source = f" ({innermost.line[:_WIDTH]})" if innermost.line else ""
     lines = [f"{place_of(innermost.filename, innermost.lineno or 0)}{source}"]
     frames = [each for each in stack if not is_ours(each.filename)]
-    if len(frames) > 1:
+    if len(frames) > 1:  # a single one is the line above
         lines += [
             f"    {place_of(each.filename, each.lineno or 0)}, in {each.name}: "
             f"{(each.line or '')[:_WIDTH]}"
@@ -153,6 +153,7 @@ class Wait:
         self._control, self._group, self._call, self._step = control, group, call, step
         self._begun, self._until = time.monotonic(), until
         self._end: float | None = None  # unknown until the first look, before which most waits end
+        # Whether the last look found an absent rank, and whether this wait was logged.
         self._has_absent = self._is_warned = False
 
     def __call__(self, position: int | None = None) -> None:
@@ -168,7 +169,7 @@ class Wait:
         hub = control.hubs.get(name_of(self._group))
         if hub is not None:
             hub.peers.raise_failure()
-        elif position is not None:
+        elif position is not None:  # a wait in memory, whose hub `close` has removed
             raise ContextError("finalize() was called meanwhile, by another thread")
         if self._end is None:
             self._end = self._find_end()
@@ -216,7 +217,7 @@ class Wait:
 
     def _find_absent(self) -> Absent:
         """Return the absent rank, as rank -1 if it is unknown."""
-        # Other ranks may report the absent one only after their next look.
+        # Other ranks may report the absent one only after their next look; without hubs, never.
         until = time.monotonic() + 3 * LOOK_S if self._control.hubs else 0.0
         while True:
             absent = self._control.gone(self._group, self._step)

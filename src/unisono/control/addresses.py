@@ -36,6 +36,7 @@ def own_address(master_addr: str | None = None, *, has_others: bool = True) -> s
             if name and not name.startswith(("^", "=")):
                 return _address_of(name)
     first, reasons = master_addr or os.environ.get("MASTER_ADDR"), []
+    # Unless other hosts are known to exist, only MASTER_ADDR can lead to one.
     others = (socket.gethostname(), _ELSEWHERE) if has_others else ()
     for host in filter(None, (first, *others)):
         try:

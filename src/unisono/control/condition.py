@@ -20,7 +20,7 @@ class Condition:
 
     def __init__(self) -> None:
         self.lock: threading.Lock = threading.Lock()
-        self._sleepers: list[threading.Lock] = []
+        self._sleepers: list[threading.Lock] = []  # each locked until notified
 
     def notify_all(self) -> None:
         """Notify all waiting threads; call it with the lock held."""
@@ -35,7 +35,7 @@ class Condition:
             sleeper = threading.Lock()
             sleeper.acquire()  # `notify_all` releases it
             with self.lock:
-                if is_ready():
+                if is_ready():  # with the lock: a notification after this look finds the sleeper
                     return True
                 left_s = until - time.monotonic()
                 if left_s <= 0:

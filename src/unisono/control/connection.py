@@ -55,7 +55,7 @@ def split_blobs(body: bytes, count: int, inline_bytes: int) -> Blobs:
     blobs: list[bytes] = []
     for size in sizes:
         start = end
-        end += size if size <= inline_bytes else min(size, START_BYTES)
+        end += size if size <= inline_bytes else min(size, START_BYTES)  # a longer one was cut
         blobs.append((body if end - start < COPIED_BYTES else view)[start:end])
     if end != len(body):
         raise ValueError(f"it sent {len(body)} bytes for blobs of {sizes} bytes")
@@ -98,7 +98,7 @@ class Connection:
         self._last_kind = LEAVE if mailbox is None else WAKE  # WAKE is valid only with a mailbox
         self._sock = sock
         self._limit = limit_bytes
-        self._held = bytearray()
+        self._held = bytearray()  # read, but not yet taken
         self._is_within_frame = False  # a frame was begun, and perhaps not finished
         self.fd: int = sock.fileno()
 
@@ -201,6 +201,7 @@ class Connection:
         if len(held) < _HEADER.size:
             return None
         kind, seq, size = _HEADER.unpack_from(held)
+        # Before the body has arrived, so that no peer makes this rank hold more than the limit.
         if size > self._limit or kind > self._last_kind:
             raise ConnectionClosed(f"it sent a frame of kind {kind} with {size} bytes")
         end = _HEADER.size + size

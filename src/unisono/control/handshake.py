@@ -91,8 +91,8 @@ class Pending(Generic[T]):
     ) -> None:
         self._admit, self._max_pending = admit, max_pending
         self._strangers = set() if strangers is None else strangers
-        self._threads: dict[socket.socket, threading.Thread] = {}
-        self._served: deque[tuple[socket.socket, T | None]] = deque()
+        self._threads: dict[socket.socket, threading.Thread] = {}  # oldest first
+        self._served: deque[tuple[socket.socket, T | None]] = deque()  # None: rejected
         self.wake: socket.socket
         """Becomes readable once `served` has a connection to yield or to close."""
         self.wake, self._waker = socket.socketpair()
@@ -145,7 +145,7 @@ class Pending(Generic[T]):
         """Close all connections, and wait for their threads; a second call does nothing."""
         for sock, thread in self._threads.items():
             _shut_down(sock)
-            if thread.ident is not None:
+            if thread.ident is not None:  # else it couldn't be started
                 thread.join()
             sock.close()
         self._threads.clear()
@@ -170,7 +170,7 @@ def accept(
         while (left_s := until - time.monotonic()) > 0:
             ready = [fd for fd, _ in readable.poll(min(left_s, LONGEST_WAIT_S) * 1000)]
             if pending.wake.fileno() in ready:
-                pending.wake.recv(4096)
+                pending.wake.recv(4096)  # first: what is served later wakes the next poll
             yield from pending.served()
             if listener.fileno() in ready:
                 pending.accept(listener)

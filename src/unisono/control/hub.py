@@ -70,10 +70,11 @@ class Hub:
         weakref.finalize(self, peers.close).atexit = False
         below, position = peers.links.below, peers.position
         self._size = len(peers.ranks)
+        # Sorted, as bodies hold blobs by position, while `links.below` begins with the neighbour.
         self._below = {down: sorted(positions) for down, positions in below.items()}
         self._subtree = sorted((position, *(far for each in below.values() for far in each)))
         self._connections = peers.rounds
-        self._kind = NOTICE
+        self._kind = NOTICE  # of no round: nothing is awaited yet
         self._poll = select.poll()
         self._position_of = {each.fd: other for other, each in self._connections.items()}
         self._position_of |= {fd: other for other, fd in peers.pidfds.items()}
@@ -92,7 +93,7 @@ class Hub:
     def exchange(self, blob: bytes, until: float) -> Blobs:
         """Return the blobs of all ranks in order of positions. Collective over the group."""
         peers, size = self.peers, len(blob)
-        given = blob if size <= self.inline_bytes else blob[:START_BYTES]
+        given = blob if size <= self.inline_bytes else blob[:START_BYTES]  # enough to name the call
         try:  # an interrupt may come just after the acquire: the lock knows its owner
             if not peers.lock.acquire(blocking=False):
                 peers.wait_for_turn(blob, until)
@@ -126,7 +127,7 @@ class Hub:
                 for far, each, each_size in zip(self._below[down], *given, strict=True):
                     blobs[far], sizes[far] = each, each_size
             gathered = blobs, sizes
-            if len(self._subtree) < self._size:
+            if len(self._subtree) < self._size:  # the root has all blobs, in order
                 gathered = (
                     [blobs[position] for position in self._subtree],
                     [sizes[position] for position in self._subtree],
@@ -144,6 +145,7 @@ class Hub:
         """Wait for one message of `kind` from each of `positions`; return their blobs."""
         got: dict[int, Blobs] = {}
         self._kind, self.peers.waits = kind, (positions, got)
+        # After a wait that has spun in vain, the next `_naps` waits sleep at once.
         if self._naps:
             self._naps -= 1
         else:
@@ -257,7 +259,7 @@ class Hub:
             raise self.peers.fail(read_failure(body), position)
         positions, got = self.peers.waits
         is_awaited = (kind, seq) == (self._kind, self.peers.seq) and position in positions
-        if not is_awaited or position in got:
+        if not is_awaited or position in got:  # its callers then count the rank as gone
             raise ConnectionClosed(f"it sent frame {kind} of round {seq}")
         count = self._size if kind == ALL else len(self._below[position])
         got[position] = split_blobs(body, count, self.inline_bytes)

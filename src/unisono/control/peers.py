@@ -122,17 +122,17 @@ class Peers:
         self.is_in_round: bool = False
         self.waits: tuple[tuple[int, ...], dict[int, Blobs]] = _NOTHING
         """Positions of the ranks that this one waits for in its round, and their blobs."""
-        self._blob, self._thread_id = b"", threading.get_ident()
+        self._blob, self._thread_id = b"", threading.get_ident()  # set by `enter`, for reports
         self._steps = steps
         self._absent: Absent | None = None
         self._has_warned = False
-        self._concurrent_calls = ""
+        self._concurrent_calls = ""  # set by `wait_for_turn` in the rejected thread
         self._unsent: tuple[bytes, int | None] | None = None  # where another thread may be sending
         self._next_hops = {far: down for down, fars in links.below.items() for far in fars}
         self._departures: dict[int, Departure | None] = {}  # None: gone without a report
-        self._answers: dict[int, State] = {}
-        self._flooded: bytes | None = None
-        self._late: dict[str, tuple[int, str]] = {}
+        self._answers: dict[int, State] = {}  # by position: to this rank's last ASK
+        self._flooded: bytes | None = None  # body of the first FAIL, sent or received
+        self._late: dict[str, tuple[int, str]] = {}  # by group: step and text of the last report
         self._condition = Condition()
         self._wake_reader, self._wake_writer = os.pipe()
         self._is_open = True
@@ -184,6 +184,7 @@ class Peers:
         """Start a round of this thread with its `blob`."""
         if self.failure is not None:
             self.raise_failure()
+        # The lock lets its owner in again, so this thread is in a round already.
         if self.is_in_round:
             raise CollectiveError(
                 f"{self}: {signatures.describe(blob)} was called within "
@@ -194,7 +195,7 @@ class Peers:
         self._blob, self.is_in_round = blob, True
         self._thread_id = threading.get_ident()
         self._has_warned = False
-        self._steps.last = ""
+        self._steps.last = ""  # reports on this rank name the round from now on
 
     def leave(self) -> None:
         """End the round, whether it failed or not."""
@@ -217,6 +218,7 @@ class Peers:
             )
             raise CollectiveError(f"{self}: {self._concurrent_calls}")
         left_s = max(0.0, until - time.monotonic())
+        # `until` may be infinite, which a lock doesn't accept.
         if not self.lock.acquire(timeout=min(left_s, threading.TIMEOUT_MAX)):
             raise CollectiveTimeoutError(
                 f"{self}: {call} wasn't begun before its deadline: another thread is looking for "
@@ -232,10 +234,11 @@ class Peers:
         """Return a rank known to be gone, if any; waits 1.1 s at most for its report."""
         if self._absent is None:
             try:  # an interrupt may come just after the acquire: the lock knows its owner
+                # Else another thread is in a round, or looks for absent ranks itself.
                 if self.lock.acquire(blocking=False) and self.failure is None:
                     with contextlib.suppress(CollectiveError):
                         self._raise_if_gone(ranks, group, step)
-                    self._send_failure()
+                    self._send_failure()  # one that a thread without the lock has recorded
             finally:
                 try:  # noqa: SIM105
                     self.lock.release()
@@ -250,6 +253,7 @@ class Peers:
         among = self._positions(ranks)
         ended = [position for position in among if self._has_ended(position)]
         ended = [position for position in ended if not self._is_done(position, group, step)]
+        # The report, if one comes, says which of several has failed and not just left after it.
         wait_s = _REPORT_S if len(ended) > 1 else 0.0
         self._condition.wait(lambda: self._flooded is not None, wait_s)
         if self._flooded is not None:
@@ -259,7 +263,7 @@ class Peers:
                 raise self.fail(failure)
         if ended:
             raise self.fail_gone(ended[0])
-        for position, connection in self.rounds.items():  # whose frames aren't taken
+        for position, connection in self.rounds.items():  # `is_closed` takes no frame from them
             is_closed = position in among and connection.is_closed()
             if is_closed and not self._is_done(position, group, step):
                 raise self.fail_gone(position, "it closed the connection")
@@ -280,6 +284,7 @@ class Peers:
     def _is_done(self, position: int, group: str, step: int) -> bool:
         """Return whether a departed rank isn't needed any more, as far as is known."""
         departure = self._await_departure(position)
+        # Without a number, 0, it is unknown whether the rank has done its part.
         if departure is not None:
             return 0 < step <= departure.steps.get(group, 0)
         # Its fate is unknown here: if it died, the backend reports that to its neighbours.
@@ -302,6 +307,7 @@ class Peers:
         others = [position for position in self._positions(ranks) if position != self.position]
         asked = others[:_MAX_ASKED]
         states = self._ask(asked, group)
+        # An earlier report goes first, so that all ranks name the same culprits.
         reported = self._reported(group, step)
         if reported:
             return reported
@@ -331,7 +337,7 @@ class Peers:
         """Record the first report on an operation and send it to all other ranks."""
         with self._condition.lock:
             if self._late.get(group, (0, ""))[0] >= step:
-                return
+                return  # the first report stays, and a flood ends where it is known
             self._late[group] = (step, text)
             self._condition.notify_all()
         self._flood(LATE, json.dumps({"group": group, "step": step, "text": text}).encode(), source)
@@ -377,6 +383,7 @@ class Peers:
         body = failure.encode()
         if self.failure is None:
             self.failure, self._unsent = error, (body, source)
+        # Any thread may use the sideband, but only the lock's holder the rounds' connections.
         self._flood_failure(body)
         if self.lock.acquire(blocking=False):
             try:
@@ -390,7 +397,7 @@ class Peers:
         who = f"rank {rank}" if pid is None else f"rank {rank} (pid {pid} on this host)"
         text = f"{who} has ended" if self._has_ended(position) else f"{who} is gone: {how}"
         departure = self._await_departure(position)
-        if departure is not None:
+        if departure is not None:  # its own report says more than its end
             text = f"{who} {departure.how}"
         return self.fail(FailureReport("peer", text, rank))
 
@@ -424,7 +431,7 @@ class Peers:
             return
         (body, source), self._unsent = self._unsent, None
         for position, connection in self.rounds.items():
-            if position != source:
+            if position != source:  # which has sent it here
                 with contextlib.suppress(ConnectionClosed, TimeoutError):
                     connection.send(FAIL, 0, body, time.monotonic() + _SEND_S)
 
@@ -432,7 +439,7 @@ class Peers:
         """Report a failure to all ranks, even while their own threads are in a collective."""
         with self._condition.lock:
             if self._flooded is not None:
-                return
+                return  # the first report stays, and a flood ends where it is known
             self._flooded = body
             self._condition.notify_all()
         self._flood(FAIL, body, source)
@@ -457,7 +464,7 @@ class Peers:
         asked = [position for position in asked if not is_stopped(self.pids.get(position))]
         with self._condition.lock:
             for position in asked:
-                self._answers.pop(position, None)
+                self._answers.pop(position, None)  # an earlier answer is out of date
         for position in asked:
             self._forward(ASK, {"to": position, "of": self.position, "group": group}, position)
         self._condition.wait(lambda: all(position in self._answers for position in asked), _ASK_S)
@@ -527,7 +534,7 @@ class Peers:
                 if fd in positions:
                     self._serve_neighbour(positions[fd], readable)
                 else:
-                    is_over = True
+                    is_over = True  # `close` has written; this poll's other frames are still served
         os.close(self._wake_reader)
         for connection in self.sideband.values():
             connection.close()

@@ -69,7 +69,7 @@ class ControlPlane:
         """Whether ranks compare calls: 1 always, 0 never, anything else if it costs little."""
         self.ended: deque[str] = deque()
         """Names of groups that have ended, for caches whose keys are such names."""
-        self._dropped: deque[tuple[str, tuple[int, ...]]] = deque()
+        self._dropped: deque[tuple[str, tuple[int, ...]]] = deque()  # names, ranks; by finalizers
 
     @property
     def model(self) -> ComputationModel:
@@ -178,7 +178,7 @@ class SocketControlPlane(ControlPlane):
         self._is_alone = model.topology.world_size == 1
         self.hubs: dict[str, Hub | None] = {}
         """Hubs by the name of the group; None for a group whose ranks can't be connected."""
-        self._memories: dict[str, MemoryCollectives] = {}
+        self._memories: dict[str, MemoryCollectives] = {}  # by the group's name
         self._parts: set[str] = set()
         """Names of groups whose operations are parts of those of all ranks."""
         self._connects: dict[str, threading.RLock] = {}
@@ -211,6 +211,7 @@ class SocketControlPlane(ControlPlane):
         own_s = None if group is None else group.timeout_s
         until = end_of_call(self.timeout_s if own_s is None else own_s)
         blobs, sizes = hub.exchange(blob, until)
+        # The round has cut longer blobs: if there is one, the data plane carries all of them whole.
         if max(sizes) <= hub.inline_bytes:
             return list(blobs)
         host = self.host(group)
@@ -250,6 +251,7 @@ class SocketControlPlane(ControlPlane):
         key = EVERYBODY if group is None else group.name
         if key not in self.hubs:
             model = self.model
+            # Accelerators' tensors can't lie in that memory, and one rank shares it with nobody.
             if model.transport_device.type != "cpu" or model.topology.size(group) == 1:
                 return None
             self._hub_of(group)
@@ -259,18 +261,18 @@ class SocketControlPlane(ControlPlane):
         """Return the hub of a group, which this connects at its first call."""
         key = name_of(group)
         with self._connects.setdefault(key, threading.RLock()):
-            if key not in self.hubs:
+            if key not in self.hubs:  # another thread may have connected it meanwhile
                 hub = connect_group(self, group, INLINE_BYTES)
                 if hub is not None and self.model.transport_device.type == "cpu":
                     self._share_tensors(hub, key, group)
-                    is_shared = type(self._memories.get(key)) is HostCollectives
+                    is_shared = type(self._memories.get(key)) is HostCollectives  # not across hosts
                     hub.compares_calls = hub.all_share_memory or is_shared
                 self.hubs[key] = hub  # last: it shows other threads that the group is connected
         return self.hubs[key]
 
     def _share_tensors(self, hub: Hub, key: str, group: Group | None) -> None:
         """Create the collectives of a group through memory, if its ranks share any."""
-        hosts = hub.hosts
+        hosts = hub.hosts  # empty unless the ranks of every host share memory
         if len(hosts) == 1 and hub.arena is not None:
             # A copy without the handle: a reference to the group would keep the group alive.
             whose = None if group is None else replace(group, handle=None)
@@ -308,7 +310,8 @@ class SocketControlPlane(ControlPlane):
         """Return whether a dropped group's handle is still in use, such as by DDP."""
         reference, count = self._handles.get(name, _NO_HANDLE)
         handle = reference()
-        return handle is not None and sys.getrefcount(handle) >= count  # one was the group's own
+        # Without other users the count is lower now, by the reference of the dropped group.
+        return handle is not None and sys.getrefcount(handle) >= count
 
     def adopt(self, group: Group) -> None:
         """Record a group created outside unisono, and end groups that were destroyed there."""
@@ -387,7 +390,7 @@ class SocketControlPlane(ControlPlane):
         self.proved, self._parts, self.is_one_host = other.proved, other._parts, other.is_one_host
         self._handles, self._ending = other._handles, other._ending
         for memory in self._memories.values():
-            memory.belong_to(self)
+            memory.belong_to(self)  # whose waits ask this view from now on
 
     def begin(self, group: Group | None, call: str) -> Check:
         """Record the start of an operation through memory; return the check for its waits."""
@@ -399,6 +402,7 @@ class SocketControlPlane(ControlPlane):
         name = name_of(group)
         for key in dict.fromkeys((name, EVERYBODY)):  # a group may have no connections of its own
             hub = self.hubs.get(key)
+            # None, for all: a group's own hub knows only its ranks.
             ranks = None if group is None or key == name else group.ranks
             absent = None if hub is None else hub.peers.gone(ranks, name, step)
             if absent is not None:

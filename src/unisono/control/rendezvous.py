@@ -129,6 +129,7 @@ def _max_shared_bytes(control: SocketControlPlane) -> int:
     model, held_bytes = control.model, control.shared_bytes
     if model.transport_device.type != "cpu":
         return 0
+    # If the number on this host is unknown, all ranks may be here.
     ranks = model.topology.local_world_size or model.topology.world_size
     limit_bytes = int(number_in("UNISONO_SHARED_BYTES", ranks * _SHARED_BYTES))
     return max(0, limit_bytes - held_bytes) // (_PART_OF_REST if held_bytes else 1)
@@ -155,7 +156,7 @@ def _other_host_error(
 def connect_group(
     control: SocketControlPlane, group: Group | None, inline_bytes: int
 ) -> Hub | None:
-    """Connect the ranks of a group."""
+    """Connect the ranks of a group; return its hub, None if some can't be connected."""
     # Collective over `group`, in two exchanges on the data plane; in three if hosts differ.
     name = name_of(group)
     if control.secret is not None and name not in control.proved:
@@ -232,7 +233,7 @@ def _connect_all(
         if control.is_one_host and not is_one_host:
             raise _other_host_error(adverts, ranks, connector.position)
         reasons, hub = _reasons_of(adverts), None
-        if not reasons:
+        if not reasons:  # else all ranks know that one of them can't connect
             hub, vote = connector.connect(inline_bytes)
             votes = _exchange_votes(control.model, vote, group, hub)
             reasons = _reasons_of(votes)
@@ -249,7 +250,7 @@ def _connect_all(
         return hub, is_one_host
     if hub is not None:
         hub.peers.close()
-    if connector.position == 0:
+    if connector.position == 0:  # one warning for all ranks
         text = "; ".join(f"rank {ranks[position]}: {why}" for position, why in reasons.items())
         remedy = _REMEDY_HERE if is_one_host else _REMEDY_BETWEEN
         _warn_once(text, remedy, _UNPROVED if control.secret is None else "")
@@ -280,6 +281,7 @@ def _inline_bytes(hub: Hub, size: int, inline_bytes: int) -> int:
     """Return the size of the longest blob in a round, which carries the blobs of all ranks."""
     if hub.all_share_memory:  # a body that is too long for a mailbox goes over the socket
         return max(inline_bytes, MAILBOX_BYTES // size - _ENTRY_BYTES)
+    # Over sockets a round's body is no longer than a mailbox's, however many ranks there are.
     return min(inline_bytes, MAILBOX_BYTES // size)
 
 
@@ -336,7 +338,7 @@ def _exchange_adverts(
             listeners.append(listener)
         except OSError as error:
             advert.reason = advert.reason or _text_of(error)
-    return _exchange(model, advert, group), listeners
+    return _exchange(model, advert, group), listeners  # now with ports
 
 
 def _exchange(model: ComputationModel, record: T, group: Group | None) -> list[T]:
@@ -394,10 +396,11 @@ class _Connector:
         self._local = next(positions for positions in self.hosts if self.position in positions)
         self._links = links(self.hosts, self.position)
         keys = "".join(advert.key for advert in adverts).encode()
+        # Without a secret of the job, the random keys of all ranks have to do.
         self._secret = hashlib.sha256((control.secret or b"") + keys).digest()
         self._until = min(end_of_call(control.timeout_s), time.monotonic() + host_s(_SET_UP_S))
         self._arena: Arena | None = None
-        self._arena_fd: int | None = None
+        self._arena_fd: int | None = None  # open until the ranks below have the memory
 
     def connect(self, inline_bytes: int) -> tuple[Hub | None, _Vote]:
         """Connect to the neighbours; return the hub and this rank's vote."""
@@ -408,6 +411,7 @@ class _Connector:
             return None, _Vote(refused=str(error), instead=instead)
         except OSError as error:
             return None, _Vote(reason=_text_of(error))
+        # A rank that is alone on its host needs no arena, and lets the others keep theirs.
         has_arena = hub.arena is not None or len(self._local) == 1
         return hub, _Vote(shares_memory=hub.shares_memory, has_arena=has_arena)
 
@@ -415,6 +419,8 @@ class _Connector:
         """Connect to the neighbours; return the hub over these connections."""
         ranks = self._control.model.topology.members(self._group)
         endpoints = self._connect_neighbours()
+        # For the longest body that `_inline_bytes` allows, which depends on votes yet to come. The
+        # sideband carries only short texts.
         limit_bytes = max(MAILBOX_BYTES, len(ranks) * (inline_bytes + _ENTRY_BYTES))
         rounds, sideband = (
             {
@@ -431,6 +437,7 @@ class _Connector:
     def _pids(self) -> dict[int, int]:
         """Return the pids of other ranks on this host that share its pid namespace."""
         namespace = self._adverts[self.position].pid_namespace
+        # Without a namespace, the others' pids have no known meaning here.
         others = [position for position in self._local if position != self.position and namespace]
         shared = [
             position for position in others if self._adverts[position].pid_namespace == namespace
@@ -447,7 +454,7 @@ class _Connector:
                     endpoints[up, channel] = self._connect_to_parent(up, channel)
                 if up in self._local:  # the first rank of this host, which has created the memory
                     self._receive_arena(endpoints[up, _ROUNDS][0])
-            self._make_arena()
+            self._make_arena()  # before ranks below are accepted, as `_admit` sends it
             for is_local in (True, False):
                 for child in self._accept_children(is_local):
                     endpoints.update([child])
@@ -476,7 +483,7 @@ class _Connector:
                 text = f"the process listening at {address!r} does not belong to this job"
                 raise _RefusedError(up, text)
             if is_local and channel == _ROUNDS:
-                return sock, mailbox.receive(sock)
+                return sock, mailbox.receive(sock)  # stands for ACCEPTED
             if receive(sock, len(_ACCEPTED), self._until) != _ACCEPTED:
                 raise OSError("refused")
         except BaseException:  # Ctrl-C too: no descriptor is left open
@@ -496,7 +503,7 @@ class _Connector:
         accepted = accept(listener, admit, strangers, self._until)
         with contextlib.closing(accepted) as children:
             for sock, (child, box) in children:
-                if child not in expected:
+                if child not in expected:  # a second connection for the same position and channel
                     sock.close()
                     continue
                 expected.discard(child)
@@ -560,7 +567,7 @@ def _connect_until(family: int, address: Any, until: float) -> socket.socket:
     """Connect; retry while the queue of a local listener is full."""
     while True:
         sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.settimeout(max(0.1, until - time.monotonic()))
+        sock.settimeout(max(0.1, until - time.monotonic()))  # a limit of 0 would mean non-blocking
         try:
             sock.connect(address)
         except BaseException as error:  # Ctrl-C too: no descriptor is left open

@@ -69,7 +69,7 @@ class CallHistory:
         self.sites: list[str] | None = None
         """Lines of the last round by position; empty if they also differed in the round before,
         None if they agreed."""
-        self._swaps: set[frozenset[str]] = set()
+        self._swaps: set[frozenset[str]] = set()  # pairs of lines already warned of
 
     def compare(self, sites: list[str], call: str, ranks: Sequence[int]) -> None:
         """Record a round whose lines differ; raise if one rank is a call ahead or behind."""
@@ -176,6 +176,7 @@ def carried_line() -> str:
 
 def site() -> bytes:
     """Return file and line of the user's innermost frame."""
+    # A background thread's frames lack the line; that of a logged call, `CallLog` has found.
     carried = _carried.get()
     if carried or line.known:
         return carried or line.known
@@ -310,7 +311,7 @@ class SequenceNumbers:
         """The last operation and its line; empty after a round of the control plane."""
         self.histories: defaultdict[str, CallHistory] = defaultdict(CallHistory)
         """The lines of rounds in which the ranks compared calls."""
-        self._models: dict[str, int] = {}
+        self._models: dict[str, int] = {}  # modules so far, by group
 
     def count_model(self, group: Group | None) -> int:
         """Return the number of a group's next trained module, from 1; the same on all ranks."""
@@ -326,6 +327,7 @@ class SequenceNumbers:
     def begin(self, group: str, call: str) -> int:
         """Record an operation that this rank begins; return its number."""
         self.counts[group] = count = self.counts.get(group, 0) + 1
+        # `compared` is the line of this one call: the next one looks its own up.
         where, line.compared = line.compared or site(), b""
         self.last = f"{call} at {where.decode('utf-8', 'replace')}"
         return count

@@ -85,6 +85,7 @@ def layout(size: int, cores: int, max_bytes: int | None = None) -> Layout | None
     # turn of the scheduler, so blocks are larger. Measured on 2 cores with 2 and 4 ranks.
     is_crowded = size > cores
     block, whole = (2 * _MIB, _MIB // 2) if is_crowded else (_MIB, _MIB // 8)
+    # Each rank has two slots, of two blocks each. A block must hold a tensor that isn't cut.
     while max_bytes is not None and 4 * size * block > max_bytes:
         block //= 2
         if block < whole:
@@ -107,6 +108,7 @@ def make(size: int, cores: int, max_bytes: int) -> tuple[int, Arena] | None:
 
 def read(shared: mmap.mmap, size: int, position: int) -> Arena:
     """Return this rank's end of an arena that another rank has created."""
+    # At least the header, as large as `Layout.head_bytes`: the layout itself is read from it.
     if len(shared) < _PAGE_BYTES * (1 + size // (_PAGE_BYTES // _LINE_BYTES)):
         raise OSError("the memory for tensors that was sent is too small")
     words = memoryview(shared)[: (size + 1) * _LINE_BYTES].cast("Q")[size * _LINE_WORDS :]
@@ -142,7 +144,10 @@ class Arena:
         that may be written now, those of the other parity may be read."""
         size = plan.size
         self.others: list[int] = [p for p in range(size) if p != position]
+        # For futex calls, which take bare addresses: valid while `_words` and `slots` keep `shared`
+        # mapped, so until `close`.
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(shared))
+        # The lines of all ranks, in words: this rank's begins at `_mine`, the others' at `_lines`.
         self._words = memoryview(shared)[: plan.head_bytes].cast("Q")
         self._mine = position * _LINE_WORDS
         self._lines = [p * _LINE_WORDS for p in self.others]
@@ -151,8 +156,11 @@ class Arena:
             [self._slot(shared, parity, p) for p in range(size)] for parity in (0, 1)
         ]
         """The slot of each rank as bytes, by parity and position."""
+        # What `given`, `slices` and `cells` return, by dtype, count and kind. Entries can't become
+        # stale, as slots never move; `_cache_views` only limits their number.
         self._views: dict[object, object] = {}
         self._futex = ctypes.CDLL(None).syscall
+        # Filled by each `_sleep`: only one thread of a rank is in a barrier at a time.
         self._nap_time = _Timespec(0, _NAP_NS)
 
     # Tensors created in inference mode can't be written to outside of it.
@@ -168,7 +176,7 @@ class Arena:
         """Wait for all ranks, and enter the next interval. Collective over the arena."""
         words = self._words
         self.interval = interval = self.interval + 1
-        words[self._mine] = interval
+        words[self._mine] = interval  # the stamp: what this rank wrote before is visible with it
         for nap in self._naps:
             if words[nap]:
                 words[nap] = 0  # so that no other rank makes the system call, too
@@ -179,7 +187,8 @@ class Arena:
 
     def agree(self, token: int, check: Check) -> bool:
         """Return whether all ranks passed the same token, other than 0."""
-        # Collective over the arena. At least one barrier must separate two calls.
+        # Collective over the arena. At least one barrier must separate two calls, or a fast rank's
+        # next token would replace the one that others still have to read.
         words = self._words
         words[self._mine + _TOKEN] = token
         self.barrier(check)
@@ -193,7 +202,7 @@ class Arena:
                 return
         end = time.monotonic() + _SPIN_S
         while time.monotonic() < end:
-            give_way()
+            give_way()  # ranks may share a core, which the awaited rank needs
             if words[line] >= interval:
                 return
         self._sleep(line, interval, check)
@@ -206,6 +215,7 @@ class Arena:
             # Look once more: the awaited rank may have arrived before it could see the nap.
             words[nap] = 1
             if words[line] < interval:
+                # It returns at once unless the nap is still 1; the loop looks again in any case.
                 where = ctypes.c_void_p(self._address + nap * _WORD_BYTES)
                 self._futex(_SYS_FUTEX, where, _FUTEX_WAIT, 1, ctypes.byref(duration), None, 0)
             words[nap] = 0
@@ -265,6 +275,7 @@ class Arena:
     @torch.inference_mode(False)
     def _cache_views(self, key: object, make: Callable[[], T]) -> T:
         """Build views and cache them for the next call, which may be in another mode."""
+        # Shapes may be ever new. A view that is dropped is built again when it is needed.
         if len(self._views) > _MAX_VIEWS:
             self._views.clear()
         self._views[key] = views = make()

@@ -88,7 +88,7 @@ class Turns:
     def __init__(self, monitor: Monitor, group: Group | None = None) -> None:
         self._monitor, self._group = monitor, group
         self._turn = Turn()  # threads of one group must agree on their order anyway
-        self._ended: UnisonoError | None = None
+        self._ended: UnisonoError | None = None  # raised by all later calls, once set
 
     def belong_to(self, monitor: Any) -> None:
         """Set the monitor: the view of the context that uses this memory from now on."""
@@ -115,6 +115,7 @@ class Turns:
                     "an earlier call left the ranks' shared memory half-way, so the ranks are out "
                     "of step: end the job, or finalize() and initialize again"
                 )
+                # Errors of ours come from the monitor's check, which has reported them.
                 if not isinstance(error, UnisonoError):
                     self._monitor.interrupt(f"{type(error).__name__} interrupted {call}")
                 raise
@@ -142,7 +143,7 @@ class HostCollectives(Turns):
         self.block_bytes: int = arena.layout.block_bytes
         """Most bytes that `all_reduce_packed` accepts."""
         self._arena = arena
-        self._ranks = ranks
+        self._ranks = ranks  # global, by position
 
     def close(self) -> None:
         """Release the memory; later calls raise."""
@@ -171,7 +172,7 @@ class HostCollectives(Turns):
                 if parts is not None:
                     run(parts)
                     self._arena.barrier(check)  # until no rank needs this one's tensor any more
-            finally:  # the others may have written to `tensor` even if this rank was interrupted
+            finally:  # after Ctrl-C too: others may have written to `tensor`, unseen by autograd
                 if writes and not tensor.is_inference():
                     increment_version(tensor)
 
@@ -191,7 +192,7 @@ class HostCollectives(Turns):
         result = tensor if into is None else into
         # `shared.count` is the same on all ranks: they all compare their tensors, or none does.
         flat, call, shared = result.view(-1), f"all_reduce {op.name}", self.shared
-        # The result's memory decides: a shared tensor that is only read goes through slots.
+        # The result's memory decides. `into` is never shared: a shared tensor is then only read.
         work = partial(shared.all_reduce, op=op)
         if shared.count and self._on_shared(call, flat, work, writes=True):
             return result
@@ -252,6 +253,7 @@ class HostCollectives(Turns):
 
     def all_reduce_packed(self, tensors: Sequence[Tensor], op: ReduceOp) -> None:
         """Reduce several short tensors in place, in one step. Collective over the group."""
+        # One tensor, for one copy into the slot and one reduction.
         arena, total = self._arena, torch.cat(list(tensors))
 
         def work(check: Check) -> None:
@@ -307,11 +309,11 @@ class HostCollectives(Turns):
         def take(block: int, parity: int) -> None:
             own = slices[me][block * room : (block + 1) * room]
             parts = [cells[parity][p][me][: own.numel()] for p in range(arena.size)]
-            total, parts[me] = parts[me], own  # no other rank reads this cell
+            total, parts[me] = parts[me], own  # the result's place: a cell that no other rank reads
             fold_into(op, parts, total)
             own.copy_(total)
 
-        blocks = -(-slices[0].numel() // room)
+        blocks = -(-slices[0].numel() // room)  # the first slice is the longest
         self._move(f"all_reduce {op.name}", blocks, give, take, flat)
         return slices[me]
 
@@ -346,9 +348,11 @@ class HostCollectives(Turns):
         rows = [
             torch.frombuffer(buffer, dtype=torch.uint8) if buffer else _NOTHING for buffer in blobs
         ]
+        # This row isn't filled, but its length counts in `_gather`.
         rows[me] = source = from_bytes(blob, torch.uint8, (len(blob),))
         self._gather("exchange", source, rows)
         blobs[me] = blob
+        # A view saves the copy of a long blob; a short one is copied, as plain bytes.
         return [memoryview(b) if len(b) > _COPIED_BYTES else bytes(b) for b in blobs]
 
     def _gather(self, call: str, source: Tensor, rows: Sequence[Tensor]) -> None:
@@ -364,6 +368,7 @@ class HostCollectives(Turns):
                 part = rows[p][block * room : (block + 1) * room]
                 part.copy_(arena.slots[parity][p][: part.numel()])
 
+        # All ranks need equally many barriers, so the longest row counts; shorter ones end empty.
         self._move(call, -(-max(row.numel() for row in rows) // room), give, take)
 
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
@@ -456,6 +461,7 @@ class HostCollectives(Turns):
                     # The others wrote that block before the last barrier.
                     take(block - 1, 1 - (arena.interval & 1))
                 arena.barrier(check)
+            # Without blocks all tensors are empty, and so is the last part of each.
             take(blocks - 1, 1 - (arena.interval & 1))
 
         self._run(call, work, target)

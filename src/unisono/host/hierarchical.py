@@ -72,12 +72,14 @@ class TwoLevels(Turns):
         self._hosts = hosts
         self._ranks = next(ranks for ranks in hosts if rank in ranks)
         self._position = self._ranks.index(rank)
+        # Else a position has no twin on some host.
         self._is_even = len({len(ranks) for ranks in hosts}) == 1
         self._host_monitor = _HostMonitor(self._ranks)
+        # Without an arena this rank is alone on its host, and has nothing to reduce there.
         self._host = (
             None if arena is None else HostCollectives(arena, self._ranks, self._host_monitor)
         )
-        self._twins: list[Group] = []
+        self._twins: list[Group] = []  # by position, as far as they exist yet
 
     def close(self) -> None:
         """Release the memory; later calls raise."""
@@ -111,6 +113,7 @@ class TwoLevels(Turns):
 
     def _reduce_whole(self, flat: Tensor, op: ReduceOp) -> None:
         """Reduce to the first rank of each host, then between these; broadcast in each host."""
+        # On all ranks, not only the leaders: the first use creates the group, which is collective.
         leader, leaders = self._ranks[0], self._twins_at(0, 1)
         step, after = op, 1.0
         if op is ReduceOp.AVERAGE:

@@ -38,9 +38,9 @@ class Mailbox:
         mine, theirs = (0, _HALF_BYTES) if is_first else (_HALF_BYTES, 0)
         self._bytes = memoryview(shared)
         self._words = self._bytes.cast("Q")
-        self._out, self._in = mine // _WORD_BYTES, theirs // _WORD_BYTES
+        self._out, self._in = mine // _WORD_BYTES, theirs // _WORD_BYTES  # stamps
         self._out_body, self._in_body = mine + _HEAD_BYTES, theirs + _HEAD_BYTES
-        self._taken = 0
+        self._taken = 0  # the stamp of no frame, as rounds count from 1
 
     def put(self, kind: int, seq: int, body: bytes) -> bool:
         """Write a frame, once the other end has taken the last; return whether that end sleeps."""

@@ -60,13 +60,13 @@ def send(sock: socket.socket, fd: int | None) -> None:
 
 
 def receive(sock: socket.socket, size_bytes: int | None = None) -> mmap.mmap | None:
-    """Receive memory, if any."""
+    """Receive memory, of `size_bytes` if given; None if the sender has none."""
     tag, fds, flags, _ = socket.recv_fds(sock, 1, 1)
     try:
         if tag == _NONE and not fds:
             return None
         if tag != _MEMORY:
-            raise OSError("refused")
+            raise OSError("refused")  # such as no tag at all, if the sender has closed
         if not fds or flags & socket.MSG_CTRUNC:
             raise OSError("shared memory was sent, but this process may have no more descriptors")
         sent_bytes = os.fstat(fds[0]).st_size

@@ -55,10 +55,11 @@ class SharedTensors:
         ]
         own = memoryview(shared)[me * room : me * room + size_bytes]  # kept alive by the tensor
         tensor = torch.frombuffer(own, dtype=dtype).view(*shape)
-        self.count += 1
+        self.count += 1  # even without an entry, as all ranks must count alike
         if self.count >> _NUMBER_BITS or size_bytes >> _OFFSET_BITS:  # they don't fit into a token
             return tensor
         self._entries[tensor.data_ptr()] = self.count, parts
+        # `own` dies with the tensor's last view: then another tensor may get the address.
         weakref.finalize(own, self._entries.pop, tensor.data_ptr(), None).atexit = False
         return tensor
 
@@ -70,6 +71,7 @@ class SharedTensors:
         """Return all ranks' tensors if each passes the same part of a shared one, else None."""
         # Collective over the group, for a tensor of at least `MIN_BYTES`; the ranks' arguments
         # differ only in the memory.
+        # A view of a shared tensor has that tensor's storage, which begins at its address.
         number, parts = self._entries.get(flat.untyped_storage().data_ptr(), (0, []))
         begin = int(flat.storage_offset()) * flat.itemsize
         token = number << _OFFSET_BITS | begin if number else 0  # 0: not a shared tensor
@@ -84,7 +86,7 @@ class SharedTensors:
         """Reduce this rank's slice of all tensors into each of them. Collective over the group."""
         count, arena = parts[0].numel(), self._arena
         width = -(-count // arena.size)
-        begin = min(arena.position * width, count)
+        begin = min(arena.position * width, count)  # the last ranks may have nothing left
         for block in _blocks([part[begin : begin + width] for part in parts]):
             fold_into(op, block, block[0])  # only this rank uses this slice now
             for other in block[1:]:

@@ -97,13 +97,14 @@ class _Pickler(pickle.Pickler):
         self.buffers: list[pickle.PickleBuffer] = []
         self.has_globals = False
         self.write = self.chunks.append
+        # It is its own file, whose only method is `write`.
         super().__init__(self, 5, buffer_callback=self.buffers.append)
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
         if obj is put_together or obj is complex or obj is make_path:  # pickled by name
             return NotImplemented
-        self.has_globals = True
+        self.has_globals = True  # the frame is a `p`: it names one of `_GLOBALS`
         if is_exact(obj):
             return reduce_tensor(obj)
         if kind is _PATH:
@@ -169,7 +170,7 @@ def encode(value: object) -> bytes:
         return b"".join((b"x", *tensors.taken_apart(value)))  # type: ignore[arg-type]
     try:
         pickler = _idle.pop()
-    except IndexError:
+    except IndexError:  # each is in use, by another thread or around this call
         pickler = _Pickler()
     try:  # a pickler that fails isn't reused
         pickler.dump(value)
@@ -265,7 +266,7 @@ def _blocks(blob: bytes) -> list[memoryview]:
         blocks.append(data[start:end])
     if end != len(data):
         raise PayloadError("received a damaged frame: it ends too early")
-    _check_sum(blocks[0], blob)
+    _check_sum(blocks[0], blob)  # without any block, `decode` reports the IndexError as damage
     return blocks
 
 

@@ -142,7 +142,7 @@ def load_file(path: str) -> Any:
 
     def place(storage: Any, location: str) -> Any:
         if location == "cpu":
-            return storage
+            return storage  # stays mapped
         return default_restore_location(storage, str(target.get()))  # type: ignore[no-untyped-call]
 
     return torch.load(path, map_location=place, mmap=True, weights_only=False)

@@ -150,6 +150,7 @@ def is_dense(value: object) -> bool:
     ):
         return False
     try:
+        # On the CPU an address of 0 shows that there is no memory; only an empty tensor needs none.
         return not value.is_cpu or value.data_ptr() != 0 or value.numel() == 0
     except RuntimeError:  # wrappers of torch.func have no storage
         return False

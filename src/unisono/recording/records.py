@@ -225,6 +225,7 @@ class Token:
 
     def started(self, handle: Handle[T], is_started: bool = True) -> Handle[T]:
         """Record the end of the call when its handle has been waited for."""
+        # A call that another thread runs has its plane from there, as `carry_out` ends it.
         if not self.defer_end(_planes.plane if is_started else ""):
             return handle
         return Handle(partial(self.wait, handle.wait), handle.is_completed)
@@ -272,7 +273,7 @@ class CallLog:
         self.world_size: int = world_size
         self.job: str = job
         self._page = page
-        self._numbers: dict[str, int] = {}
+        self._numbers: dict[str, int] = {}  # calls so far, by group
         self._members: dict[str, Sequence[int]] = {EVERYBODY: range(world_size)}
         self._here = _Here()
         # A cache: for a frame's line, Python counts from the first line of its code each time.
@@ -348,6 +349,7 @@ class CallLog:
             file, _, number = signatures.carried_line().rpartition(":")
             line = int(number) if number.isdecimal() else 0  # where this thread's call was started
             text = encode_call(name, key, file, line)
+            # Nothing known: `signatures.site` finds the carried line by itself.
             return _Site(frame.f_code, name, key, file, line, text, b"")
         code, line = innermost.f_code, innermost.f_lineno or 0  # generated code may lack it
         file = code.co_filename

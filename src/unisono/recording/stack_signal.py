@@ -119,7 +119,7 @@ def _memory(pid: int, facts: Mapping[str, int]) -> Iterator[int]:
     try:
         is_named = os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_MEMORY}")
         if not is_named or os.fstat(fd).st_ino != facts["stacks_inode"]:
-            raise OSError
+            raise OSError  # the number now names another file: `ask` returns None
         yield fd
     finally:
         os.close(fd)
@@ -169,10 +169,11 @@ def _answer(pid: int, thread_id: int, number: int, fd: int, until: float) -> str
     while time.monotonic() < until and quiet < _MAX_QUIET_POLLS:
         end, masks = os.fstat(fd).st_size, _masks(task)
         # The text is complete if its end, read before the masks, hasn't moved after them.
+        # `SigPnd`: not delivered yet. `SigBlk`: its handler runs, in which the kernel blocks it.
         is_over = not (masks.get("SigPnd", 0) | masks.get("SigBlk", 0)) & bit
         if is_over and end > begin and os.fstat(fd).st_size == end:
             return os.pread(fd, end - begin, begin).decode("utf-8", "replace")
-        quiet = quiet + 1 if is_over else 0
+        quiet = quiet + 1 if is_over else 0  # handled, but nothing was written
         time.sleep(_POLL_S)
     return None
 

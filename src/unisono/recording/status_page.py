@@ -104,9 +104,10 @@ class StatusPage:
         self.facts: dict[str, Any] = dict(facts)
         self._memory = memory
         self._words = memoryview(memory).cast("Q")
+        # By lane, the thread that writes to it: weak, so that an ended thread's lane is free.
         self._owners: list[Callable[[], threading.Thread | None]] = [lambda: None] * _LANES
         self._lock = threading.RLock()  # a signal's handler may make a call meanwhile
-        self._pid = os.getpid()
+        self._pid = os.getpid()  # a fork must not remove its parent's page
         self.update()
         self._words[0] = _MAGIC  # last: readers reject a page without it
         _open.add(self)
@@ -115,6 +116,7 @@ class StatusPage:
     def make(cls, facts: Mapping[str, Any]) -> StatusPage | None:
         """Create a page; return None if that fails."""
         place, pid, pids, fd = folder(), os.getpid(), pid_namespace(), -1
+        # Readers find the process by its pid and the namespace of that, so both must be known.
         if place is None or not pids or not _is_private(place, makes=True):
             return None
         path = place / f"{pid}-{start_ticks(pid)}-{next(_numbers)}"
@@ -230,6 +232,7 @@ class PageReader:
     def _read_facts(self) -> dict[str, Any]:
         """Read the newest edition; retry if another was written meanwhile."""
         while True:
+            # An edition's place is overwritten only after the next edition has been published.
             edition = self._words[_EDITION]
             start = _HEAD_BYTES + edition % 2 * _FACTS_BYTES
             text = self._memory[start : start + self._words[_EDITION + 1 + edition % 2]]
@@ -301,6 +304,7 @@ def short_name(group: str) -> str:
 def encode_ranks(ranks: Sequence[int]) -> list[int] | dict[str, list[int]]:
     """Encode ranks for the facts, which lack room for those of many large groups."""
     if len(ranks) > 2:
+        # At least 1, as torch's groups may be in any order, and a range accepts no step of 0.
         evenly = range(ranks[0], ranks[-1] + 1, max(ranks[1] - ranks[0], 1))
         if tuple(evenly) == tuple(ranks):
             return {"range": [evenly.start, evenly.stop, evenly.step]}
@@ -316,10 +320,12 @@ def _sweep(place: Path) -> None:
     """Remove the pages of dead processes once their whole job is dead."""
     with contextlib.suppress(OSError):
         pids = {path.name.partition("-")[0] for path in place.iterdir()}
+        # Mostly every process lives: then no page needs to be opened.
         if all(_exists(int(pid)) for pid in pids if pid.isdecimal()):
             return
         found = pages()
         living = {page.facts.get("job") for page in found if _exists(page.facts["pid"])}
+        # Reports on a living job need the pages of its dead ranks.
         for page in found:
             if page.facts.get("job") not in living:
                 page.path.unlink(missing_ok=True)
@@ -343,6 +349,7 @@ def is_running(pid: int, ticks: int) -> bool:
     """Return whether the process that had `pid` at `ticks` still runs; a zombie doesn't."""
     with contextlib.suppress(load("psutil:Error")):
         boot_s, process = load("psutil:boot_time")(), load("psutil:Process")(pid)
+        # In units of 10 ms, as `ticks`.
         since = round((process.create_time() - boot_s) * 100)
         # A process that began after `ticks` has reused the pid.
         return bool(since <= ticks and process.status() != "zombie")

@@ -91,7 +91,9 @@ class _Tracer:
     def reset(self) -> None:
         """Drop pending calls and open files without writing them, such as after a fork."""
         self._waiting: deque[CollectiveRecord] = deque(maxlen=_MOST_WAITING)
+        # By rank, world size and job.
         self._files: dict[tuple[int, int, str], TraceFile] = {}
+        # Open ranges of the profiler, by thread, begin and name of the call.
         self._ranges: dict[tuple[int, int, str], Any] = {}
         self._writing = threading.Lock()  # a thread of the parent may have held the old one
         self._is_over = threading.Event()
@@ -150,6 +152,7 @@ class _Tracer:
             by_rank.setdefault((record.rank, record.world_size, record.job), []).append(record)
         for key, records in by_rank.items():
             if key not in self._files:
+                # `trace` has made its folder, but nobody that of `UNISONO_TRACE`.
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._files[key] = TraceFile(self.folder, records[0])
             self._files[key].append(records)

@@ -46,6 +46,7 @@ class TraceFile:
     def __init__(self, folder: Path, record: CollectiveRecord) -> None:
         prefix = f"rank-{record.rank}-{socket.gethostname()}-{os.getpid()}-"
         self._fd, _ = tempfile.mkstemp(_SUFFIX, prefix, folder)
+        # Beginnings of lines, by the key of `append`, each with the ranks whose id is in the key.
         self._heads: dict[tuple[Any, ...], tuple[str, Sequence[int]]] = {}
         facts = {
             "unisono_trace": _FORMAT,
@@ -145,8 +146,8 @@ def _records(facts: Mapping[str, Any], calls: Iterable[Event]) -> Iterator[Colle
     for call in calls:
         args = call["args"]
         file, _, line = args["line"].rpartition(":")
-        ranks = tuple(args.get("ranks", everybody))
-        times = (call["ts"], call["dur"], args.get("overlap_us", 0))
+        ranks = tuple(args.get("ranks", everybody))  # left out if they are all
+        times = (call["ts"], call["dur"], args.get("overlap_us", 0))  # in microseconds
         arrival_ns, duration_ns, overlap_ns = (round(each * _US) for each in times)
         yield CollectiveRecord(
             call["name"], *rank_facts, args["group"], ranks, args["number"], args["bytes"],
