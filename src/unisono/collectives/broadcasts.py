@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from pickle import PickleBuffer
 from typing import Any, overload
 
 import torch
@@ -250,7 +251,9 @@ def _scatter(context: ContextState, values: Any, src: int, group: Group | None) 
     frame = frame_or_reason(_scatter_frame, context, values, group) if is_src else b""
     head = _received(context, "scatter", src, frame, group)
     if not isinstance(head, TensorHeader):
-        return head[context.model.topology.position(group)]
+        value = head[context.model.topology.position(group)]
+        # A tuple holds encoded tensors, of which this rank decodes only its own.
+        return decode(value, context.model.device) if type(head) is tuple else value
     memory = memory_for(context, head)
     plane = plane_for(context, group)
     into, restore = emulation.as_movable(plane, memory)
@@ -275,12 +278,13 @@ def _scatter_frame(context: ContextState, values: Any, group: Group | None) -> b
     if not isinstance(values, (list, tuple)) or len(values) != size:
         count = len(values) if isinstance(values, (list, tuple)) else type(values).__name__
         raise PayloadError(f"scatter takes a list of {size} values, one for each rank, not {count}")
-    # One header for all values if all are tensors of one kind and too large for the exchange.
-    heads = {
-        header(value) if is_exact(value) and not fits_exchange(context, value, group) else b""
-        for value in values
-    }
-    return heads.pop() if len(heads) == 1 and b"" not in heads else encode(list(values))
+    if not all(map(is_exact, values)):
+        return encode(list(values))
+    # One header for all tensors if they are of one kind and too large for the exchange.
+    heads = {b"" if fits_exchange(context, value, group) else header(value) for value in values}
+    if len(heads) == 1 and b"" not in heads:
+        return heads.pop()
+    return encode(tuple(PickleBuffer(encode(value)) for value in values))
 
 
 @overload
