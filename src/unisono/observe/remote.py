@@ -89,9 +89,7 @@ def _words(command: str) -> list[str]:
     return [*words, "unisono", "top", "--packed"]
 
 
-def _jobs_via(
-    command: str, words: Sequence[str], version: str
-) -> tuple[list[ObservedJob], str]:
+def _jobs_via(command: str, words: Sequence[str], version: str) -> tuple[list[ObservedJob], str]:
     """Run a command; return the jobs on its hosts, and its failure, empty if it succeeded."""
     begun_ns = time.time_ns()
     with TemporaryFile() as out, TemporaryFile() as err:  # a pipe would stay open in grandchildren
