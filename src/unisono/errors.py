@@ -73,7 +73,8 @@ def _message(error: UnisonoError) -> str:
 class ArgumentError(UnisonoError, ValueError, TypeError):
     """Raised when an argument has a wrong type, a wrong value or an unknown name.
 
-    It is both a ValueError and a TypeError, because idist raises either of them.
+    It is both a ValueError and a TypeError, because ignite.distributed (idist) raises one or the
+    other.
     """
 
 
@@ -88,7 +89,7 @@ class UnknownBackendError(BackendError, ValueError):
 class BackendUnavailableError(BackendError, ImportError, ValueError):
     """Raised when a known backend can't be used here; contains the reason and the remedy.
 
-    It is also a ValueError, because idist raises one.
+    It is also a ValueError, because ignite.distributed (idist) raises one.
     """
 
 
@@ -101,7 +102,10 @@ class ContextError(UnisonoError, RuntimeError):
 
 
 class AlreadyInitializedError(ContextError, ValueError):
-    """Raised by `initialize` when a context is live already; a ValueError too, as torch raises."""
+    """Raised by `initialize` when a context is live already.
+
+    It is also a ValueError, because torch raises one.
+    """
 
 
 class NotInitializedError(ContextError):
@@ -109,7 +113,7 @@ class NotInitializedError(ContextError):
 
 
 class NoReplicaError(ContextError):
-    """Raised in a thread that isn't a replica while replicas of this process are threads."""
+    """Raised when this process runs its replicas as threads and this thread isn't one of them."""
 
 
 class GroupMembershipError(ContextError):
@@ -119,7 +123,8 @@ class GroupMembershipError(ContextError):
 class EnvironmentDetectionError(UnisonoError, ValueError, RuntimeError):
     """Raised when the variables of a launcher are partial or inconsistent.
 
-    It is both a ValueError and a RuntimeError, because idist raises either of them.
+    It is both a ValueError and a RuntimeError, because ignite.distributed (idist) raises one or the
+    other.
 
     Args:
         message: the fault and the remedy.
@@ -185,13 +190,13 @@ class WorkerFailedError(LaunchError):
 
         If the exception names another rank as the cause, that rank comes first.
         """
-        # `summary` is one line of the text; if its last colon announces a list, the list is only
-        # in the traceback.
+        # `summary` has only the first line of the exception's text. If that line ends with a colon,
+        # the list that follows is only in the traceback.
         summary = summary.removesuffix(":")
         kind, _, text = summary.partition(": ")
         if kind.startswith(_ABOUT_OTHERS) and text:
             raised = f"{who} raised {kind.rpartition('.')[2]}"
-            head = f"{text}\n  {raised} at {line or 'no line of yours'}"
+            head = f"{text}\n  {raised} {f'at {line}' if line else 'outside your own code'}"
         else:
             head = f"{who} raised {summary}" + (f"\n  at {line}" if line else "")
         return f"{head}\n\n{traceback}"
@@ -231,7 +236,7 @@ class UnsupportedOperation(UnisonoError, NotImplementedError):
 
 
 class PayloadError(UnisonoError, TypeError):
-    """Raised when a value can't be sent exactly, or not in this collective."""
+    """Raised when a value can't be sent unchanged, or can't be sent by this collective."""
 
 
 class CollectiveError(UnisonoError, RuntimeError):
@@ -254,11 +259,11 @@ class CollectiveMismatchError(CollectiveError):
 
 
 class PeerRefusedError(CollectiveError):
-    """Raised when a process outside the job answered for a rank.
+    """Raised when a process outside the job answered in place of a rank.
 
     Args:
         message: names the rank, and the process's user if known.
-        rank: the rank that the process answered for, -1 if unknown.
+        rank: the rank that the process answered in place of, -1 if unknown.
     """
 
     def __init__(self, message: str, rank: int = -1) -> None:
@@ -269,7 +274,7 @@ class PeerRefusedError(CollectiveError):
 
 
 class PeerFailedError(CollectiveError):
-    """Raised when another rank failed, or a guarded section did there.
+    """Raised when another rank, or a guarded section on it, failed.
 
     Args:
         message: names the rank and its failure.

@@ -30,10 +30,10 @@ from unisono.topology import LaunchPlan, RankInfo
 
 __all__ = ("Future", "Launcher", "RankJob", "RankTask", "host_job")
 
-_CHECK_S = 0.2  # interval at which a rank's host checks whether the job is over
+_CHECK_S = 0.2  # interval at which a `RankTask` checks whether the job is over
 _POLL_S = 0.02
 _END_S = 10.0  # for tasks to end after their job
-_REACH_S = 60.0  # for a rank's host to connect to the job's host
+_REACH_S = 60.0  # for a `RankTask` to connect to the process that hosts the job
 _OVER = "unisono/over"  # the key in the job's store that marks its end
 
 
@@ -50,12 +50,13 @@ class Launcher(Protocol):
         *,
         environ: Mapping[str, str] | None = None,
     ) -> list[Any]:
-        """Call `entry` once in each of the planned number of processes.
+        """Call `entry` once in each process; `plan` gives their number.
 
         Args:
             entry: called with the process's rank; its exception is the rank's failure.
             plan: the number of ranks, and their rendezvous.
-            environ: variables that ranks have unless they are set there already; None for none.
+            environ: environment variables to set in each rank, except those that its environment
+                already has; None sets none.
 
         Returns:
             The results of `entry`, by rank.
@@ -65,7 +66,8 @@ class Launcher(Protocol):
             LaunchError: ranks can't be started.
             WorkerFailedError: a rank failed, with its rank, exit code or signal, and traceback; its
                 own exception is the ``__cause__``. All other ranks have been ended.
-            CollectiveTimeoutError: the deadline of the block has passed; all ranks have been ended.
+            CollectiveTimeoutError: the deadline of the enclosing ``with deadline(...)`` block has
+                passed; all ranks have been ended.
         """
 
 
@@ -81,17 +83,18 @@ class Future(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankTask:
-    """One rank of a job, callable in any process of its host.
+    """One rank of a job, callable in any process on the machine where the rank is to run.
 
-    Plain pickle can pickle it. It runs the rank in a new process, which ends with the process that
-    called it, and with the job.
+    Plain pickle can pickle it. It runs the rank in a new process, which ends when the process that
+    called the task ends, or when the job does.
 
     Args:
         info: the rank.
         entry: the rank's function, pickled for a worker.
-        environ: variables for the rank, unless its host has set them already.
+        environ: variables for the rank, except those that the calling process has already.
         path: ``sys.path`` of the process that hosts the job.
-        folder: working directory of that process, and of the rank if it exists on its host.
+        folder: working directory of that process; the rank uses it too, if its machine has such a
+            directory.
         token: value that marks the end of the job in its store.
     """
 
@@ -108,7 +111,8 @@ class RankTask:
         Collective over all ranks of the job. The rank's exceptions aren't raised here.
 
         Raises:
-            LaunchError: no process can be started here, or the host of the job can't be reached.
+            LaunchError: no process can be started here, or the process that hosts the job can't be
+                reached.
         """
         store = self.reach(_REACH_S)
         with ExitStack() as held:
@@ -126,7 +130,7 @@ class RankTask:
                 job.terminate()
 
     def _task(self, info: RankInfo) -> memoryview:
-        # Variables that are set on this host have priority.
+        # Variables that this process has already have priority.
         variables = local.variables_of(info, {**self.environ, **os.environ})
         path = [*sys.path, *(item for item in self.path if item not in sys.path)]
         return task_message(self.entry, info, variables, path, self.folder)
@@ -135,7 +139,7 @@ class RankTask:
         """Connect to the store of the process that hosts the job.
 
         Raises:
-            LaunchError: the host doesn't answer within `limit_s` seconds.
+            LaunchError: that process doesn't answer within `limit_s` seconds.
         """
         info = self.info
         assert info.master_addr is not None
@@ -181,7 +185,7 @@ def host_job(
 ) -> Iterator[RankJob]:
     """Host a job whose ranks run in other processes: those of a cluster, or an executor's.
 
-    A whole launcher passes each of the job's tasks to a process of its own and waits::
+    A complete launcher: it submits each task to a separate process and waits::
 
         def launch(entry, plan, *, environ=None):
             with host_job(entry, plan, environ=environ) as job, executor(plan.world_size) as pool:
@@ -191,11 +195,11 @@ def host_job(
         entry: as a launcher receives it.
         plan: as a launcher receives it.
         environ: as a launcher receives it.
-        address: name or address of this host for the ranks' hosts; None if all ranks are on this
-            host.
+        address: name or address at which the ranks' machines can reach this one; None if all
+            ranks are on this machine.
 
     Yields:
-        The job. Its ranks end with the block, and with this process in any case.
+        The job. Its ranks end when the block ends, or when this process does, however it ends.
 
     Raises:
         PayloadError: `entry` can't be pickled.
@@ -205,9 +209,9 @@ def host_job(
     token, path, folder = secrets.token_hex(16), tuple(search_path()), os.getcwd()
     # This process hosts the store, as node 0 would, whichever node the plan is for.
     with host_store(replace(plan, node_rank=0), address) as hosted:
-        each = range(plan.nproc_per_node)
+        local_ranks = range(plan.nproc_per_node)
         nodes = [replace(hosted, node_rank=node) for node in range(plan.nnodes)]
-        infos = [node.info(local_rank) for node in nodes for local_rank in each]
+        infos = [node.info(local_rank) for node in nodes for local_rank in local_ranks]
         variables = dict(environ or {})
         tasks = [RankTask(info, pickled, variables, path, folder, token) for info in infos]
         job = RankJob(tasks)
@@ -235,7 +239,8 @@ class RankJob:
         them.
 
         Args:
-            futures: of the tasks, in order; those of ``concurrent.futures``, dask and others.
+            futures: the tasks' futures, in order; futures of ``concurrent.futures``, dask and
+                similar libraries all work.
 
         Returns:
             The results of `entry`, by rank.
@@ -243,7 +248,8 @@ class RankJob:
         Raises:
             WorkerFailedError: a rank failed, or its task was lost.
             LaunchError: a rank can't be started.
-            CollectiveTimeoutError: the deadline of the block has passed.
+            CollectiveTimeoutError: the deadline of the enclosing ``with deadline(...)`` block has
+                passed.
         """
         if len(futures) != len(self.tasks):
             raise LaunchError(f"{len(futures)} futures for {len(self.tasks)} ranks")

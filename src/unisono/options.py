@@ -1,6 +1,6 @@
 """Types of the options of `initialize`, `spawn` and others.
 
-A plug-in's own options aren't included: pass them as a ``dict[str, Any]``, ``**options``.
+A plug-in's own options aren't included: keep them in a ``dict[str, Any]`` and unpack it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = (
 
 
 class ModelOptions(TypedDict, total=False):
-    """Options of the built-in models; each model takes some of them."""
+    """Options of the built-in communication models (native, Horovod, ...); each takes some."""
 
     timeout: float | timedelta | None
     store: dist.distributed_c10d.Store | None
@@ -78,7 +78,7 @@ class SpawnOptions(PoolOptions, total=False):
 
 
 class GroupOptions(TypedDict, total=False):
-    """Options of `new_group`; all but ``timeout`` are for the native model only."""
+    """Options of `new_group`; all but ``timeout`` are for the native communication model only."""
 
     timeout: float | timedelta | None
     backend: str | None

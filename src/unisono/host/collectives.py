@@ -1,7 +1,8 @@
 """Collectives of tensors between the ranks of one host, through an arena.
 
-A reduction adds in the order of ranks. An element of a long tensor is added only by the rank that
-owns its slice, one of a short tensor by every rank. So all ranks get the same bits, on every run.
+A reduction adds in the order of ranks. In a long tensor each element is summed only by the rank
+that owns its slice; a short tensor is summed whole by every rank. So all ranks get the same bits,
+on every run.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _COPIED_BYTES = 1 << 16
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 _SAME_MODE = nullcontext()
 Copy = Callable[[int, int], None]
-"""Copies a block, by its index, from or to the slots of a parity."""
+"""Copies a block, by its index, to or from the slots of a parity (even or odd interval)."""
 
 
 def folds(dtype: torch.dtype, op: ReduceOp) -> bool:
@@ -39,7 +40,7 @@ def folds(dtype: torch.dtype, op: ReduceOp) -> bool:
     if dtype not in DTYPES:
         return False
     if op is ReduceOp.AVERAGE:
-        # The factor of a mean rounds subnormal numbers, which in float16 begin at 6e-5.
+        # A mean multiplies by 1/n, which rounds subnormal values; in float16 those are below 6e-5.
         return dtype.is_floating_point and dtype is not torch.float16
     if op in (ReduceOp.MIN, ReduceOp.MAX):
         return not dtype.is_complex
@@ -50,7 +51,7 @@ class Monitor(Protocol):
     """An observer of operations, such as the control plane."""
 
     def begin(self, group: Group | None, call: str) -> Check:
-        """Record an operation that begins; return the check for the arena's waits."""
+        """Record an operation that begins; return what the arena calls while it waits."""
 
     def interrupt(self, how: str) -> None:
         """Report to the other ranks that this one was interrupted in an operation."""
@@ -91,17 +92,18 @@ class Turns:
         self._ended: UnisonoError | None = None  # raised by all later calls, once set
 
     def belong_to(self, monitor: Any) -> None:
-        """Set the monitor: the view of the context that uses this memory from now on."""
+        """Use the monitor of the context that takes over this memory."""
         self._monitor = monitor
 
     def close(self) -> None:
         """Release the memory; later calls raise."""
         self._ended = ContextError(
-            "the context of this memory has ended, by finalize() or with its process group"
+            "the context that used this shared memory has ended: finalize() was called, or its "
+            "process group was destroyed"
         )
 
     def _run(self, call: str, work: Callable[[Check], None], target: Tensor | None = None) -> None:
-        """Run an operation that overwrites `target`; after an interrupted one, all raise."""
+        """Run an operation that overwrites `target`; once one was interrupted, later ones raise."""
         # A tensor made in inference mode can be written to only in that mode.
         is_inference = target is not None and target.is_inference()
         with self._turn.of(call), torch.inference_mode() if is_inference else _SAME_MODE:
@@ -112,8 +114,9 @@ class Turns:
                 work(self._monitor.begin(self._group, call))
             except BaseException as error:  # Ctrl-C too: the ranks' barriers no longer match
                 self._ended = CollectiveError(
-                    "an earlier call left the ranks' shared memory half-way, so the ranks are out "
-                    "of step: end the job, or finalize() and initialize again"
+                    "an earlier call failed or was interrupted while it used the ranks' shared "
+                    "memory, so the ranks are out of step: end the job, or finalize() and "
+                    "initialize again"
                 )
                 # Errors of ours come from the monitor's check, which has reported them.
                 if not isinstance(error, UnisonoError):
@@ -126,7 +129,8 @@ class HostCollectives(Turns):
 
     # They accept contiguous CPU tensors without gradient. They overwrite a tensor only if they
     # return it; other results are new tensors. Those that only move data accept any dtype. All
-    # raise the errors of `monitor`. They ignore `group`, a parameter of models: the memory has one.
+    # raise the errors of `monitor`. `group` is there only for the models' interface and is ignored:
+    # this memory belongs to one group.
 
     dtypes: frozenset[torch.dtype] = DTYPES
     large_bytes: int = 1 << 16
@@ -137,11 +141,11 @@ class HostCollectives(Turns):
     ) -> None:
         super().__init__(monitor, group)
         self.shared: SharedTensors = SharedTensors(arena)
-        """The tensors that lie in memory of all ranks."""
+        """The tensors that lie in memory shared by all ranks."""
         self.size: int = arena.size
         self.position: int = arena.position
         self.block_bytes: int = arena.layout.block_bytes
-        """Most bytes that `all_reduce_packed` accepts."""
+        """Maximum number of bytes that `all_reduce_packed` accepts."""
         self._arena = arena
         self._ranks = ranks  # global, by position
 
@@ -160,7 +164,7 @@ class HostCollectives(Turns):
         *,
         writes: bool = False,
     ) -> bool:
-        """Return whether all ranks pass one shared tensor; if so, call `run` with their parts."""
+        """If all passed the same shared tensor, `run` on all copies; return whether they did."""
         if tensor.numel() * tensor.itemsize < MIN_BYTES:
             return False
         parts: list[Tensor] | None = None
@@ -192,7 +196,8 @@ class HostCollectives(Turns):
         result = tensor if into is None else into
         # `shared.count` is the same on all ranks: they all compare their tensors, or none does.
         flat, call, shared = result.view(-1), f"all_reduce {op.name}", self.shared
-        # The result's memory decides. `into` is never shared: a shared tensor is then only read.
+        # Only a shared result takes this path; a shared tensor that is only an input is copied
+        # through slots.
         work = partial(shared.all_reduce, op=op)
         if shared.count and self._on_shared(call, flat, work, writes=True):
             return result
@@ -217,11 +222,11 @@ class HostCollectives(Turns):
         arena, count = self._arena, source.numel()
         # Each rank reduces the whole of a short tensor, which saves the second barrier.
         if count * source.itemsize <= arena.layout.whole_bytes:
-            given = arena.given(source.dtype, count)[arena.interval & 1]  # the slots to write now
-            given[arena.position].copy_(source)
+            inputs = arena.given(source.dtype, count)[arena.interval & 1]  # the slots to write now
+            inputs[arena.position].copy_(source)
             arena.barrier(check)
             if target is not None:
-                fold_into(op, given, target)
+                fold_into(op, inputs, target)
             return
         room = arena.layout.block_bytes // source.itemsize
         for begin in range(0, count, room):
@@ -257,10 +262,10 @@ class HostCollectives(Turns):
         arena, total = self._arena, torch.cat(list(tensors))
 
         def work(check: Check) -> None:
-            given = arena.given(total.dtype, total.numel())[arena.interval & 1]
-            given[arena.position].copy_(total)
+            inputs = arena.given(total.dtype, total.numel())[arena.interval & 1]
+            inputs[arena.position].copy_(total)
             arena.barrier(check)
-            fold_into(op, given, total)
+            fold_into(op, inputs, total)
 
         self._run(f"all_reduce {op.name}", work, total)
         parts = total.split_with_sizes([tensor.numel() for tensor in tensors])
@@ -356,7 +361,7 @@ class HostCollectives(Turns):
         return [memoryview(b) if len(b) > _COPIED_BYTES else bytes(b) for b in blobs]
 
     def _gather(self, call: str, source: Tensor, rows: Sequence[Tensor]) -> None:
-        """Fill the rows of the other ranks, whose lengths may differ, with their `source`."""
+        """Receive each other rank's `source` into its row here; rows may differ in length."""
         arena, room = self._arena, 2 * self._arena.layout.block_bytes
 
         def give(block: int, parity: int) -> None:
@@ -469,10 +474,11 @@ class HostCollectives(Turns):
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     """View a contiguous tensor as [nbytes] of uint8."""
-    # A tensor of 0 or 1 elements counts as contiguous whatever its strides are; `view` keeps them.
+    # A tensor of 0 or 1 elements counts as contiguous whatever its strides are; viewing
+    # it as uint8 keeps them, `view(-1)` doesn't.
     return as_bytes_tensor(tensor).view(-1)
 
 
 def _blocks(flat: Tensor, room: int) -> Sequence[Tensor]:
-    """Split [n] into blocks of at most `room`, at least one."""
+    """Split [n] into one or more blocks of at most `room` elements."""
     return (flat,) if flat.numel() <= room else torch.split(flat, room)  # slow, even for one block

@@ -45,7 +45,7 @@ class ThreadExchange:
         self._left: dict[int, tuple[int, str]] = {}
 
     def join(self, rank: int) -> None:
-        """Register a rank, also again after `leave`."""
+        """Register a rank, also one that has left."""
         with self._condition.lock:
             self._joined[rank] = self._joined.get(rank, 0) + 1
 
@@ -152,7 +152,7 @@ class ThreadExchange:
         return [r for r in missing if self._has_left(r, self._joined.get(rank, 0))]
 
     def _check(self, rank: int, doing: str) -> None:
-        """Raise if the job has failed; the lock is held."""
+        """Hook for subclasses: raise if the job has failed. Called with the lock held."""
 
     def _time_out(
         self, rank: int, late: list[int], call: str, limit_s: float
@@ -164,4 +164,4 @@ class ThreadExchange:
         return CollectiveTimeoutError(f"{named(late)} never arrived: rank {rank} {waited}")
 
     def _warn(self, rank: int, late: list[int], call: str) -> None:
-        """Log that a rank is still waiting."""
+        """Hook for subclasses: log that a rank is still waiting. Called without the lock."""

@@ -93,7 +93,7 @@ def look(meter: Meter, remote_jobs: Iterable[ObservedJob] = ()) -> list[Observed
 def _is_part(part: ObservedJob, others: Sequence[ObservedJob]) -> bool:
     """Return whether a part is of others' job: the same name, and no rank alive on two hosts."""
     living = {
-        (rank.rank, rank.facts["pids"])  # `pids` identifies the host or container
+        (rank.rank, rank.facts["pid_namespace"])  # which identifies the host or container
         for job in (part, *others)
         for rank in job.ranks
         if rank.is_alive

@@ -11,7 +11,7 @@ from unisono.observe.waits import Clock, Meeting, Waits, common_clock, meetings,
 from unisono.recording.records import CollectiveRecord
 from unisono.recording.trace_file import Event, RankTrace, args_of
 
-_FIRST_THREAD = 1_000_000  # thread id in a merged file, above those of its processes
+_FIRST_THREAD = 1_000_000  # first thread id in a merged file; larger than any process id in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,10 @@ def jobs(traces: Iterable[RankTrace]) -> list[JobTrace]:
     for each in traces:
         named.setdefault((each.world_size, each.job), []).append(each)
     ranks = [{each.rank for each in part} for part in named.values()]
-    # Parts of the same size in which no rank occurs twice are one job.
+    # Traces with the same world size and no rank in common are one job.
     if len({size for size, _ in named}) == 1 and sum(map(len, ranks)) == len(set().union(*ranks)):
-        # Ranks that couldn't learn the name of their job use one that their host gives it.
+        # Ranks that couldn't learn the name of their job use a name that their host gives
+        # the job.
         named = {next(iter(named)): list(chain(*named.values()))}
     found = sorted(named.items(), key=lambda item: min(each.wall_ns for each in item[1]))
     return [_job(name, size, part) for (size, name), part in found]
@@ -55,14 +56,15 @@ def _job(name: str, size: int, traces: Iterable[RankTrace]) -> JobTrace:
     return job
 
 
-def chrome_trace(found: Sequence[JobTrace]) -> dict[str, Any]:
+def chrome_trace(job_traces: Sequence[JobTrace]) -> dict[str, Any]:
     """Build the JSON of all ranks: a process for each, a slice for each call, arrows for waits."""
     # A waiting slice in a call's slice lasts until the last rank arrived; an arrow leads from there
-    # to that rank's call. Viewers sort by time, but need a slice to follow the ones around it.
-    offsets = [common_clock(job.records, job.clocks)[0] for job in found]
+    # to that rank's call. Viewers sort by time; an enclosing slice must be listed
+    # before the slices inside it.
+    offsets = [common_clock(job.records, job.clocks)[0] for job in job_traces]
     begins = [
         record.arrival_ns + job_offsets[rank]
-        for job, job_offsets in zip(found, offsets, strict=True)
+        for job, job_offsets in zip(job_traces, offsets, strict=True)
         for rank, records in job.records.items()
         for record in records
     ]
@@ -70,9 +72,10 @@ def chrome_trace(found: Sequence[JobTrace]) -> dict[str, Any]:
     pids, tids = count(1), count(_FIRST_THREAD)
     events: list[Event] = []
     arrows: list[Event] = []
-    for job, job_offsets in zip(found, offsets, strict=True):
-        suffix = f" of {job.world_size}, job {job.name}" if len(found) > 1 else ""
+    for job, job_offsets in zip(job_traces, offsets, strict=True):
+        suffix = f" of {job.world_size}, job {job.name}" if len(job_traces) > 1 else ""
         shifts = {rank: offset - zero_ns for rank, offset in job_offsets.items()}
+        # A meeting is one call as matched across its ranks.
         met = {
             id(record): each
             for each in meetings(job.records, shifts)
@@ -151,7 +154,7 @@ class _RankEvents:
             if track.has_room(begin_ns, end_ns):
                 return track
         track = _Track(next(self._tids))
-        name = f"thread {thread_id}{f', calls that overlap {len(tracks)}' if tracks else ''}"
+        name = f"thread {thread_id}{f', overlapping calls, track {len(tracks)}' if tracks else ''}"
         named = {"ph": "M", "name": "thread_name", "pid": self._pid, "tid": track.tid}
         self.events.append({**named, "args": {"name": name}})
         tracks.append(track)

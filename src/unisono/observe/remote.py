@@ -1,4 +1,4 @@
-"""The jobs of other hosts, from ``unisono top --packed`` run there by a command of the user's."""
+"""Jobs on other hosts: a command of the user's (--via) runs ``unisono top --packed`` there."""
 
 from __future__ import annotations
 
@@ -30,11 +30,16 @@ from unisono.recording.status_page import decode_ranks, encode_ranks
 _LIMIT_S = 30.0  # srun may wait for a step, kubectl for a login, Python for a file server
 _END_S = 2.0  # for a command to end after each signal
 _ANSWER_S = 1.0  # for a rank to write its stack
-_WIDTH = 700  # of a line: srun passes on 1,024 bytes at a time, so longer lines would mix
+# Characters per line: srun forwards 1,024 bytes at a time, so longer lines of different tasks would
+# be mixed.
+_WIDTH = 700
 _LINE = re.compile(r"unisono-top (\S+) (\d+)/(\d+) ([A-Za-z0-9+/=]+)\s*$")
 _LONGEST_QUOTE = 300  # characters
 _NOT_FOUND = 127  # a shell's exit code
-_REMEDY = '; where PATH there has no unisono, end the command with its Python: "... python -m"'
+_REMEDY = (
+    "; if unisono isn't on that host's PATH, end the command with that host's Python: "
+    '"... python -m"'
+)
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error)
 
 
@@ -70,7 +75,7 @@ def look_through(commands: Sequence[str], version: str) -> tuple[list[ObservedJo
     words = [_words(command) for command in commands]
     # Without --via there is no command, but an executor needs a thread.
     with ThreadPoolExecutor(max(len(commands), 1)) as executor:
-        found = list(executor.map(_jobs_through, commands, words, repeat(version)))
+        found = list(executor.map(_jobs_via, commands, words, repeat(version)))
     return [job for jobs, _ in found for job in jobs], [why for _, why in found if why]
 
 
@@ -85,9 +90,7 @@ def _words(command: str) -> list[str]:
     return [*words, "unisono", "top", "--packed"]
 
 
-def _jobs_through(
-    command: str, words: Sequence[str], version: str
-) -> tuple[list[ObservedJob], str]:
+def _jobs_via(command: str, words: Sequence[str], version: str) -> tuple[list[ObservedJob], str]:
     """Run a command; return the jobs on its hosts, and its failure, empty if it succeeded."""
     begun_ns = time.time_ns()
     with TemporaryFile() as out, TemporaryFile() as err:  # a pipe would stay open in grandchildren

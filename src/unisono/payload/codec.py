@@ -7,8 +7,8 @@ A frame is one value: a tag of one byte, then its body; integers are little-endi
     s b             str, UTF-8 with lone surrogates; bytes
     v <I pickle     other values of Python's own types: CRC-32 of the pickle, then the pickle
     p <I pickle     the same with tensors, paths or complex numbers
-    q <I blocks     the same with buffers: CRC-32 of the first block, then each block as <Q bytes;
-                    the first is a pickle, the others are its buffers
+    q <I blocks     the same with buffers: CRC-32 of the first block, then each block as its length
+                    (<Q) and its bytes; the first is a pickle, the others are its buffers
     o <I blocks     any object, likewise; rejected under UNISONO_NO_PICKLE=1
     x h             a tensor, as its header and its memory; the header alone
     e               the sender's value couldn't be encoded: the reason, as UTF-8
@@ -66,7 +66,8 @@ def refuse_pickle(what: str) -> None:
 
 
 class _MakePath:
-    __slots__ = ()  # for the reason of `_PutTogether`
+    # No attributes, which a malicious pickle could set, as in `tensors._PutTogether`.
+    __slots__ = ()
 
     def __call__(self, text: str) -> Path:
         return Path(text)
@@ -210,7 +211,7 @@ def failure(reason: str) -> bytes:
 
 
 def frame_or_reason(make: Callable[..., bytes], *args: Any) -> bytes:
-    """Return the frame that `make` returns, or the reason why it failed, for all ranks."""
+    """Return `make`'s frame or, if it fails, one with the reason, to be raised on all ranks."""
     # Any exception counts: the user's own code is called, and if this rank raised here, the others
     # would wait for it.
     try:
@@ -247,11 +248,11 @@ def decode(blob: bytes, device: torch.device) -> Any:
 
 def _plain_of(blob: bytes, _: Any = None) -> Any:
     data = memoryview(blob)[_PICKLE.size :]
-    _check_sum(data, blob)
+    _verify_checksum(data, blob)
     return _Unpickler(io.BytesIO(data)).load() if _is_restricted() else pickle.loads(data)
 
 
-def _check_sum(data: memoryview, blob: bytes) -> None:
+def _verify_checksum(data: memoryview, blob: bytes) -> None:
     if zlib.crc32(data) != _PICKLE.unpack_from(blob)[1]:
         raise PayloadError("received a damaged frame: a pickle with a wrong checksum")
 
@@ -266,7 +267,7 @@ def _blocks(blob: bytes) -> list[memoryview]:
         blocks.append(data[start:end])
     if end != len(data):
         raise PayloadError("received a damaged frame: it ends too early")
-    _check_sum(blocks[0], blob)  # without any block, `decode` reports the IndexError as damage
+    _verify_checksum(blocks[0], blob)  # without any block, `decode` reports the IndexError as damage
     return blocks
 
 
@@ -288,7 +289,7 @@ def _object_of(blob: bytes, device: torch.device) -> Any:
 def _header_of(blob: bytes, _: torch.device) -> TensorHeader:
     head, end = TensorHeader.unpack(blob, 1)
     if end != len(blob):
-        raise PayloadError(f"received a damaged frame: it has {len(blob)} bytes in place of {end}")
+        raise PayloadError(f"received a damaged frame: it has {len(blob)} bytes instead of {end}")
     return head
 
 

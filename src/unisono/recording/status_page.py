@@ -1,7 +1,8 @@
-"""Status pages: the calls of a rank, which its user's processes read without the rank's help.
+"""Status pages: files where a rank records its calls, for other processes of its user to read.
 
-A page is a file in memory, so that it can also be read if the rank is stopped, runs C code or is
-dead. Only the rank writes to it, without locks; readers detect and reject what is half written.
+A page is a file in memory, so that it can be read without the rank's help, even if the rank is
+stopped, runs C code or is dead. Only the rank writes to it, without locks; readers detect and
+reject what is half written.
 """
 
 from __future__ import annotations
@@ -29,14 +30,16 @@ from unisono.plugins import load
 from unisono.topology import pid_namespace
 
 _log = logging.getLogger(__name__)
-# The page, in words of 8 bytes, of the host's order:
-#   head     magic of this version; edition of the facts; lengths of even and of odd editions
-#   facts    JSON, in two places in turn; the edition's number is written after its text
+# The page, in 8-byte words, in the host's byte order:
+#   head     magic of this version; edition: how often the facts were written; the lengths of the
+#            facts' even and odd editions
+#   facts    JSON about the rank, in two buffers used alternately; `edition` is written afterwards
 #   lanes    one for each thread: a head (native thread id), then a ring
 #   record   stamp (32, 64, ...), begin, end, number, bytes, text, stamp | state
 #   text     UTF-8: name, group, line and file, with a zero after each; zeros fill the rest
 # A record is written from its first byte to its last: x86 and `pack_into` keep that order. A reader
-# goes from the last to the first: the same stamp in both shows that no write came between.
+# goes from the last to the first: the same stamp at both ends of the record shows that no write
+# came between.
 _MAGIC = int.from_bytes(b"unisono2", "little")
 _WORD = 8
 _HEAD_BYTES = 64
@@ -45,7 +48,8 @@ _LANES_AT = _HEAD_BYTES + 2 * _FACTS_BYTES
 _LANES = 8
 _RING = 128
 _TEXT_BYTES = 208
-_RECORD = struct.Struct(f"5q{_TEXT_BYTES}sq")  # twice as fast as with a byte order, or unsigned
+# Native order and signed: twice as fast as an explicit byte order or unsigned fields.
+_RECORD = struct.Struct(f"5q{_TEXT_BYTES}sq")
 _STEP = _RECORD.size // _WORD
 _RING_MASK = _RING * _STEP - 1
 _pack = _RECORD.pack_into
@@ -53,12 +57,13 @@ _LANE_BYTES = _HEAD_BYTES + _RING * _RECORD.size
 _PAGE_BYTES = _LANES_AT + _LANES * _LANE_BYTES
 _EDITION = 1
 END, NUMBER, STATE = 2, 3, _STEP - 1
-"""Words of a record that change."""
+"""Indexes of the words of a record that may change after it is written."""
 _LONGEST_NAME = 100  # bytes of a group's name
-_BEGINNING = 60  # bytes that are kept of a longer one, and of any call's name
+_BEGINNING = 60  # bytes kept of a longer group name, and at most of a call's name
 
 CALLED, IN_FLIGHT = 0, 1
-"""States of a record: a call that blocks or is waited for; one that was started."""
+"""States of a record: the rank is blocked in the call, or waits for it; or the call was started
+asynchronously and isn't waited for yet."""
 
 _numbers = itertools.count(1)
 _open: weakref.WeakSet[StatusPage] = weakref.WeakSet()
@@ -75,10 +80,10 @@ def folder() -> Path | None:
     return Path("/dev/shm", f"unisono-{os.getuid()}") if os.path.isdir("/dev/shm") else None
 
 
-def _is_private(path: Path, *, makes: bool) -> bool:
+def _is_private(path: Path, *, create: bool) -> bool:
     """Return whether a folder is this user's alone, so that its pages can be trusted."""
     try:
-        if makes:
+        if create:
             with contextlib.suppress(FileExistsError):
                 path.mkdir(mode=0o700, parents=True)
         status = path.lstat()  # not `stat`: a link may lead elsewhere
@@ -87,10 +92,10 @@ def _is_private(path: Path, *, makes: bool) -> bool:
     is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
     if is_ours and not status.st_mode & 0o077:
         return True
-    if makes:
+    if create:
         _log.warning(
-            "%s isn't a folder of yours alone (mode 0700), so unisono top and where don't know of "
-            "this process: remove it, or name another one in UNISONO_STATUS",
+            "%s isn't a folder that only you can access (mode 0700), so unisono top and unisono "
+            "where can't see this process: remove it, or name another one in UNISONO_STATUS",
             path,
         )
     return False
@@ -115,13 +120,13 @@ class StatusPage:
     @classmethod
     def make(cls, facts: Mapping[str, Any]) -> StatusPage | None:
         """Create a page; return None if that fails."""
-        place, pid, pids, fd = folder(), os.getpid(), pid_namespace(), -1
+        directory, pid, namespace, fd = folder(), os.getpid(), pid_namespace(), -1
         # Readers find the process by its pid and the namespace of that, so both must be known.
-        if place is None or not pids or not _is_private(place, makes=True):
+        if directory is None or not namespace or not _is_private(directory, create=True):
             return None
-        path = place / f"{pid}-{start_ticks(pid)}-{next(_numbers)}"
+        path = directory / f"{pid}-{start_ticks(pid)}-{next(_numbers)}"
         try:
-            _sweep(place)
+            _sweep(directory)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             os.posix_fallocate(fd, 0, _PAGE_BYTES)  # else a full file system ends the process
             memory = mmap.mmap(fd, _PAGE_BYTES)
@@ -132,7 +137,7 @@ class StatusPage:
         finally:
             if fd >= 0:
                 os.close(fd)
-        process = {"pid": pid, "pids": pids, "start_ticks": start_ticks(pid)}
+        process = {"pid": pid, "pid_namespace": namespace, "start_ticks": start_ticks(pid)}
         return cls(path, memory, {**facts, **process, "made_ns": time.monotonic_ns()})
 
     def update(self, **facts: Any) -> None:
@@ -149,18 +154,18 @@ class StatusPage:
             self._words[_EDITION] = edition  # last: readers look at the new facts from now on
 
     def lane(self) -> Lane | None:
-        """Return a lane for this thread that no live thread uses; None if all are in use."""
+        """Claim for the current thread a lane that no live thread uses; None if all are in use."""
         thread = threading.current_thread()
         with self._lock:
-            for place, owner in enumerate(self._owners):
+            for index, owner in enumerate(self._owners):
                 former = owner()
                 if former is None or not former.is_alive():
-                    self._owners[place] = weakref.ref(thread)
-                    return Lane(self, place)
+                    self._owners[index] = weakref.ref(thread)
+                    return Lane(self, index)
         return None
 
     def close(self) -> None:
-        """Remove the page in the process that created it; a second call does nothing."""
+        """Remove the page, if called in the process that created it; a second call does nothing."""
         if os.getpid() == self._pid:
             _open.discard(self)
             with contextlib.suppress(OSError):
@@ -172,8 +177,8 @@ class Lane:
 
     __slots__ = ("_first", "_last", "_memory", "_words")
 
-    def __init__(self, page: StatusPage, place: int) -> None:
-        head = (_LANES_AT + place * _LANE_BYTES) // _WORD
+    def __init__(self, page: StatusPage, index: int) -> None:
+        head = (_LANES_AT + index * _LANE_BYTES) // _WORD
         self._memory, self._words = page._memory, page._words
         self._first = head + _HEAD_BYTES // _WORD
         stamps = self._words[self._first : self._first + _RING * _STEP : _STEP]
@@ -188,7 +193,7 @@ class Lane:
         return stamp
 
     def write(self, stamp: int, word: int, value: int) -> None:
-        """Set a word of a record unless it has been overwritten; safe in any thread."""
+        """Set a word of a record unless the record has been overwritten; safe in any thread."""
         index = self._first + (stamp & _RING_MASK)
         if self._words[index] == stamp:
             self._words[index + word] = value
@@ -273,26 +278,26 @@ def pages() -> list[PageReader]:
     """Read all pages of this user on this host, those of dead processes too."""
     # Containers and hosts may share the folder and number their processes alike. Pages of another
     # container or host are left out, as the state of its processes isn't known here.
-    place = folder()
-    if place is None or not _is_private(place, makes=False):
+    directory = folder()
+    if directory is None or not _is_private(directory, create=False):
         return []
     found = []
-    for path in sorted(place.iterdir()):
+    for path in sorted(directory.iterdir()):
         with contextlib.suppress(OSError, ValueError):  # it was closed meanwhile, or isn't a page
             found.append(PageReader(path))
     here = pid_namespace()
-    return [page for page in found if page.facts.get("pids") == here]
+    return [page for page in found if page.facts.get("pid_namespace") == here]
 
 
 def encode_call(name: str, group: str, file: str, line: int) -> bytes:
-    """Encode the place and the name of a call for a record; a long path loses its start."""
+    """Encode a call's name, group and source position for a record; a long path loses its start."""
     head = name.encode("utf-8", "replace")[:_BEGINNING]
     head += f"\0{short_name(group)}\0{line}\0".encode("utf-8", "replace")
     return head + file.encode("utf-8", "replace")[len(head) - _TEXT_BYTES :]
 
 
 def short_name(group: str) -> str:
-    """Return a group's name for pages: a long one's beginning, with a digest."""
+    """Return a group's name as pages store it; a long name is cut and a digest added."""
     # Some names hold all ranks of their group.
     name = group.encode("utf-8", "replace")
     if len(name) <= _LONGEST_NAME:
@@ -302,12 +307,12 @@ def short_name(group: str) -> str:
 
 
 def encode_ranks(ranks: Sequence[int]) -> list[int] | dict[str, list[int]]:
-    """Encode ranks for the facts, which lack room for those of many large groups."""
+    """Encode ranks compactly: the facts lack room for the full rank lists of many large groups."""
     if len(ranks) > 2:
         # At least 1, as torch's groups may be in any order, and a range accepts no step of 0.
-        evenly = range(ranks[0], ranks[-1] + 1, max(ranks[1] - ranks[0], 1))
-        if tuple(evenly) == tuple(ranks):
-            return {"range": [evenly.start, evenly.stop, evenly.step]}
+        even_range = range(ranks[0], ranks[-1] + 1, max(ranks[1] - ranks[0], 1))
+        if tuple(even_range) == tuple(ranks):
+            return {"range": [even_range.start, even_range.stop, even_range.step]}
     return list(ranks)
 
 
@@ -316,10 +321,10 @@ def decode_ranks(written: list[int] | dict[str, list[int]]) -> tuple[int, ...]:
     return tuple(range(*written["range"]) if isinstance(written, dict) else written)
 
 
-def _sweep(place: Path) -> None:
+def _sweep(directory: Path) -> None:
     """Remove the pages of dead processes once their whole job is dead."""
     with contextlib.suppress(OSError):
-        pids = {path.name.partition("-")[0] for path in place.iterdir()}
+        pids = {path.name.partition("-")[0] for path in directory.iterdir()}
         # Mostly every process lives: then no page needs to be opened.
         if all(_exists(int(pid)) for pid in pids if pid.isdecimal()):
             return
@@ -341,7 +346,10 @@ def _exists(pid: int) -> bool:
 
 @cache  # by pid, as a fork is another process
 def start_ticks(pid: int) -> int:
-    """Return a time at which this process was alive, in units of 10 ms since the host's boot."""
+    """Return a time when process `pid`, the caller, is alive, in units of 10 ms since the boot.
+
+    It identifies the process when pids are reused.
+    """
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 10_000_000
 
 

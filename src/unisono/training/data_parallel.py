@@ -1,4 +1,4 @@
-"""Data-parallel training on any model with all_reduce."""
+"""Data-parallel training over any communication model that has all_reduce."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ from unisono.training.buckets import MEGABYTE, buckets
 
 
 class _Bucket:
-    """Gradients that are reduced together, with counts of the ranks that have each of them."""
+    """Gradients reduced together, with, for each gradient, the number of ranks that have it."""
 
-    # The counts show, without another collective, which parameters have a gradient on some rank; it
-    # counts as zero on the others. A parameter without a gradient on any rank keeps None. The last
-    # bucket also has `late_counts`: for each bucket, the ranks that sent it too early.
+    # The counts show, without another collective, which parameters have a gradient on some rank; a
+    # rank that lacks the gradient contributes zero. A parameter without a gradient on any rank
+    # keeps None. The last bucket also has `late_counts`: for each bucket, how many ranks sent it
+    # before its last gradient.
 
     def __init__(self, name: str, parameters: Sequence[Tensor], late_counts: int) -> None:
         first = parameters[0]
@@ -52,7 +53,8 @@ class _Bucket:
         """Copy the gradients into the buffer and start their sum. Collective over all ranks."""
         # `touched` is None if this rank only takes part in the backward of other ranks.
         for parameter, part in zip(self.parameters, self.parts, strict=True):
-            if touched is not None and parameter.grad is not None:  # also of an earlier backward
+            # The gradient may come from an earlier backward.
+            if touched is not None and parameter.grad is not None:
                 # Divided before the sum, which could overflow even if the mean doesn't.
                 torch.div(parameter.grad, size, out=part)
             else:
@@ -96,10 +98,11 @@ class Averager:
     """Averages the gradients of a module in one context."""
 
     # Every rank must create one, with the same parameters, though creation sends nothing.
-    # A bucket is sent once each of its parameters has a gradient, except the last bucket, which is
-    # sent at the end of backward. By then the rank knows which parameters got another gradient
-    # after their bucket was sent, as under reentrant checkpointing. For each bucket, the last one
-    # carries the number of ranks that saw this; if there are any, the bucket is sent again.
+    # A bucket is sent as soon as all its parameters have a gradient, except the last bucket, which
+    # is sent at the end of backward. By then the rank knows which parameters got another gradient
+    # after their bucket was sent, as under reentrant checkpointing. The last bucket carries, for
+    # each other bucket, how many ranks saw such a gradient; a bucket with a number above 0 is sent
+    # again.
 
     def __init__(self, module: nn.Module, bucket_bytes: int, name: str | None = None) -> None:
         context = current()
@@ -109,28 +112,32 @@ class Averager:
         parameters = [p for p in module.parameters() if p.requires_grad][::-1]
         self.parameter_ids: set[int] = {id(parameter) for parameter in parameters}
         self.bucket_bytes = bucket_bytes
-        self._runs = runs = list(buckets(parameters, bucket_bytes))
+        self._bucket_parameters = list(buckets(parameters, bucket_bytes))
         self.name: str = name or name_of_gradients(context, module, None)
-        self._bucket_of = {id(p): i for i, run in enumerate(runs) for p in run}
+        self._bucket_of = {
+            id(p): i for i, members in enumerate(self._bucket_parameters) for p in members
+        }
         self.release: weakref.finalize[..., Any]
         self.release = hook_gradients(self.on_gradient, parameters, self)
         self.is_syncing = True
-        self._touched: set[int] = set()  # with a gradient since the last sum, also in `no_sync`
-        self._fired: set[int] = set()  # with a gradient in this backward
-        self._late: set[int] = set()  # buckets of this backward that were sent too early
+        # Ids of parameters that got a gradient since the last sum, also in `no_sync`.
+        self._touched: set[int] = set()
+        self._fired: set[int] = set()  # ids of those that got one in this backward
+        self._late: set[int] = set()  # buckets of this backward sent before their last gradient
         self._is_running = False
         self._missing: list[int] = []  # of each bucket, parameters without a gradient so far
         self._next = 0  # the bucket to send next; buckets are sent in order, as on every rank
 
     @cached_property
     def _buckets(self) -> list[_Bucket]:
-        # Created in the first backward: a module without any, such as a copy with averages of
-        # weights, needs no memory for buckets.
-        late_counts = [0] * (len(self._runs) - 1) + [len(self._runs)]
+        # Created in the first backward: a module that never runs backward, such as a copy that
+        # holds averaged weights, needs no buckets.
+        count = len(self._bucket_parameters)
+        late_counts = [0] * (count - 1) + [count]
         # Not strict, as without trainable parameters there is no bucket but one count.
         return [
-            _Bucket(f"{self.name}, bucket {i}", run, count)
-            for i, (run, count) in enumerate(zip(self._runs, late_counts, strict=False))
+            _Bucket(f"{self.name}, bucket {i}", *each)
+            for i, each in enumerate(zip(self._bucket_parameters, late_counts, strict=False))
         ]
 
     @property
@@ -154,8 +161,8 @@ class Averager:
             return
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             raise PayloadError(
-                f"a gradient of shape {list(parameter.shape)} is sparse, and gradients are "
-                "averaged dense: use sparse=False"
+                f"a gradient of shape {list(parameter.shape)} is sparse, but only dense gradients "
+                "can be averaged: use sparse=False"
             )
         key = id(parameter)
         self._touched.add(key)
@@ -166,7 +173,7 @@ class Averager:
             self._next = 0
             self._fired.clear()
             self._late.clear()
-            self._missing = [len(run) for run in self._runs]
+            self._missing = [len(members) for members in self._bucket_parameters]
             call_after_backward(self._end)
         index = self._bucket_of[key]
         if key not in self._fired:
@@ -179,7 +186,7 @@ class Averager:
                 self._start_next(self._touched)
 
     def _start_next(self, touched: set[int] | None) -> None:
-        """Start the sum of the next bucket; the last one also reports late buckets."""
+        """Start the sum of the next bucket; the last one carries `late_counts`."""
         bucket = self._buckets[self._next]
         late = [index in self._late for index in range(bucket.late_counts.numel())]
         bucket.start(touched, self._size, late)
@@ -211,7 +218,7 @@ class Averager:
         self._touched.clear()
 
     def shadow(self) -> None:
-        """Take part in other ranks' backward without gradients. Collective over all ranks."""
+        """Contribute zeros to the other ranks' backward. Collective over all ranks."""
         self._late.clear()
         self._next = 0
         self._finish(None)
@@ -248,10 +255,11 @@ def call_after_backward(call: Callable[[], None]) -> None:
 
 
 _JOIN = "a step of join"
-# The marks that ranks exchange in it: a forward whose backward averages; such a forward in
-# evaluation mode, which sends no buffers; a forward in `no_sync`; a rank without batches left.
+# In each step of `join`, ranks exchange one of these marks: a forward whose backward averages; such
+# a forward in evaluation mode, which sends no buffers; a forward in `no_sync`; a rank
+# without batches left.
 _SYNCS, _SYNCS_IN_EVAL, _ACCUMULATES, _HAS_ENDED = b"s", b"v", b"a", b"e"
-# Options of DistributedDataParallel that always hold here, or have no effect.
+# Options of DistributedDataParallel whose behaviour is always on here, or that have no effect.
 _NEEDLESS = frozenset(
     {"find_unused_parameters", "gradient_as_bucket_view", "static_graph", "check_reduction"}
 )
@@ -259,7 +267,7 @@ _alive: weakref.WeakSet[Replicated] = weakref.WeakSet()
 
 
 class Replicated(nn.Module):
-    """Wrapper of `auto_model` for models whose library lacks a data-parallel wrapper.
+    """What `auto_model` returns on communication models without a data-parallel wrapper.
 
     Collective at creation, over all ranks: parameters and buffers become those of rank 0. When
     backward returns, gradients are the mean over all ranks; each bucket of them is reduced as soon
@@ -299,8 +307,8 @@ class Replicated(nn.Module):
         sparse = [name for name, part in module.named_modules() if getattr(part, "sparse", False)]
         if sparse:
             raise PayloadError(
-                f"{', '.join(sparse)} has sparse gradients, which are averaged dense: "
-                "use sparse=False"
+                f"{', '.join(sparse)} has sparse gradients, but only dense gradients can be "
+                "averaged: use sparse=False"
             )
         broadcast_params(module)
         self.module = module
@@ -355,9 +363,10 @@ class Replicated(nn.Module):
     def join(self) -> Iterator[None]:
         """Allow ranks different numbers of batches: a rank that has ended contributes zeros.
 
-        Collective over all ranks, which enter and leave together. Each forward within is followed
-        by its backward. At the end all have the parameters and buffers of the rank with the most
-        batches. Layers that call collectives, such as synchronised batch norm, aren't supported.
+        Collective over all ranks, which enter and leave together. Each forward within must be
+        followed by its backward. At the end all have the parameters and buffers of the rank with
+        the most batches. Layers that call collectives, such as synchronised batch norm, aren't
+        supported.
         """
         self._is_joining = True
         try:
@@ -385,7 +394,8 @@ class Replicated(nn.Module):
         made = memo[id(self)] = type(self).__new__(type(self))
         state = {name: item for name, item in self.__dict__.items() if name != "_averager"}
         made.__dict__.update(copy.deepcopy(state, memo))
-        # The name is kept, as a new name would count the copy, which other ranks may not make.
+        # Keep the name: a new one would take the next number, and ranks that make no copy would
+        # then disagree.
         averager = self._averager
         made._averager = Averager(made.module, averager.bucket_bytes, averager.name)
         _alive.add(made)

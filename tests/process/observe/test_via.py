@@ -179,7 +179,7 @@ NOT_PLAIN, OF_OTHERS = (
     ("command", "why"),
     [
         ("sh -c 'exit 5'", "exit code 5"),
-        ("sh -c 'unisono-is-not-here'", "exit code 127: .* not found; where PATH there has no"),
+        ("sh -c 'unisono-is-not-here'", "exit code 127: .* not found; if unisono isn't on"),
         ("/nosuch/ssh node2", "it cannot be run: .*No such file"),
         ("sh -c 'kill -9 $$'", "exit code -9"),
         ("true", r"its output is not that of unisono top: ''"),

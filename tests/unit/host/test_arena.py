@@ -206,7 +206,7 @@ def test_what_follows_an_operation_that_was_left_is_refused() -> None:
         host.all_reduce(torch.ones(3), ReduceOp.SUM)  # the other rank never comes
     assert late == [1]
     assert watch.left == ["LeftError interrupted all_reduce SUM"]
-    with pytest.raises(CollectiveError, match="all_gather: an earlier call left"):
+    with pytest.raises(CollectiveError, match="all_gather: an earlier call failed"):
         host.all_gather(torch.ones(3))
 
 
@@ -216,7 +216,7 @@ def test_after_the_end_of_the_context_nothing_can_be_called() -> None:
     host.close()
     shared.close()  # which fails where somebody still sees it
     with pytest.raises(
-        ContextError, match="broadcast from 0: the context of this memory has ended"
+        ContextError, match="broadcast from 0: the context that used this shared memory has ended"
     ):
         host.broadcast(torch.ones(3), 0)
 

@@ -133,7 +133,9 @@ def test_groups_whose_names_hold_many_ranks_are_told_apart() -> None:
 
 def on_another_host(job: ObservedJob, stacks: str = "its stack") -> ObservedJob:
     """Have a job as --via brings it."""
-    there = [replace(each, facts={**each.facts, "pids": 1}, stacks=stacks) for each in job.ranks]
+    there = [
+        replace(each, facts={**each.facts, "pid_namespace": 1}, stacks=stacks) for each in job.ranks
+    ]
     return replace(job, ranks=tuple(there))
 
 

@@ -222,12 +222,12 @@ def test_pages_of_another_container_are_not_read_and_stay() -> None:
     """It has process ids of its own, and may share the folder: ``--ipc=host`` does that."""
     page = made(job="elsewhere")
     there = of_the_dead(page)  # which lives there, and nothing says so here
-    here = page.facts["pids"]
-    page.update(pids="another")
+    here = page.facts["pid_namespace"]
+    page.update(pid_namespace="another")
     assert pages() == []
     made(job="b").close()
     assert there.exists()
-    page.update(pids=here)
+    page.update(pid_namespace=here)
     assert [reader.path for reader in pages()] == [there]
 
 
@@ -250,7 +250,7 @@ def test_a_folder_that_others_can_read_or_write_to_is_not_used(
     assert StatusPage.make({}) is None
     assert pages() == []
     (warning,) = caplog.messages
-    assert f"{own_pages} isn't a folder of yours alone" in warning
+    assert f"{own_pages} isn't a folder that only you can access" in warning
     own_pages.chmod(0o700)
     assert len(pages()) == 1
     page.close()
