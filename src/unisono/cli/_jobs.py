@@ -14,7 +14,7 @@ from unisono import __version__
 from unisono.cli._tables import Column
 from unisono.errors import ArgumentError
 from unisono.observe.jobs import Meter, ObservedJob, look
-from unisono.observe.remote import look_through
+from unisono.observe.remote import jobs_via
 from unisono.observe.report import facts_of
 from unisono.observe.stacks import Frame, Stack, equal, folded
 from unisono.topology import named, ranks_by_value
@@ -113,7 +113,7 @@ def missing_pages(ranks: Sequence[int]) -> list[str]:
 
 def look_everywhere(meter: Meter, commands: Sequence[str] | None) -> tuple[list[ObservedJob], int]:
     """Return the jobs here and on the hosts of `--via`, and an exit code; print failures."""
-    found, failed = look_through(commands or (), __version__)
+    found, failed = jobs_via(commands or (), __version__)
     for line in failed:
         typer.echo(f"error: {line}", err=True)
     return look(meter, found), 1 if failed else 0

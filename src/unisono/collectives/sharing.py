@@ -21,7 +21,7 @@ from unisono.errors import ArgumentError
 from unisono.host import memory
 from unisono.host.collectives import HostCollectives
 from unisono.host.shared import room_bytes
-from unisono.payload.codec import refuse_pickle
+from unisono.payload.codec import check_pickle_allowed
 from unisono.payload.pickling import load_file, save_file
 from unisono.topology import Group
 from unisono.tracebacks import hides
@@ -183,7 +183,7 @@ def shared(build: Callable[[], T]) -> T:
     with ExitStack() as stack:
         error, result, address = None, None, b""
         try:
-            refuse_pickle("the result of shared()")
+            check_pickle_allowed("the result of shared()")
             if rank == builder:
                 result, address = _built(context, build, stack)
         except BaseException as raised:  # any kind, as the other ranks must not wait forever

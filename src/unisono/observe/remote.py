@@ -69,7 +69,7 @@ def _encoded_ranks(job: ObservedJob) -> list[dict[str, Any]]:
     return found
 
 
-def look_through(commands: Sequence[str], version: str) -> tuple[list[ObservedJob], list[str]]:
+def jobs_via(commands: Sequence[str], version: str) -> tuple[list[ObservedJob], list[str]]:
     """Run all commands at once; return the jobs of their hosts, and the failures."""
     # All are parsed first, so that a malformed command is refused before another one runs.
     words = [_words(command) for command in commands]

@@ -56,7 +56,7 @@ def _is_restricted() -> bool:
     return _VARIABLES.get(_NO_PICKLE) in ("1", b"1")
 
 
-def refuse_pickle(what: str) -> None:
+def check_pickle_allowed(what: str) -> None:
     """Raise if `what` needs pickle and the user has disabled it."""
     if _is_restricted():
         raise PayloadError(
@@ -135,7 +135,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _GLOBALS:
             return _GLOBALS[module, name]
-        refuse_pickle(f"{module}.{name}")
+        check_pickle_allowed(f"{module}.{name}")
         raise pickle.UnpicklingError(f"{module}.{name} isn't a plain value")
 
 
@@ -189,7 +189,7 @@ def encode(value: object) -> bytes:
 
 
 def _encode_object(value: object, part: object) -> bytes:
-    refuse_pickle(f"a {type(part).__qualname__}")
+    check_pickle_allowed(f"a {type(part).__qualname__}")
     return _packed(b"o", importlib.import_module("unisono.payload.pickling").dump(value))
 
 
@@ -267,7 +267,9 @@ def _blocks(blob: bytes) -> list[memoryview]:
         blocks.append(data[start:end])
     if end != len(data):
         raise PayloadError("received a damaged frame: it ends too early")
-    _verify_checksum(blocks[0], blob)  # without any block, `decode` reports the IndexError as damage
+    _verify_checksum(
+        blocks[0], blob
+    )  # without any block, `decode` reports the IndexError as damage
     return blocks
 
 
@@ -280,7 +282,7 @@ def _buffered_of(blob: bytes) -> Any:
 
 
 def _object_of(blob: bytes, device: torch.device) -> Any:
-    refuse_pickle("a received object")
+    check_pickle_allowed("a received object")
     # As bytearrays, so that an array that was writable stays writable.
     copies = [bytearray(block) for block in _blocks(blob)]
     return importlib.import_module("unisono.payload.pickling").load(copies, device)

@@ -29,7 +29,7 @@ from unisono.errors import (
     UnisonoError,
     UnsupportedOperation,
 )
-from unisono.payload.codec import refuse_pickle
+from unisono.payload.codec import check_pickle_allowed
 from unisono.sections import run_on_rank
 from unisono.training.atomic_files import check_archive, write_whole
 from unisono.training.equality import differing, digest
@@ -187,7 +187,7 @@ def _save_shards(
 
     def state_to_save() -> tuple[Any, None]:
         if context.model.topology.world_size > 1:
-            refuse_pickle("to save shards, which ranks agree on,")
+            check_pickle_allowed("to save shards, which ranks agree on,")
         state = plain(obj, states)
         refuse_lost_shards(obj, state)
         return state, None
@@ -297,7 +297,7 @@ def load_checkpoint(
     """
     topology, target = current().model.topology, Path(path)
     if not weights_only:
-        refuse_pickle("load_checkpoint with weights_only=False")
+        check_pickle_allowed("load_checkpoint with weights_only=False")
     if src is not None:
         check_rank(current(), None, src, "src")
     sent = None if src is None else run_on_rank(partial(_content, target), src)

@@ -220,7 +220,7 @@ def test_a_command_that_does_not_end_is_ended_with_its_children(
         return [line for line in lines if program in line]
 
     with ThreadPoolExecutor(1) as executor:
-        ended = executor.submit(remote.look_through, [shlex.join(["sh", "-c", program])], "")
+        ended = executor.submit(remote.jobs_via, [shlex.join(["sh", "-c", program])], "")
         until(lambda: len(running()) == 2, LIMIT_S)
         jobs, (why,) = ended.result()
     assert (jobs, why.endswith("it did not end within 1 s"), running()) == ([], True, [])
@@ -239,7 +239,7 @@ def test_a_command_of_another_user_is_left(
     monkeypatch.setattr(remote, "_END_S", 0.2)
     monkeypatch.setattr(psutil.Process, "terminate", refuse)
     monkeypatch.setattr(psutil.Process, "kill", refuse)
-    jobs, (why,) = remote.look_through(["sh -c 'exec sleep 61.7'"], "")
+    jobs, (why,) = remote.jobs_via(["sh -c 'exec sleep 61.7'"], "")
     children = psutil.Process().children()
     (left,) = [each for each in children if each.cmdline() == ["sleep", "61.7"]]
     left.send_signal(signal.SIGKILL)
