@@ -175,7 +175,7 @@ def _check(job: Script, launcher: str) -> None:
         )
     if job.stdin_rank is not None and job.stdin_rank >= job.world_size:
         raise ArgumentError(f"--stdin {job.stdin_rank} should be a rank below {job.world_size}")
-    # With --hosts, each host has its own number of ranks, and `nproc_per_node` is no limit.
+    # With --hosts, each host has its own number of ranks, so `nproc_per_node` limits nothing.
     shown = max(job.local_ranks, default=0)
     if shown >= job.nproc_per_node and not job.hosts:
         raise ArgumentError(f"--local-ranks-filter {shown} should be below {job.nproc_per_node}")

@@ -61,7 +61,7 @@ class TensorHeader:
     shape: tuple[int, ...]
     on_accelerator: bool
     parameter: bool | None = None
-    """Whether an ``nn.Parameter`` requires grad; None for a tensor that is no parameter."""
+    """Whether an ``nn.Parameter`` requires grad; None for any other tensor."""
 
     def pack(self) -> bytes:
         """Return the header's bytes."""

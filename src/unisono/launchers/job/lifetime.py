@@ -141,7 +141,7 @@ def output_redirected(target: int) -> Iterator[None]:
 
 def seed_generators() -> None:
     """Seed the generators that a fork has inherited."""
-    # A fresh process seeds each anew; a fork does so only for Python's own generator.
+    # A fresh process seeds each again; a fork does so only for Python's own generator.
     torch.default_generator.seed()
     numpy_random: Any = sys.modules.get("numpy.random")
     if numpy_random is not None:

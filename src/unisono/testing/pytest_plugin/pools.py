@@ -288,7 +288,7 @@ class _ByRank(ByThread):
         super().__init__(stream)
         self._is_kept = is_kept
 
-    def own(self) -> Any:
+    def current(self) -> Any:
         """Return the target of this thread: its rank's, or the stream if it isn't a rank."""
         thread = threading.current_thread().name
         if not thread.startswith(_THREAD):

@@ -265,7 +265,7 @@ class _Running:
         was_sent = -code in self._sent or code - _SIGNALLED in self._sent
         self._signal(signal.SIGKILL)  # ends the children that it left behind
         stopped_at = self._orders.began_at
-        # A program that fails because of the signal is no failure; one that failed before it is.
+        # A program that ends because of the signal hasn't failed; one that failed before it has.
         had_raised = stopped_at is not None and self._raised_at < stopped_at and not was_sent
         if code != 0 and (stopped_at is None or had_raised):
             _send(self._report(code), self._token)
