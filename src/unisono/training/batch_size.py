@@ -186,7 +186,9 @@ def get_device_memory_gb(peak: bool = False) -> float:
     """
     device = current_model().device
     name = "max_memory_allocated" if peak else "memory_allocated"
-    measure: Any = getattr(getattr(torch, device.type, None), name, None)
-    if measure is None:
+    # until torch 2.9 torch.accelerator doesn't have it, but the device's own module does
+    measure: Any = getattr(torch.accelerator, name, None)
+    measure = measure or getattr(getattr(torch, device.type, None), name, None)
+    if device.type == "cpu" or measure is None:
         return 0.0
     return float(measure(device) / _GIB)

@@ -203,13 +203,14 @@ def serve(control: socket.socket, parent: int, work: Callable[[int, int], None] 
 
 def supervise(status: socket.socket, pid: int, parent: int) -> int:
     """Supervise a child, which leads a process group, until it ends; return its status."""
-    # A launcher may kill this process at any moment; the guard then ends the worker's children. It
-    # is forked before `_Orphans`, after which this process would have to reap it.
-    cancel = guard(pid)
-    workers, orphans = {status: pid}, _Orphans(pid)
-    ended: list[int] = []
+    workers = {status: pid}
     signal.signal(signal.SIGTERM, lambda number, _: _signal(workers.values(), number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    # A launcher may kill this process at any moment; the guard then ends the worker's children. It
+    # is forked before `_Orphans` is created, after which this process would have to reap it.
+    cancel = guard(pid)
+    orphans = _Orphans(pid)
+    ended: list[int] = []
     wake_read, _ = wake_by_signals()
     _send(status, f"{pid}p")
     while not (ended := ended + orphans.reap(workers)) or orphans.are_ending:

@@ -51,8 +51,6 @@ _REDUCTIONS = {
     ReduceOp.MIN: "min",
     ReduceOp.MAX: "max",
 }
-_IS_SETTLED = "_unisono_is_settled"
-"""Attribute of an optimizer whose step averages: whether its gradients are averaged already."""
 _EVERYWHERE = frozenset({torch.uint8, torch.int32, torch.float32})
 _ON_CPU = _EVERYWHERE | {
     torch.bool, torch.int8, torch.int16, torch.int64, torch.float16, torch.float64,
@@ -214,27 +212,11 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
     ) -> Optimizer | None:
         if options or is_averaged:
             return None
-        # The step averages, collectively over all ranks. Backward can't average: it only
-        # records a graph, and may run in a thread of autograd's, which isn't a replica.
-        setattr(optimizer, _IS_SETTLED, False)
-        hook = optimizer.register_step_pre_hook(self._before_step)
-        # It runs first, so that the user's earlier hooks, such as clipping, get averaged gradients.
-        hooks: Any = optimizer._optimizer_step_pre_hooks
-        hooks.move_to_end(hook.id, last=False)
-        # Without this, operations of all steps would be recorded in one growing graph.
-        optimizer.register_step_post_hook(lambda *_: self.control.settle())
-        return optimizer
-
-    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
-        if not getattr(optimizer, _IS_SETTLED):
-            _average(self, optimizer)
+        return _averaging(self, optimizer)
 
     def settle_gradients(self, optimizer: Optimizer) -> Callable[[], None] | None:
-        if not hasattr(optimizer, _IS_SETTLED):
-            return None
-        _average(self, optimizer)
-        setattr(optimizer, _IS_SETTLED, True)
-        return partial(setattr, optimizer, _IS_SETTLED, False)
+        settle: Callable[[], Callable[[], None]] | None = getattr(optimizer, "settle", None)
+        return None if settle is None else settle()
 
     def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
         n = self._topology.size(group)
@@ -328,6 +310,39 @@ def _bucket(size_bytes: int) -> int:
 
 def _describe(call: str, tensor: Tensor) -> str:
     return f"{call} {tensor.dtype} {list(tensor.shape)}"
+
+
+def _averaging(model: XlaModel, optimizer: Optimizer) -> Optimizer:
+    """Make an optimizer average the gradients before each step, and run the graph after it."""
+    # The step is collective over all ranks. Backward can't average: it only records a graph, and
+    # may run in a thread of autograd's, which isn't a replica. A class, as copies of an optimizer
+    # have its class, but not its hooks.
+    kind = type(optimizer)
+
+    class Averaging(kind):  # type: ignore[misc, valid-type]
+        is_settled = False  # whether the gradients are averaged already
+
+        def settle(self) -> Callable[[], None]:
+            _average(model, self)
+            self.is_settled = True
+            return self._unsettle
+
+        def _unsettle(self) -> None:
+            self.is_settled = False
+
+        def step(self, closure: Any = None) -> Any:
+            if not self.is_settled:
+                _average(model, self)
+            result = kind.step(self) if closure is None else kind.step(self, closure)
+            # Without this, operations of all steps would be recorded in one growing graph.
+            model.control.settle()
+            return result
+
+    # Else torch would call the step's hooks here, too: before the gradients are averaged.
+    Averaging.step.hooked = True  # type: ignore[attr-defined]
+    Averaging.__name__ = Averaging.__qualname__ = kind.__name__
+    optimizer.__class__ = Averaging
+    return optimizer
 
 
 def _average(model: ComputationModel, optimizer: Any) -> None:
