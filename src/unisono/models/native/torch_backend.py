@@ -63,9 +63,8 @@ def _through_shared_memory(
     `name` is its name in the records; `count` is the number of arguments that precede torch's
     options. Argument `at` is the tensor, or a list of one, whose memory is shared. The method
     receives it, torch's options or None, and the other arguments; it returns False if gloo must
-    carry the call.
-    Gloo also carries a call whose tensor has no such memory, or that uses another of torch's
-    signatures, which takes tensors instead of lists.
+    carry the call. Gloo also carries a call whose tensor has no such memory, or that uses another
+    of torch's signatures, which takes tensors instead of lists.
     """
 
     def decorate(method: Callable[..., bool | None]) -> Callable[..., Any]:
@@ -491,7 +490,8 @@ def _can_reduce(tensor: Tensor, op: ReduceOp) -> bool:
 
 def _has_memory(tensor: Any) -> bool:
     """Return whether a tensor has readable memory, regardless of its class."""
-    # The class may differ between ranks. A subclass with a dispatch of its own, such as DTensor, may have no memory itself.
+    # The class may differ between ranks. A subclass with a dispatch of its own, such as DTensor,
+    # may have no memory itself.
     return (
         isinstance(tensor, Tensor)
         and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
