@@ -24,7 +24,8 @@ def get_rank() -> int:
         0 to ``get_world_size() - 1``; 0 if no context is active.
 
     Raises:
-        NoReplicaError: this thread isn't a replica while replicas of this process are threads.
+        NoReplicaError: this process runs its replicas as threads, and the calling thread isn't one
+            of them.
 
     Example:
         >>> import unisono as idist
@@ -58,8 +59,8 @@ def get_local_rank() -> int:
         0 to ``get_nproc_per_node() - 1``.
 
     Raises:
-        ContextError: the context was created outside unisono, the ranks' nodes are unknown, and
-            no collective, which would exchange them, has been called yet.
+        ContextError: the context was created outside unisono, and it isn't known which node each
+            rank is on; the first collective finds out, but none has been called yet.
 
     Example:
         >>> import unisono as idist
@@ -155,7 +156,7 @@ def device() -> torch.device:
     """Return the device that this replica computes on.
 
     Returns:
-        The accelerator that the job's backend serves, with this replica's index, else the CPU.
+        This replica's accelerator, if the backend supports one; otherwise the CPU.
 
     Raises:
         NoReplicaError: as in `get_rank`.
@@ -305,7 +306,8 @@ def make_audible(log: logging.Logger) -> None:
     if not log.hasHandlers():
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s: %(message)s"))
-        # Handlers that the root logger gets later log the record instead.
+        # If the root logger is given handlers later, those log the record and this one stays
+        # silent.
         handler.addFilter(lambda _: not logging.getLogger().handlers)
         ours.addHandler(handler)
 

@@ -45,29 +45,30 @@ _log = logging.getLogger(__name__)
 
 
 class Parallel:
-    """Run a function in replicas that it spawns, or that a launcher has started.
+    """Run a function in replicas, either spawned here or already started by a launcher.
 
-    Collective at creation if a launcher has started the replicas, else local. With
-    ``nproc_per_node`` each `run` spawns; without it the context is initialised from the
-    environment on entry and finalised on exit. ``backend=None`` means the machine's best backend
-    if the environment describes a job, else no context at all; under
-    ``unisono run --backend`` it means that backend.
+    Collective at creation if a launcher has started the replicas: every rank must then create it;
+    otherwise creating it involves no other rank. With ``nproc_per_node`` each `run` spawns; without
+    it the context is initialised from the environment on entry and finalised on exit.
+    ``backend=None`` means the machine's best backend if the environment describes a job, else no
+    context at all; under ``unisono run --backend`` it means that backend.
 
-    On a platform that starts one program on each node (Kubeflow, SkyPilot, AWS Batch, SageMaker and
-    others) its variables identify the node, and `run` spawns this node's ranks, which connect to
-    those of the other nodes. ``nproc_per_node`` is then the platform's, else the number of
-    accelerators, else of cores; every node needs the same. A job of one node has several ranks only
-    if the platform says so. If the node has variables RANK and WORLD_SIZE, but none for its number
-    of ranks (older PyTorchJobs, Volcano's plug-in pytorch, PAI, Azure), it has one, unless
-    ``nnodes="auto"`` is given. ``nnodes=1`` keeps a job on this node; a RANK that isn't known to
-    count nodes stays a rank. Under PBS and Grid Engine, which start a script only on the first
-    host, ``nnodes="auto"`` on each host is needed.
+    Some platforms start one program per node (Kubeflow, SkyPilot, AWS Batch, SageMaker and others).
+    Their environment variables identify the node, and `run` spawns this node's ranks, which connect
+    to those of the other nodes. ``nproc_per_node`` then defaults to the number that the platform
+    gives, else the number of accelerators, else of cores; it must be equal on all nodes. A job of
+    one node has several ranks only if the platform says so. If the node has variables RANK and
+    WORLD_SIZE, but none for its number of ranks (older PyTorchJobs, Volcano's plug-in pytorch, PAI,
+    Azure), the node is assumed to run a single rank, unless ``nnodes="auto"`` is given.
+    ``nnodes=1`` keeps a job on this node; but unless RANK is known to be a node rank, it still
+    counts as this process's global rank. Under PBS and Grid Engine, which start a script only on
+    the first host, ``nnodes="auto"`` on each host is needed.
 
     Args:
         backend: as in ``initialize``.
         nproc_per_node: replicas to spawn on this node.
-        nnodes: nodes in the job; None for the platform's number, else 1; ``"auto"`` to rely on
-            the platform's, as above.
+        nnodes: nodes in the job; None for the platform's number, else 1. ``"auto"`` is the same,
+            but also covers the cases above that need it, and raises where None would only warn.
         node_rank: rank of this node.
         master_addr: host of node 0, for several nodes.
         master_port: port there, for several nodes.
@@ -75,7 +76,8 @@ class Parallel:
             and world size come from the environment.
         launcher: starts the replicas if `nproc_per_node` is given: ``"processes"`` (the
             default), ``"torchrun"``, ``"mpi"``, ``"slurm"``, ``"ray"`` or a plug-in's.
-        spawn_kwargs: further options of ``spawn``; or of ``initialize`` without `nproc_per_node`.
+        spawn_kwargs: further options: of ``spawn`` if `nproc_per_node` is given, else of
+            ``initialize``.
 
     Raises:
         UnknownBackendError: no model has the backend.
@@ -106,9 +108,9 @@ class Parallel:
             find_model(backend)  # an unknown one is reported before bad options
         self._nnodes = nnodes
         # In these cases nnodes isn't an option of `spawn`, but decides how the environment is read.
-        is_word = nnodes == "auto" or (nnodes == 1 and nproc_per_node is None)
+        only_guides_detection = nnodes == "auto" or (nnodes == 1 and nproc_per_node is None)
         for_spawn = {
-            "nnodes": None if is_word else nnodes,
+            "nnodes": None if only_guides_detection else nnodes,
             "node_rank": node_rank,
             "master_addr": master_addr,
             "master_port": master_port,
@@ -123,11 +125,12 @@ class Parallel:
         if init_method is not None:
             self._options["init_method"] = init_method
         self._check(for_spawn)
-        # Removed after the check, as `initialize` has no such option.
+        # `grace` is removed only after the check, because `initialize` has no such option.
         self._grace = {"grace": self._options.pop("grace", None)}  # for the ranks that `run` spawns
         self._count = nproc_per_node
         self._node_options: dict[str, Any] = {}  # of this node, as options of `spawn`
-        self._gaps: list[str] = []  # why a job of several nodes isn't known here
+        # Reasons why this process couldn't be placed in a job of several nodes.
+        self._warnings: list[str] = []
         self._is_entered = False
         self._has_context = False
 
@@ -168,27 +171,28 @@ class Parallel:
         self._find_node()
         self._is_entered = True
         # If RANK is wrong, this raises, and no warning says that the process continues alone.
-        alone = self._options_if_alone() if self._count is None else {}
-        for gap in self._gaps:
-            warnings.warn(gap, UserWarning, stacklevel=level())
+        lone_options = self._options_if_alone() if self._count is None else {}
+        for text in self._warnings:
+            warnings.warn(text, UserWarning, stacklevel=level())
         if self._count is not None:
             return self  # each `run` spawns
-        if self._backend is None and (alone or read_environment(os.environ) is None):
+        if self._backend is None and (lone_options or read_environment(os.environ) is None):
             return self  # alone and without a backend, so the serial context stays
-        initialize(self._backend, **self._options, **alone)
+        initialize(self._backend, **self._options, **lone_options)
         self._has_context = True
         self._log_info(f"initialised: {facts.model_name()}, backend {facts.backend()}")
         return self
 
     def _find_node(self) -> None:
-        """Detect whether this is a node of several whose ranks have yet to be started."""
-        self._count, self._node_options, self._gaps = self._nproc_per_node, {}, []
-        # Without a backend the node is always read, to warn if this process stays alone.
+        """Detect whether this process stands for a node of several, whose ranks it must start."""
+        self._count, self._node_options, self._warnings = self._nproc_per_node, {}, []
+        # Without a backend, the node's variables are always read, to warn if this process will run
+        # alone.
         if not self._may_be_node() or not (self._backend is None or self._can_spawn_on_nodes()):
             return
         is_auto = self._nnodes == "auto"
         # `__enter__` shows the warnings once no error can follow.
-        node = find_node(self._gaps.append, is_asked=is_auto, may_be_several=True)
+        node = find_node(self._warnings.append, is_asked=is_auto, may_be_several=True)
         if is_auto and self._count is not None:  # else each process would start a job of its own
             if node is None:
                 refuse_rank("nnodes='auto'")
@@ -198,13 +202,12 @@ class Parallel:
             return
         if node.node_rank is None:
             raise ArgumentError(
-                f"{node.source} lets the nodes choose their ranks ({node.nnodes} to "
-                f"{node.max_nnodes} of them), which Parallel cannot: start the script with "
-                "unisono run"
+                f"{node.source} leaves {node.nnodes} to {node.max_nnodes} nodes to agree on their "
+                "node ranks, which Parallel doesn't support: start the script with unisono run"
             )
         if self._count is None:
-            is_sure = is_auto and node.max_nnodes > 1  # then WORLD_SIZE is surely not a rank's
-            rank = None if is_sure else context.detect_environment()
+            counts_nodes = is_auto and node.max_nnodes > 1  # then WORLD_SIZE is surely not a rank's
+            rank = None if counts_nodes else context.detect_environment()
             self._count = _ranks_to_start(node, None if rank is None else rank.world_size)
         if self._count is None or node.max_nnodes == 1:
             return
@@ -222,19 +225,19 @@ class Parallel:
 
     def _options_if_alone(self) -> dict[str, Any]:
         """Return options of `initialize` for one replica if this process is known to be alone."""
-        is_known = self._nnodes == 1 or self._gaps
+        is_known = self._nnodes == 1 or self._warnings
         if not is_known or "rank" in self._options or not self._can_spawn_on_nodes():
             return {}
-        if self._nnodes != 1:  # a gap, unlike nnodes=1, doesn't excuse a wrong RANK, which raises
+        if self._nnodes != 1:  # unless nnodes=1 was given, a wrong RANK must still raise
             is_rank = read_environment(os.environ) is not None
         elif (rank := context.detect_environment()) is None:
             is_rank = False
-        else:  # srun and mpirun only number ranks; RANK alone may be this node's number
+        else:  # variables of srun and mpirun always number ranks; RANK alone may number nodes
             is_rank = rank.source != "torchrun" or not self._is_node_number(rank)
         return {} if is_rank else {"rank": 0, "world_size": 1}
 
     def _is_node_number(self, rank: RankInfo) -> bool:
-        """Return whether a rank is this node's number, according to its platform."""
+        """Return whether a detected rank is really this node's number, by its platform."""
         if self._options.get("init_method") is not None:
             return False  # init_method needs a rank
         try:
@@ -245,7 +248,7 @@ class Parallel:
         return node is not None and not node.is_ambiguous
 
     def _may_be_node(self) -> bool:
-        """Return whether no argument and no live context identifies this rank or node."""
+        """Return whether this process may stand for a node: nothing yet says which it is."""
         if any(self._options.get(name) is not None for name in ("nnodes", *_POSITION)):
             return False
         if self._nnodes == 1 or self._options.get("launcher") not in _LAUNCHERS_OF_A_NODE:
@@ -263,8 +266,8 @@ class Parallel:
     def _can_spawn_on_nodes(self) -> bool:
         """Return whether the backend's replicas are processes of our own launcher."""
         cls = find_model(self._backend or best_backend())
-        starts_itself = cls.replicas_are_threads or "launch" in cls.capabilities
-        return cls.launcher == "processes" and not starts_itself
+        starts_own_replicas = cls.replicas_are_threads or "launch" in cls.capabilities
+        return cls.launcher == "processes" and not starts_own_replicas
 
     def run(
         self, fn: Callable[Concatenate[int, P], T], *args: P.args, **kwargs: P.kwargs
@@ -279,8 +282,8 @@ class Parallel:
             kwargs: its keyword arguments.
 
         Returns:
-            The results of `fn`: by rank of this node if replicas were spawned, else a list of this
-            rank's result.
+            The results of `fn`: one per replica of this node, in order of local rank, if replicas
+            were spawned; else a list of this rank's result.
 
         Raises:
             NotInitializedError: called outside the ``with`` block.
@@ -330,9 +333,9 @@ def _describe_work(fn: Callable[..., Any], count: int) -> str:
 
 def _ranks_to_start(node: NodeInfo, world_size: int | None) -> int | None:
     """Return the number of ranks to start on a node; None if this process is the only one."""
-    # A process whose RANK and WORLD_SIZE may be a rank's stays that rank, unless the platform asks
-    # for several ranks on a node. With one rank on each node, the numbers are right for nodes and
-    # ranks; with several, only for nodes.
+    # If RANK and WORLD_SIZE may describe a rank rather than a node, the process remains that single
+    # rank, unless the platform asks for several ranks on a node. With one rank on each node, the
+    # numbers are right for nodes and ranks; with several, only for nodes.
     given, is_only_node = node.nproc_per_node, node.max_nnodes == 1
     if not is_only_node and world_size is None:
         return count_ranks("nproc_per_node", given or "auto")

@@ -41,8 +41,9 @@ _CHAINED = re.compile(
 )
 _IGNORED = re.compile(r"^Exception ignored .*\n\Z", re.MULTILINE)  # before a traceback
 _STACK = re.compile(rf"(?:{_FRAME.pattern})+", re.MULTILINE)
-_OF_A_MESSAGE = re.compile(r"\s|frame #|$")
-_LONGEST_MARK = 1000  # characters before a traceback that may belong to it
+_MESSAGE_LINE = re.compile(r"\s|frame #|$")
+# Characters to search before a traceback for the line that introduces it.
+_MAX_PREAMBLE = 1000
 _LONGEST_ASSERT = 10  # lines
 _SHOWN = reprlib.Repr()
 _SHOWN.maxother = _SHOWN.maxstring = _SHOWN.maxlong = 60
@@ -78,7 +79,7 @@ def is_ours(file: str) -> bool:
 
 def frame_of(thread_id: int) -> FrameType | None:
     """Return the innermost frame of a thread of this process; None if it has no such thread."""
-    # A collection within this call may wait for a lock that the call itself holds:
+    # A garbage collection during this call can deadlock on a lock that the call holds:
     # https://github.com/python/cpython/issues/106883, until Python 3.11.9 is the oldest 3.11.
     with _ONE_AT_A_TIME:  # a second thread would find collections disabled and leave them disabled
         was_enabled = gc.isenabled()
@@ -149,11 +150,11 @@ def _last_traceback(text: str) -> str:
     """Return the last traceback that Python has printed, without those of its causes."""
     begin, is_quoted = -1, False  # where the last one begins; whether its message quotes another
     for head in _HEAD.finditer(text):
-        before = text[max(0, head.start() - _LONGEST_MARK) : head.start()]
+        before = text[max(0, head.start() - _MAX_PREAMBLE) : head.start()]
         if _IGNORED.search(before):  # for example in a finalizer; the process continued
             continue
         is_chained = begin >= 0 and _CHAINED.search(before) is not None
-        # The message of our error may quote a traceback, and the tracebacks of the causes.
+        # The message of our error may quote a traceback together with those of its causes.
         if begin >= 0 and (is_quoted or not is_chained) and _quotes(text[begin : head.start()]):
             is_quoted = True
             continue
@@ -172,11 +173,14 @@ def _quotes(block: str) -> bool:
     )
 
 
-def last_exception(text: str, most_after: int) -> tuple[str, str]:
-    """Return the last exception that Python printed, and its line; nothing if more lines follow."""
+def last_exception(text: str, max_lines_after: int) -> tuple[str, str]:
+    """Return the last exception that Python printed, and the user's line that raised it.
+
+    Both are empty if more than `max_lines_after` unrelated lines follow.
+    """
     last = _last_traceback(text)
     stack = _STACK.search(last)
-    if stack is None or _count_unrelated_lines(last[stack.end() :]) > most_after:
+    if stack is None or _count_unrelated_lines(last[stack.end() :]) > max_lines_after:
         return "", ""
     raised = last[stack.end() :].partition("\n")[0].strip()
     matches = list(_FRAME.finditer(stack[0]))
@@ -199,7 +203,7 @@ def _count_unrelated_lines(rest: str) -> int:
     if rest.startswith("unisono.errors."):  # its message may quote another traceback
         rest = _HEAD.split(rest)[0]
     # The first line is the exception itself.
-    return sum(not _OF_A_MESSAGE.match(line) for line in rest.splitlines()[1:])
+    return sum(not _MESSAGE_LINE.match(line) for line in rest.splitlines()[1:])
 
 
 def line_of(frame: traceback.FrameSummary) -> str:
@@ -260,7 +264,7 @@ def _describe_assert(frames: TracebackType | None) -> str:
         n.id for n in ast.walk(statement.test) if isinstance(n, ast.Name) and n.id in variables
     ]
     values = [f"{name} = {_SHOWN.repr(variables[name])}" for name in dict.fromkeys(names)]
-    # A value has to fit into one line, and a function's says no more than its name.
+    # A value has to fit into one line, and the repr of a function adds nothing to its name.
     values = [" ".join(value.split()) for value in values if " = <function " not in value]
     text = ast.unparse(statement)
     return f"{text}, where {', '.join(values)}" if values else text

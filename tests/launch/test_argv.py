@@ -22,12 +22,12 @@ from unisono.host import memory
 from unisono.launchers import mpi, slurm, torchrun
 from unisono.launchers.script.rank.program import RankOptions, variables
 from unisono.launchers.script.rank.report import Reader, Report, encode
-from unisono.launchers.script.script import RANK, Script, env_for, rank_infos
+from unisono.launchers.script.script import RANK_WRAPPER, Script, env_for, rank_infos
 from unisono.launchers.variables import LINK, OF_TORCH, without
 from unisono.topology import LaunchPlan, RankInfo
 
 PROGRAM = (sys.executable, "train.py", "--lr", "0.1", "two words")
-RANK_WORDS = [sys.executable, RANK, "{}", *PROGRAM]
+RANK_WORDS = [sys.executable, RANK_WRAPPER, "{}", *PROGRAM]
 OPEN_MPI, HYDRA = "mpirun (Open MPI) 4.1.4", "HYDRA build details:"
 
 

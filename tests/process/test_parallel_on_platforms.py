@@ -28,7 +28,7 @@ ONLY_TASK = {
 AUTO: dict[str, Any] = {"nproc_per_node": 1, "nnodes": "auto"}
 RANK_1 = {"RANK": "1", "WORLD_SIZE": "2"}
 ELASTIC = {**RANK_1, "PET_RDZV_ENDPOINT": "digits-worker-0:23456", "PET_NNODES": "1:4"}
-SEATS = "choose their ranks.*start the script with unisono run"
+SEATS = "agree on their node ranks.*start the script with unisono run"
 
 
 def on(monkeypatch: pytest.MonkeyPatch, name: str = "", **changes: str) -> None:

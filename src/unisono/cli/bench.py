@@ -1,4 +1,4 @@
-"""``unisono bench``: the time of each collective here, by payload and size."""
+"""``unisono bench``: the time of each collective on this machine, by payload and size."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ _BUS: dict[str, Callable[[int], float]] = {
 
 
 def bench(
-    backend: Annotated[str | None, typer.Option(help="As for spawn. Default: the best.")] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(help="Backend, as for unisono.spawn. Default: the best one available."),
+    ] = None,
     *,
     nproc_per_node: Annotated[
         int, typer.Option("-n", "--nproc-per-node", min=1, metavar="N", help="Replicas.")
@@ -54,11 +57,11 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, help="Calls, of which the median counts.")] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> int:
-    """Measure every collective on tensors of several sizes, and values of the control plane.
+    """Measure every collective on tensors of several sizes, and several on Python values.
 
-    Starts replicas. Times are the median and the quartiles of the slowest rank.
-    Algorithm bandwidth is the payload divided by the median; bus bandwidth is the traffic of the
-    slowest link divided by the median, as nccl-tests defines it.
+    The control plane carries the Python values. Starts replicas. Times are the median and the
+    quartiles of the slowest rank. Algorithm bandwidth is the payload divided by the median; bus
+    bandwidth is the traffic of the slowest link divided by the median, as nccl-tests defines it.
 
     Returns:
         The exit code, 0.
@@ -110,7 +113,8 @@ def _measure(
     )
     for operation, payload, size, call in works:
         low, seconds, high = _quartiles_s(call, rounds)
-        # The size of a value is that of its contents, not of the bytes sent, so it has no speed.
+        # For a Python value, `size` counts its contents, not the bytes sent, so no bandwidth is
+        # computed.
         speed = size / seconds / 1e9 if payload == "tensor" else None
         rows.append(
             {

@@ -264,6 +264,8 @@ def _converted(limbs: Tensor, plan: Layout, form: Format) -> Tensor:
 
 def _composed(limbs: Tensor, plan: Layout, form: Format) -> Tensor:
     """Round bit by bit and assemble the float; correct at a dtype's limits, too."""
+    # The limbs, of which the last is the highest, have been carried: only the last may be negative,
+    # and has the sign of the sum, in two's complement. They are overwritten here.
     sign = limbs[-1] >> 63
     limbs.bitwise_xor_(sign).sub_(sign)  # negates them if the sign is -1
     _carry(limbs, plan.limb_bits)  # negating left limbs below 0

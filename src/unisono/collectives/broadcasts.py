@@ -177,7 +177,8 @@ def broadcast_(
         plane = plane_for(context, members)
         is_plain = tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
         # Shared memory of one host writes into the tensor that it gets, if the values lie there as
-        # they are, without a pending negation or conjugation.
+        # they are, without a pending negation or conjugation. The type is exact, as in `plane_for`:
+        # another plane, or a subclass, may return new memory.
         is_direct = type(plane) is HostCollectives and tensor.is_cpu and is_plain
         values = plain(tensor) if is_direct else emulation.private_copy(context, tensor)
         movable, restore = emulation.as_movable(plane, values)

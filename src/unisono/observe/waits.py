@@ -175,6 +175,7 @@ def common_clock(ranks: Records, clocks: Mapping[int, Clock]) -> tuple[dict[int,
 
 def _spans(meeting: Meeting, hosts: Mapping[int, str]) -> dict[str, tuple[int, int]]:
     """Return for each host when its last rank arrived at a call, and when its first one left."""
+    # Nothing for a call that a rank may leave before all have arrived, or that raised on a rank.
     if any(each.name not in _MEETS or each.error for each in meeting.records.values()):
         return {}
     ranks: dict[str, list[int]] = defaultdict(list)

@@ -1,4 +1,7 @@
-"""Base classes of pytest tests for every law on a backend, launcher or environment."""
+"""Base classes of pytest tests for every law on a backend, launcher or environment.
+
+A law is a required behaviour.
+"""
 
 from __future__ import annotations
 
@@ -86,5 +89,5 @@ class EnvironmentConformance:
 def _all_hold(checked: Iterable[Outcome]) -> None:
     """Fail if a law has failed; the message lists all laws that have."""
     outcomes = list(checked)
-    failed = [f"{o.law} at {o.nproc}: {o.reason}" for o in outcomes if o.status == "failed"]
+    failed = [f"{o.law}, nproc={o.nproc}: {o.reason}" for o in outcomes if o.status == "failed"]
     assert outcomes and not failed, "\n".join(failed)  # without outcomes nothing was checked

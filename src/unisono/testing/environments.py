@@ -43,7 +43,7 @@ class UntestableError(Exception):
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of a law's error, without the name of AssertionError."""
+    """Return an error's text, preceded by its type unless that is AssertionError."""
     return str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
 
 
@@ -128,8 +128,8 @@ class EnvironmentTrial:
         try:
             info = self.detect(env)
         except EnvironmentDetectionError as error:
-            raise AssertionError(f"its own example is refused: {error}") from error
-        assert info is not None, f"its own example isn't a job: {dict(env)}"
+            raise AssertionError(f"{self.name} refuses its own example: {error}") from error
+        assert info is not None, f"{self.name} finds no job in its own example: {dict(env)}"
         return info
 
     def variables(self, env: Mapping[str, str]) -> list[str]:
@@ -141,7 +141,7 @@ class EnvironmentTrial:
     def examples_with_facts(self) -> Iterator[tuple[Mapping[str, str], RankInfo]]:
         """Iterate over the examples with their facts."""
         if not self.examples:
-            raise UntestableError("it has no EXAMPLES of a rank's variables")
+            raise UntestableError(f"{self.name} has no EXAMPLES of a rank's variables")
         for example in self.examples:
             yield example, self.facts(example)
 
@@ -163,7 +163,7 @@ def _law(check: Law) -> Law:
     return check
 
 
-def _process_has(env: Mapping[str, str]) -> Any:
+def _process_variables(env: Mapping[str, str]) -> Any:
     """Replace all variables of this process within a block."""
     return mock.patch.dict(os.environ, env, clear=True)
 
@@ -196,15 +196,17 @@ def no_variables_are_no_job(trial: EnvironmentTrial) -> None:
 @_law
 def variables_of_others_are_no_job(trial: EnvironmentTrial) -> None:
     """Variables of other launchers are ignored, and never cause an error."""
-    assert trial.detect(_UNRELATED) is None, f"it takes {sorted(_UNRELATED)} for a job"
+    assert trial.detect(_UNRELATED) is None, f"{trial.name} takes {sorted(_UNRELATED)} for a job"
     for other in ENVIRONMENTS:
         if other is trial.environment:
             continue
         for env in getattr(other, "EXAMPLES", ()):
             found = trial.answer(env)
-            # Another launcher may also set this one's variables; both must then find the same rank.
+            # Another launcher may also set variables of the environment under test; both
+            # environments must then find the same rank.
             is_right = found in (None, _identity(other.detect(env)))
-            assert is_right, f"from the variables of {other.NAME} it finds {found}"
+            what = f"raises: {found}" if isinstance(found, str) else f"returns {found}"
+            assert is_right, f"given the variables of {other.NAME}, detect {what}"
 
 
 @_law
@@ -219,7 +221,10 @@ def a_whole_example_gives_every_fact_in_its_range(trial: EnvironmentTrial) -> No
 
 @_law
 def a_partial_example_is_refused_by_name(trial: EnvironmentTrial) -> None:
-    """Without a variable, the facts stay the same or an error names it; one may mark the job."""
+    """If a variable is missing, the facts stay the same or an error names it.
+
+    At most one variable may instead be the mark of a job: without it, there is no job.
+    """
     for example, info in trial.examples_with_facts():
         whole, marks = _identity(info), []
         for name in trial.variables(example):
@@ -245,21 +250,23 @@ def a_malformed_variable_is_refused_by_name(trial: EnvironmentTrial) -> None:
             for value in _MALFORMED:
                 found, what = trial.answer({**example, name: value}), f"{name}={value!r}"
                 is_right = isinstance(found, str) or found in (None, _identity(info))
-                assert is_right, f"{what} is taken for rank, size {found}"
-                assert is_mark or found is not None, f"{what} is taken for no job: refuse it"
+                assert is_right, f"{what} is accepted as rank and size {found}"
+                assert is_mark or found is not None, (
+                    f"{what} makes detect return None: raise EnvironmentDetectionError instead"
+                )
 
 
 @_law
 def it_reads_what_it_is_given_alone(trial: EnvironmentTrial) -> None:
     """The process's own variables are neither read nor changed."""
     for example in trial.examples or ({},):
-        with _process_has({}):
+        with _process_variables({}):
             alone = trial.detect(example)
-            assert not os.environ, f"it has set {sorted(os.environ)}"
-        with _process_has(example):
+            assert not os.environ, f"{trial.name} has set {sorted(os.environ)}"
+        with _process_variables(example):
             assert trial.detect({}) is None, "detect({}) reads the process's own variables"
-        with _process_has(dict.fromkeys(example, "x")):
-            assert trial.detect(example) == alone, "it reads the process's own variables"
+        with _process_variables(dict.fromkeys(example, "x")):
+            assert trial.detect(example) == alone, f"{trial.name} reads the process's own variables"
 
 
 @_law

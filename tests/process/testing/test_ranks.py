@@ -270,7 +270,7 @@ def test_failures_are_told_once_and_by_rank(sessions: Sessions, tmp_path: Path) 
         )
     result.stdout.fnmatch_lines(["ERROR *test_setup* - rank 1 of 2 (threads): Zero*"])
     result.stdout.fnmatch_lines(["FAILED *test_several* - ranks 1, 3 of 4 (threads): as*"])
-    result.stdout.fnmatch_lines(["*the fixture monkeypatch changes the whole process*gloo*"])
+    result.stdout.fnmatch_lines(["*the fixture monkeypatch affects the whole process*gloo*"])
     result.stdout.fnmatch_lines(["ERROR test_ends.py::test_module*"])
     result.stdout.fnmatch_lines(
         ["*ranks 0, 1 of 2*", "*this rank collects no test *must be the same*"]

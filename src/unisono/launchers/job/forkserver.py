@@ -42,16 +42,18 @@ def interpreter() -> list[str]:
 
 
 def die_with(parent: int, number: int = signal.SIGKILL) -> None:
-    """Set this process to end when its parent process ends."""
-    # Linux sends the signal at any time; elsewhere the parent is checked only once, here.
+    """Arrange that this process gets the signal `number` when its parent process ends."""
+    # Linux sends the signal whenever the parent ends; elsewhere the parent is checked only once,
+    # here.
     _prctl(_PR_SET_PDEATHSIG, number)
-    if parent and os.getppid() != parent:  # it ended before `_prctl`; 0 if unknown
+    if parent and os.getppid() != parent:  # it ended before `_prctl`; `parent` is 0 if unknown
         os.kill(os.getpid(), number)
 
 
 def guard(group: int) -> int:
     """Fork a process that kills a group once this process has ended; return a pipe to cancel it."""
-    # A byte in the pipe cancels the guard. Only this process holds the pipe, which ends with it.
+    # A byte in the pipe cancels the guard. Only this process holds the write end, which closes when
+    # the process ends.
     reader, writer = os.pipe()
 
     def wait_and_kill() -> None:
@@ -65,7 +67,7 @@ def guard(group: int) -> int:
 
 
 def end_with(parent: int, number: int) -> None:
-    """Fork a process that sends this process one signal when this one's parent has ended."""
+    """Fork a process that sends this one the signal `number`, once, when this one's parent ends."""
     # PR_SET_PDEATHSIG sends one signal for each thread of the parent. Open MPI's mpiexec takes the
     # second one for an order to end at once, and leaves its files behind.
     try:
@@ -105,7 +107,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 class _Orphans:
-    """Processes that ended workers have left behind, which are children of this process then."""
+    """Processes left behind by workers that have ended; this process then becomes their parent."""
 
     def __init__(self, group: int) -> None:
         self._group = group  # of the workers and their children, except daemons
@@ -118,7 +120,7 @@ class _Orphans:
     def reap(self, workers: dict[socket.socket, int]) -> list[int]:
         """Remove workers that have ended, and end the processes that failed ones left behind."""
         # This call never waits.
-        before = _children(os.getpid())  # with children left by workers that are reaped below
+        before = _children(os.getpid())  # with those left by workers that this call reaps
         ended = _reap(workers)
         here = _children(os.getpid()).difference(workers.values())
         here = {pid for pid in here if not _has_ended(pid)}
@@ -183,19 +185,21 @@ def serve(control: socket.socket, parent: int, work: Callable[[int, int], None] 
     # SIGTERM ends all workers, then this process. A fork restores the previous handler.
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     orders: list[int] = []
-    on_term = signal.signal(signal.SIGTERM, lambda number, _: orders.append(number))
+    previous_on_term = signal.signal(signal.SIGTERM, lambda number, _: orders.append(number))
     wake_read, wake_write = wake_by_signals()
     workers: dict[socket.socket, int] = {}
-    orphans, is_wanted = _Orphans(os.getpgrp()), True  # until the parent needs no more
-    while is_wanted or workers or orphans.are_ending:
+    orphans, accepts_requests = _Orphans(os.getpgrp()), True  # until the parent closes `control`
+    while accepts_requests or workers or orphans.are_ending:
         by_fd = {status.fileno(): status for status in workers}
-        ready = _ready([wake_read, *by_fd, *([control.fileno()] if is_wanted else [])])
+        ready = _ready([wake_read, *by_fd, *([control.fileno()] if accepts_requests else [])])
         _drain(wake_read)
         if orders or os.getppid() != parent:  # this process ends only after it has reaped them
-            is_wanted = False
+            accepts_requests = False
             _signal(workers.values(), signal.SIGKILL)
         elif control.fileno() in ready:
-            is_wanted = _start_worker(control, workers, [wake_read, wake_write], work, on_term)
+            accepts_requests = _start_worker(
+                control, workers, [wake_read, wake_write], work, previous_on_term
+            )
         for status in [by_fd[fd] for fd in ready if fd in by_fd]:
             _forward_signals(status, workers[status])
         orphans.reap(workers)
@@ -227,7 +231,7 @@ def supervise(status: socket.socket, pid: int, parent: int) -> int:
 
 
 def wake_by_signals() -> tuple[int, int]:
-    """Create a pipe that is readable once a signal has arrived, such as a child's end."""
+    """Create a pipe that becomes readable when a signal arrives, such as SIGCHLD."""
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_read, False)
     os.set_blocking(wake_write, False)
@@ -247,7 +251,7 @@ def _start_worker(
     workers: dict[socket.socket, int],
     inherited: list[int],
     work: Callable[[int, int], None] | None,
-    on_term: Any,
+    previous_on_term: Any,
 ) -> bool:
     """Process one request; return whether the parent may send more."""
     # Both requests, fork and exec, have 4 bytes; they come with 5 descriptors.
@@ -255,11 +259,16 @@ def _start_worker(
     if not request:
         return False
     status = socket.socket(fileno=fds.pop())
-    # A fork closes these, as its copies would hide the ends of the connections.
+    # A fork closes these, because copies held by the fork would keep the others from noticing that
+    # a connection was closed.
     inherited = [*inherited, control.fileno(), status.fileno()]
     inherited += [other.fileno() for other in workers]
     try:
-        pid = _fork(work, fds, inherited, on_term) if request == b"fork" and work else _exec(fds)
+        pid = (
+            _fork(work, fds, inherited, previous_on_term)
+            if request == b"fork" and work
+            else _exec(fds)
+        )
     except (OSError, subprocess.SubprocessError) as error:  # other workers need this process
         _send(status, f"{getattr(error, 'errno', 0) or 0}x")
         status.close()
@@ -281,7 +290,7 @@ def _ready(fds: list[int], limit_s: float | None = _POLL_S) -> set[int]:
 
 
 def _fork(
-    work: Callable[[int, int], None], fds: list[int], inherited: list[int], on_term: Any
+    work: Callable[[int, int], None], fds: list[int], inherited: list[int], previous_on_term: Any
 ) -> int:
     """Start a worker as a fork, which has torch imported already; return its process id."""
     parent = os.getpid()
@@ -292,7 +301,7 @@ def _fork(
         # Undo what `serve` has set for its own process.
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGTERM, on_term or signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, previous_on_term or signal.SIG_DFL)
         for fd in inherited:
             os.close(fd)
         channel = fds.pop()
@@ -318,7 +327,7 @@ def _exec(fds: list[int]) -> int:
         pass_fds=[channel],
         preexec_fn=lambda: die_with(parent),  # safe, as this process has one thread
     )
-    worker.returncode = 0  # `_reap` waits for it, so that Popen must not
+    worker.returncode = 0  # `_reap` waits for the process, so Popen must not
     return worker.pid
 
 
@@ -353,7 +362,7 @@ def _reap(workers: dict[socket.socket, int]) -> list[int]:
 
 
 def _send(status: socket.socket, report: str) -> None:
-    with contextlib.suppress(OSError):  # the parent may not read
+    with contextlib.suppress(OSError):  # the parent might not be reading
         status.send(report.encode(), socket.MSG_DONTWAIT)
 
 

@@ -14,7 +14,7 @@ from unisono.errors import ArgumentError
 from unisono.launchers.variables import node_variables, rank_variables, texts
 from unisono.topology import GRACE_S, PRIVATE_STORE, LaunchPlan, RankInfo
 
-RANK = str(Path(__file__).with_name("rank"))
+RANK_WRAPPER = str(Path(__file__).with_name("rank"))
 """The folder of the wrapper between a launcher and one rank of a script."""
 
 
@@ -98,7 +98,7 @@ class Script:
         given: dict[str, Any] = {name: value for name, value in options.items() if value}
         if self.grace_s != GRACE_S:  # added separately, since 0 is a valid value
             given["grace_s"] = self.grace_s
-        return [sys.executable, RANK, json.dumps(given), *self.program]
+        return [sys.executable, RANK_WRAPPER, json.dumps(given), *self.program]
 
     def refuse(self, launcher: str, instead: str, *names: str) -> None:
         """Raise if the user gave any of these options, which the launcher doesn't support."""
@@ -109,7 +109,10 @@ class Script:
 
 
 def rank_infos(counts: Sequence[int], addr: str, port: int) -> list[RankInfo]:
-    """Return the infos of `counts` ranks on each node, whose rendezvous is hosted already."""
+    """Return a RankInfo for every rank of a job with `counts[i]` ranks on node i.
+
+    The job's rendezvous store runs already.
+    """
     places = [(i, count, node) for node, count in enumerate(counts) for i in range(count)]
     return [
         RankInfo(
@@ -121,7 +124,7 @@ def rank_infos(counts: Sequence[int], addr: str, port: int) -> list[RankInfo]:
             len(counts),
             addr,
             port,
-            source="torchrun",  # as a program finds by the variables of `env_for`
+            source="torchrun",  # what a program would detect from `env_for`'s variables
             store_is_hosted=True,
         )
         for rank, (local_rank, local_world_size, node_rank) in enumerate(places)
@@ -129,9 +132,9 @@ def rank_infos(counts: Sequence[int], addr: str, port: int) -> list[RankInfo]:
 
 
 def dying_with(parent: int, number: int, arguments: list[str]) -> list[str]:
-    """Return a command line that runs a launcher, and signals it when `parent` ends."""
+    """Return a command that runs a launcher, and sends it signal `number` when `parent` ends."""
     options = {"exec": int(number), "parent": parent}
-    return [sys.executable, RANK, json.dumps(options), *arguments]
+    return [sys.executable, RANK_WRAPPER, json.dumps(options), *arguments]
 
 
 def env_for(info: RankInfo, restarts: int = 0, max_restarts: int = 0) -> dict[str, str]:

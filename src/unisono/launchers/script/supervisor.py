@@ -31,7 +31,7 @@ from unisono.launchers.job.output import Pipes, show
 from unisono.launchers.job.process_state import TITLE
 from unisono.launchers.job.signals import END_S, OTHERS, TO_END, TO_SAVE, signals
 from unisono.launchers.script.rank.report import Reader, Report
-from unisono.launchers.script.script import RANK, Script, dying_with, env_for
+from unisono.launchers.script.script import RANK_WRAPPER, Script, dying_with, env_for
 from unisono.launchers.variables import OF_TORCH, run_variables, without
 from unisono.plugins import load
 from unisono.topology import RankInfo
@@ -180,6 +180,9 @@ class Supervisor(Programs):
 
     def print(self, job: Job[Any], target: int, line: bytes) -> None:
         """Print a line; after a report or signal, `run` decides on a launcher's own lines."""
+        # `_infos` holds the ranks that this process has started itself: without a launcher, every
+        # line is a rank's. A launcher's remarks on a failure or signal would hide our own
+        # text about it, so they are held back, and `run` prints them if there is no such text.
         is_ending = target == 2 and (self.reports or job.orders.received)
         if is_ending and not self._infos and not _OF_A_RANK.search(line):
             self._of_launcher.append(line)
@@ -316,7 +319,8 @@ def _below(launcher: int) -> set[Any]:
         while waiting:
             for child in waiting.pop().children():
                 words = child.cmdline() or [""]
-                if RANK in words or words[0].startswith(TITLE):  # a title replaces the command line
+                # A title replaces the command line.
+                if RANK_WRAPPER in words or words[0].startswith(TITLE):
                     found.add(child)
                 else:
                     waiting.append(child)

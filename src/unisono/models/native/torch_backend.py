@@ -6,8 +6,8 @@ host they compare their calls first, so a mismatched call or a missing rank is r
 Gloo carries the rest: messages, sparse tensors, groups over several hosts.
 
 Torch 2.13 renames some methods; here both names have the same method. Torch's functional
-collectives call the coalesced forms, and hold the interpreter's lock meanwhile: gloo's own thread
-may wait for that lock while it holds its queue, so these calls must not reach gloo from C++.
+collectives call the coalesced forms, and hold the GIL meanwhile: gloo's worker thread may wait for
+the GIL while holding the lock on its queue, so these calls must not reach gloo from C++.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __tracebackhide__ = hides
 
 _CPU = torch.device("cpu")
 _PACKAGE = f"{OUR_FRAMES[0]}{os.sep}"
-_BELOW_CALLS = (__file__, *OUR_FRAMES[1:])  # files of the frames between a call and its caller
+_SKIPPED_FILES = (__file__, *OUR_FRAMES[1:])  # files of the frames between a call and its caller
 _c10d: Any = _distributed_c10d  # its stubs have other parameters in each version of torch
 _ProcessGroup: Any = dist.ProcessGroup
 _Work: Any = dist.Work
@@ -55,13 +55,16 @@ _OPS: dict[Any, ReduceOp] = {
 }
 
 
-def _in_memory(name: str, at: int, count: int, is_list: bool = True) -> Callable[..., Any]:
-    """Decorate a collective of `count` arguments before its options, by its name in records.
+def _through_shared_memory(
+    name: str, at: int, count: int, is_list: bool = True
+) -> Callable[..., Any]:
+    """Decorate a collective.
 
-    Argument `at` is the tensor, or a list of one, whose memory is shared. The method receives it,
-    torch's options or None, and the other arguments; it returns False if gloo must carry the call.
-    Gloo also carries a call whose tensor has no such memory, or which has another form of torch's,
-    with tensors in place of lists.
+    `name` is its name in the records; `count` is the number of arguments that precede torch's
+    options. Argument `at` is the tensor, or a list of one, whose memory is shared. The method
+    receives it, torch's options or None, and the other arguments; it returns False if gloo must
+    carry the call. Gloo also carries a call whose tensor has no such memory, or that uses another
+    of torch's signatures, which takes tensors instead of lists.
     """
 
     def decorate(method: Callable[..., bool | None]) -> Callable[..., Any]:
@@ -69,16 +72,17 @@ def _in_memory(name: str, at: int, count: int, is_list: bool = True) -> Callable
             given = args if opts is None else (*args, opts)
             by_gloo = functools.partial(getattr(self._gloo, method.__name__), *given, **named)
             # Torch's lists of tensors are among the first two arguments.
-            unlisted = [each for each in args[:2] if is_list and isinstance(each, Tensor)]
-            if unlisted or named or not count <= len(args) <= count + 1:  # another form of torch's
-                return self._by_gloo(name, unlisted[0] if unlisted else None, by_gloo)
+            bare_tensors = [each for each in args[:2] if is_list and isinstance(each, Tensor)]
+            # Another of torch's signatures, which takes tensors instead of lists.
+            if bare_tensors or named or not count <= len(args) <= count + 1:
+                return self._by_gloo(name, bare_tensors[0] if bare_tensors else None, by_gloo)
             # Torch passes its options by name, or after the other arguments.
             opts, args = args[count] if len(args) > count else opts, args[:count]
             tensor = _single(args[at]) if is_list else args[at]
             host = self._shared if _has_memory(tensor) else None
             if host is None:
                 return self._by_gloo(name, tensor, by_gloo)
-            with self._operation(name, tensor) as token:
+            with self._recorded_call(name, tensor) as token:
                 if method(self, host, tensor, opts, *args[:at], *args[at + 1 :]) is False:
                     return _start_recorded(token, by_gloo)
             # Torch's first argument has the outputs, whichever argument's memory is shared.
@@ -93,7 +97,7 @@ def _one_by_one(name: str) -> Callable[..., Any]:
     """Return the coalesced form of a collective from one tensor to another."""
 
     def call(self: Any, outputs: Any, tensors: Any, opts: Any = None) -> Any:
-        # Not by gloo, as the interpreter's lock is held: see the module's docstring.
+        # Not by gloo, as the GIL is held: see the module's docstring.
         for output, tensor in zip(outputs, tensors, strict=True):
             getattr(self, name)(output, tensor, opts).wait()
         return _done(outputs)
@@ -102,7 +106,7 @@ def _one_by_one(name: str) -> Callable[..., Any]:
 
 
 class _Gloo:
-    """Model over torch's own gloo, for a control plane."""
+    """Minimal model on torch's gloo, through which the control plane communicates."""
 
     transport_device = _CPU
 
@@ -131,11 +135,12 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     # Collective at creation, over its ranks.
 
-    def __init__(self, place: Any) -> None:
-        rank, size, timeout = place.group_rank, place.group_size, place.timeout
+    def __init__(self, group_options: Any) -> None:
+        rank, size = group_options.group_rank, group_options.group_size
+        timeout = group_options.timeout
         super().__init__(rank, size)
         gloo: Any = dist.ProcessGroupGloo(
-            _c10d.PrefixStore("gloo/", place.store), rank, size, timeout
+            _c10d.PrefixStore("gloo/", group_options.store), rank, size, timeout
         )
         gloo._set_sequence_number_for_group()  # as torch does for a group of its own
         kind = dist.ProcessGroup.BackendType.GLOO
@@ -144,8 +149,8 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         for group in (self, self._gloo):
             group._register_backend(_CPU, kind, gloo)
             group._set_default_backend(kind)
-        ranks = tuple(place.global_ranks_in_group)  # empty for the default group
-        self._group = Group(ranks, name=place.group_id) if ranks else None
+        ranks = tuple(group_options.global_ranks_in_group)  # empty for the default group
+        self._group = Group(ranks, name=group_options.group_id) if ranks else None
         topology = Topology(ranks[rank], dist.get_world_size()) if ranks else Topology(rank, size)
         self._members: Sequence[int] = ranks or range(size)
         model: Any = _Gloo(gloo, topology)
@@ -158,14 +163,14 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         self._is_forked = False
         self._calls = _log_of(topology)
         everyone = ranks or tuple(range(size))
-        self._group_in_records = Group(everyone, name=f"torch's {place.group_id}")
+        self._group_in_records = Group(everyone, name=f"torch's {group_options.group_id}")
         _alive.add(self)
         settle_at_exit()
 
     # Prologue and record of each call
 
     @contextmanager
-    def _operation(
+    def _recorded_call(
         self, name: str, tensor: Tensor | None = None, plane: str = "memory"
     ) -> Iterator[Token]:
         """Run an operation exclusively, without autograd and tensor subclasses, and record it."""
@@ -173,7 +178,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         with self._turn.of(name), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self._turn.call = name  # for the error of a call made within this one
             token = self._begin(name, tensor)
-            if token is not UNRECORDED:  # else unisono's own call has recorded its plane
+            if token is not UNRECORDED:  # else unisono's calling function has recorded its plane
                 plane_is(plane)
             try:
                 yield token
@@ -203,7 +208,8 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         self, name: str, tensor: Tensor | None, group: Group | None = None, state: int = CALLED
     ) -> Token:
         """Record the start of a call, unless unisono itself makes it."""
-        # Unisono calls torch in the facade, which has its own record, and while a group connects.
+        # Unisono itself calls torch from its public functions, which are recorded there, and while
+        # a group connects.
         if _is_called_by_unisono(sys._getframe(1)):
             return UNRECORDED
         return self._calls.begin(name, group or self._group_in_records, tensor, state)
@@ -216,7 +222,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
             )
 
     def _compare(self, call: str, tensor: Tensor | None = None, value: bytes = b"") -> list[bytes]:
-        """Compare the ranks' calls, and return the value that each rank adds."""
+        """Compare the ranks' calls, and return the value that each rank attached."""
         if tensor is not None:
             call = f"{call} of {str(tensor.dtype)[6:]}[{tensor.numel()}]"  # without "torch."
         where = site()
@@ -231,17 +237,17 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     # Reductions
 
-    @_in_memory("all_reduce", 0, 1)
+    @_through_shared_memory("all_reduce", 0, 1)
     def allreduce(self, host: Host, tensor: Tensor, opts: Any) -> bool:
         return self._reduced(host, tensor, opts, None)
 
-    @_in_memory("reduce", 0, 1)
+    @_through_shared_memory("reduce", 0, 1)
     def reduce(self, host: Host, tensor: Tensor, opts: Any) -> bool:
         return self._reduced(host, tensor, opts, self._members[opts.rootRank])
 
     def _reduced(self, host: Host, tensor: Tensor, opts: Any, dst: int | None) -> bool:
         """Reduce to all ranks or to `dst`; return False to leave the call to gloo."""
-        op = _operation(opts)
+        op = _reduce_op_of(opts)
         if op is None:
             return False
         self._compare(
@@ -263,19 +269,19 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
             self.allreduce([tensor], single).wait()
         return _done(tensors)
 
-    @_in_memory("reduce_scatter", 0, 2)
+    @_through_shared_memory("reduce_scatter", 0, 2)
     def reduce_scatter(self, host: Host, output: Tensor, opts: Any, tensors: Any) -> bool:
         parts = _single(tensors)
         is_even = parts is not None and _are_alike(parts, output, len(parts))
         return is_even and self._scattered(host, torch.stack(list(parts)), opts, output)
 
-    @_in_memory("reduce_scatter", 1, 2, is_list=False)
+    @_through_shared_memory("reduce_scatter", 1, 2, is_list=False)
     def _reduce_scatter_base(self, host: Host, tensor: Tensor, opts: Any, output: Tensor) -> bool:
         return self._scattered(host, tensor, opts, output)
 
     def _scattered(self, host: Host, tensor: Tensor, opts: Any, output: Tensor) -> bool:
         """Reduce to this rank's part; return False to leave the call to gloo."""
-        op = _operation(opts)
+        op = _reduce_op_of(opts)
         if op is None or not _is_multiple(tensor, output, host.size):
             return False
         self._compare(f"reduce_scatter {op.name}", tensor)
@@ -290,7 +296,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
 
     # Movement
 
-    @_in_memory("broadcast", 0, 1)
+    @_through_shared_memory("broadcast", 0, 1)
     def broadcast(self, host: Host, tensor: Tensor, opts: Any) -> None:
         root, is_inline = opts.rootRank, self._fits_round(tensor)
         src, is_src, mine = self._members[root], root == self.rank(), _memory_of(tensor)
@@ -302,7 +308,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
             _copy_back(from_bytes(values[root], tensor.dtype, tuple(tensor.shape)), tensor)
 
     def _gathered(self, host: Host, call: str, tensor: Tensor) -> Sequence[Tensor]:
-        """Return the tensors of all ranks, each of the shape of this rank's."""
+        """Return the tensors of all ranks, all with the shape of this rank's tensor."""
         mine = _memory_of(tensor)
         if not self._fits_round(mine):
             self._compare(call, tensor)
@@ -310,7 +316,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         values = self._compare(call, tensor, to_bytes(mine))
         return [from_bytes(value, tensor.dtype, tuple(tensor.shape)) for value in values]
 
-    @_in_memory("all_gather", 1, 2, is_list=False)
+    @_through_shared_memory("all_gather", 1, 2, is_list=False)
     def _allgather_base(self, host: Host, tensor: Tensor, _: Any, output: Tensor) -> bool:
         if not _is_multiple(output, tensor, host.size):
             return False
@@ -326,11 +332,11 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
     all_gather_single_coalesced: Callable[..., Any] = _one_by_one("_allgather_base")
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    @_in_memory("all_gather", 1, 2)
+    @_through_shared_memory("all_gather", 1, 2)
     def allgather(self, host: Host, tensor: Tensor, _: Any, outputs: Any) -> bool:
         return len(outputs) == 1 and self._gather_into(host, "all_gather", tensor, outputs)
 
-    @_in_memory("gather", 1, 2)
+    @_through_shared_memory("gather", 1, 2)
     def gather(self, host: Host, tensor: Tensor, opts: Any, outputs: Any) -> bool:
         return self._gather_into(host, f"gather to {self._members[opts.rootRank]}", tensor, outputs)
 
@@ -345,19 +351,20 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
                 _copy_back(row, output)
         return True
 
-    @_in_memory("scatter", 0, 2)
+    @_through_shared_memory("scatter", 0, 2)
     def scatter(self, host: Host, output: Tensor, opts: Any, tensors: Any) -> None:
         src, parts = self._members[opts.rootRank], _single(tensors)
         rows = None if parts is None else torch.stack([part.data for part in parts])
         self._compare(f"scatter from {src}", output)
         _copy_back(host.scatter(rows, _memory_of(output), src), output)
 
-    @_in_memory("all_to_all", 1, 4, is_list=False)
+    @_through_shared_memory("all_to_all", 1, 4, is_list=False)
     def alltoall_base(
         self, host: Host, tensor: Tensor, _: Any, output: Tensor, *sizes: Any
     ) -> bool:
         is_even = not any(sizes) and _is_multiple(output, tensor, 1)
-        size = b"%d" % tensor.numel() if is_even else b""  # which only some ranks may have
+        # The split may be even on only some ranks.
+        size = b"%d" % tensor.numel() if is_even else b""
         every = self._compare(f"all_to_all of {str(tensor.dtype)[6:]}", None, size)
         # All ranks decide alike, as gloo must carry the call on every rank or on none.
         if not size or any(other != size for other in every):
@@ -371,7 +378,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         if named.keys() - {"opts"}:
             start = functools.partial(self._gloo.barrier, *args, **named)
             return self._by_gloo("barrier", None, start)
-        with self._operation("barrier", None, "control"):
+        with self._recorded_call("barrier", None, "control"):
             self._compare("barrier")
         return _done([])
 
@@ -420,8 +427,8 @@ class _Recorded(_Work):  # type: ignore[misc]
 
     def get_future(self) -> Any:
         """Return torch's future, which ends with the call; C++ waits only for the future."""
-        self._token.overlap_ns = 0  # the start of the wait is unknown: it counts from the call
-        # This is another future, so that the record exists when the waiting thread continues.
+        self._token.overlap_ns = 0  # when the wait starts is unknown, so it counts from the call
+        # `then` returns another future, which completes after the call has been recorded.
         token = self._token
         return self._work.get_future().then(lambda future: token.carry_out(future.value))
 
@@ -430,7 +437,7 @@ def _delegate(name: str) -> Callable[..., Any]:
     return lambda self, *args, **named: getattr(self._work, name)(*args, **named)
 
 
-# The base class, in C++, has all of torch's methods, so that no `__getattr__` would be called.
+# The base class, in C++, has all of torch's methods, so a `__getattr__` would never be called.
 for _name in set(dir(_Work)) - set(dir(object)) - set(vars(_Recorded)) - {"boxed", "unbox"}:
     if not _name.startswith("_pybind"):
         setattr(_Recorded, _name, _delegate(_name))
@@ -443,14 +450,14 @@ def _start_recorded(token: Token, start: Callable[[], Any]) -> Any:
 
 def _is_called_by_unisono(frame: FrameType | None) -> bool:
     """Return whether the first frame outside this file and torch is unisono's."""
-    while frame is not None and frame.f_code.co_filename.startswith(_BELOW_CALLS):
+    while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED_FILES):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(_PACKAGE)
 
 
-def create(place: Any) -> dist.ProcessGroup:
+def create(group_options: Any) -> dist.ProcessGroup:
     """Create a process group for ``torch.distributed``."""
-    return _UnisonoGroup(place)
+    return _UnisonoGroup(group_options)
 
 
 def _log_of(topology: Topology) -> CallLog:
@@ -468,7 +475,7 @@ def _single(tensors: Sequence[Any]) -> Any:
     return tensors[0] if len(tensors) == 1 else None
 
 
-def _operation(opts: Any) -> ReduceOp | None:
+def _reduce_op_of(opts: Any) -> ReduceOp | None:
     """Return the operation of torch's options; None for one that only gloo might have."""
     if opts is None:
         return ReduceOp.SUM
@@ -482,8 +489,9 @@ def _can_reduce(tensor: Tensor, op: ReduceOp) -> bool:
 
 
 def _has_memory(tensor: Any) -> bool:
-    """Return whether a tensor has readable memory, whatever its class, which ranks may vary."""
-    # A subclass with a dispatch of its own, such as DTensor, may have no memory itself.
+    """Return whether a tensor has readable memory, regardless of its class."""
+    # The class may differ between ranks. A subclass with a dispatch of its own, such as DTensor,
+    # may have no memory itself.
     return (
         isinstance(tensor, Tensor)
         and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__

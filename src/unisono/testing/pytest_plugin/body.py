@@ -37,7 +37,7 @@ from unisono.topology import named
 from unisono.tracebacks import hides
 
 # Plug-ins for the terminal, timing or the whole session, which run in the parent.
-_PARENTS = (
+_PLUGINS_OF_PARENT = (
     "terminal", "terminalprogress", "junitxml", "pastebin", "faulthandler", "stepwise",
     "doctest", "timeout", "unisono-ranks", "rerunfailures",
 )  # fmt: skip
@@ -60,8 +60,8 @@ class Setting:
     root: str
     ini: str | None
     files: Sequence[str]
-    temporary: str
-    process: int
+    base_temporary_dir: str
+    parent_pid: int
 
 
 @dataclass
@@ -164,7 +164,7 @@ class RankSession:
     """A pytest session without terminal or main loop that runs one test at a time."""
 
     def __init__(self, setting: Setting) -> None:
-        self.is_process: bool = os.getpid() != setting.process
+        self.is_process: bool = os.getpid() != setting.parent_pid
         self._model = context.current_model()  # a test may replace it: see `run`
         self._report = RankReport()
         self._tmp_path = Path()
@@ -184,7 +184,7 @@ class RankSession:
         options = {**setting.options, IN_RANK: rank}
         # pytest deletes an existing base directory, so each rank's session has its own.
         name = f"{facts.get_world_size()}-{facts.backend()}-rank{rank}-{os.getpid()}"
-        options["basetemp"] = str(Path(setting.temporary, name))
+        options["basetemp"] = str(Path(setting.base_temporary_dir, name))
         # pytest would warn that this package is already imported.
         ignored = "ignore::pytest.PytestAssertRewriteWarning"
         options["pythonwarnings"] = [*(options.get("pythonwarnings") or ()), ignored]
@@ -200,7 +200,7 @@ class RankSession:
         arguments += ["-c", setting.ini] if setting.ini else []
         arguments += [f"--rootdir={setting.root}", *setting.files]
         config = Config.fromdictargs(options, arguments)
-        for name in _PARENTS:
+        for name in _PLUGINS_OF_PARENT:
             plugin = config.pluginmanager.get_plugin(name)
             if plugin is not None:
                 config.pluginmanager.unregister(plugin)
@@ -223,11 +223,13 @@ class RankSession:
                 "must be the same in every process"
             )
         self._report, self._failure, self._tmp_path = RankReport(), None, Path(tmp_path)
-        # Fixtures of modules and classes end when the parent leaves these, not between two tests.
+        # Module and class fixtures are closed only when the parent's session leaves that module or
+        # class, not after each test.
         self._session._setupstate.teardown_exact(item)
-        around: Any = item.parent  # as the next item, it keeps the fixtures of module and class
+        # Passed as the next item so that pytest keeps the module's and class's fixtures.
+        around: Any = item.parent
         item.ihook.pytest_runtest_protocol(item=item, nextitem=around)
-        # Ranks whose test has ended or replaced the context can't run another test.
+        # If a test finalized or replaced its rank's context, that rank can't run another test.
         self._report.has_lost_context = context.current_model() is not self._model
         if any(phase["outcome"] != "passed" for phase in self._report.phases):
             raise TestFailed(self._report)
@@ -337,8 +339,8 @@ def _refused(name: str) -> Any:
     @pytest.fixture(name=name)
     def refuse(_: object) -> None:
         pytest.fail(
-            f"the fixture {name} changes the whole process, which ranks that are threads share: "
-            'run the test on processes, as with @pytest.mark.ranks(2, on="gloo")',
+            f"the fixture {name} affects the whole process, and thread ranks share one process: "
+            'run the test with process ranks, as with @pytest.mark.ranks(2, on="gloo")',
             pytrace=False,
         )
 

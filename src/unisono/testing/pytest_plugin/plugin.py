@@ -119,7 +119,7 @@ def _backends(mark: pytest.Mark, metafunc: pytest.Metafunc) -> list[str]:
         names = [name for part in parts for name in part.replace(",", " ").split()]
         if names:
             return names
-    # Such fixtures change the process, which ranks that are threads share.
+    # Such fixtures affect the whole process, and thread ranks share one process.
     is_for_processes = not OF_A_PROCESS.isdisjoint(metafunc.fixturenames)
     return ["gloo"] if is_for_processes else ["threads", "gloo"]
 

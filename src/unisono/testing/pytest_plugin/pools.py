@@ -157,8 +157,8 @@ class Pools:
             root=str(config.rootpath),
             ini=ini,
             files=tuple(files),
-            temporary=str(temporary),
-            process=os.getpid(),
+            base_temporary_dir=str(temporary),
+            parent_pid=os.getpid(),
         )
 
     def ranks(self, size: int, *, on: str = "threads", timeout: float | None = None) -> RankPool:

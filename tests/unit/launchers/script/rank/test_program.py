@@ -19,7 +19,7 @@ import pytest
 from tests.support.processes import gone
 from unisono.launchers.job.signals import END_S, OTHERS, TO_END, TO_SAVE
 from unisono.launchers.script.rank.report import Reader, Report
-from unisono.launchers.script.script import RANK
+from unisono.launchers.script.script import RANK_WRAPPER
 
 INFO = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 INFO |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -54,7 +54,7 @@ def wrapper(
 ) -> subprocess.Popen[bytes]:
     said = json.dumps({"token": "t", **options})
     return subprocess.Popen(
-        [sys.executable, RANK, said, sys.executable, "-c", program, *words],
+        [sys.executable, RANK_WRAPPER, said, sys.executable, "-c", program, *words],
         env={**os.environ, **INFO}, stdout=subprocess.PIPE, stderr=stderr,
     )  # fmt: skip
 
