@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import runpy
 import sys
@@ -253,6 +254,8 @@ def hooks() -> None:
     weight.grad = torch.full_like(weight, float(idist.get_rank()))
     optimizer.step()
     assert seen == [0.5]
+    # A copy's step averages, too; torch's own hooks would be lost with it.
+    assert type(copy.deepcopy(optimizer)) is type(optimizer) is not torch.optim.SGD
 
 
 def saved() -> list[Tensor]:

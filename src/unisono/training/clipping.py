@@ -119,7 +119,7 @@ def _settle(model: ComputationModel, optimizer: Optimizer) -> None:
 
 
 def _unsettle(optimizer: Optimizer | None) -> None:
-    """Let the optimizer's step average again, if `_settle` stopped that."""
+    """Restore the averaging in the optimizer's step if `_settle` stopped it."""
     # None if the optimizer was deleted; its parameters, whose hooks call this, may live longer.
     undo = None if optimizer is None else _settled.get(optimizer)
     if undo is not None and optimizer is not None:
