@@ -207,7 +207,7 @@ def slow(session: nox.Session) -> None:
 def faults(session: nox.Session) -> None:
     """Every way to fail, and what is left; the example plug-ins: ``nox -s faults -- ARGS``.
 
-    ``nox -s faults -- --write-table docs/faults.md`` puts what was measured into that page.
+    ``nox -s faults -- --write-table docs/facts/faults.md`` puts what was measured into that page.
     """
     main = real_environment(session, "mpi")
     # Two hosts need root and network namespaces: without, they are skipped, which is said.
@@ -307,7 +307,7 @@ def launch(session: nox.Session) -> None:
 
 @nox.session
 def support(session: nox.Session) -> None:
-    """Write docs/support.md out of every law on every backend, with 1, 2 and 3 replicas."""
+    """Write docs/facts/support.md out of every law on every backend, with 1, 2 and 3 replicas."""
     main, xla = real_environment(session, "horovod"), real_environment(session, "xla")
     reports = Path(".nox", "reports")  # what `unisono check` finds, backend by backend
     reports.mkdir(parents=True, exist_ok=True)
@@ -316,7 +316,7 @@ def support(session: nox.Session) -> None:
         save = ("--save", str(reports / f"{backend}.json"))
         where = xla if backend == "xla-cpu" else main
         where.run("python", "-m", "unisono", "check", backend, *sizes, *save)
-    main.run("python", ".ci/support.py", str(reports), "docs/support.md")
+    main.run("python", ".ci/support.py", str(reports), "docs/facts/support.md")
 
 
 @nox.session

@@ -1,6 +1,6 @@
 """Write the support matrix out of what ``unisono check BACKEND --save FILE`` has found.
 
-    python .ci/support.py FOLDER docs/support.md
+    python .ci/support.py FOLDER docs/facts/support.md
 
 One JSON file for each backend; those that aren't there are named on the page as not checked.
 """

@@ -2,7 +2,7 @@
 
 The hosts are network namespaces on one bridge of this machine, which root alone can make; `ip`,
 `nsenter` and `unshare` must be there. All ranks share this machine's cores and memory, and no wire
-bounds them: on a real network the two levels send less (docs/control.md).
+bounds them: on a real network the two levels send less (docs/explain/memory.md).
 
     python benchmarks/hosts.py [--ranks 2] [--sizes 64 1024 16384 102400] [--rounds 11]
                                [--json | --markdown]

@@ -46,8 +46,7 @@ include_patterns = [
     "docs/**.ipynb",
     "benchmarks/README.md",
     "CONTRIBUTING.md",
-    "SECURITY.md",
-    "examples/**.md",
+    "examples/README.md",
     "examples/**.ipynb",
 ]
 exclude_patterns = [".nox", ".git", ".cache", "**/.ipynb_checkpoints"]

@@ -75,7 +75,7 @@ MODELS = (
         ("horovod",),
         "unisono.models.horovod.model:HorovodModel",
         "horovod.torch",
-        "build it against this torch with its C++ standard raised, as docs/horovod.md says",
+        "build it against this torch with its C++ standard raised, as docs/how-to/horovod.md says",
         "unisono.models.horovod.setup:why_unusable",
     ),
     Row(

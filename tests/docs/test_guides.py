@@ -28,7 +28,7 @@ CONSOLES = {
     for block in blocks(page)
     if block.language == "console"
 }
-NOTEBOOK, TESTING = ROOT / "docs" / "notebook.md", ROOT / "docs" / "testing.md"
+NOTEBOOK, TESTING = ROOT / "docs" / "learn" / "notebook.md", ROOT / "docs" / "learn" / "tests.md"
 TESTS = [block for block in blocks(TESTING) if block.language == "console"]
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 PROGRAM = ROOT / "docs" / "how-to" / "programs" / "total.py"

@@ -30,7 +30,7 @@ def test_contributing_names_every_folder_of_tests_and_sessions_that_there_are() 
 
 
 def test_models_names_every_way_in_which_a_law_ends() -> None:
-    text = (ROOT / "docs" / "models.md").read_text()
+    text = (ROOT / "docs" / "how-to" / "write-a-model.md").read_text()
     sentence = text.partition("A law ends as ")[2].partition(" with the rank")[0]
     assert set(re.findall(r"`([a-z]+)`", sentence)) == set(get_args(runner.Status))
 

@@ -101,7 +101,7 @@ def test_every_page_can_be_reached_from_the_index() -> None:
 
 
 def test_every_error_has_its_section() -> None:
-    sections = anchors(ROOT / "docs" / "errors.md")
+    sections = anchors(ROOT / "docs" / "reference" / "errors.md")
     missing = {name for name in unisono.errors.__all__ if name.lower() not in sections}
     assert not missing
 
@@ -116,18 +116,20 @@ def test_the_table_of_idist_has_every_name_of_it() -> None:
     ignite = pytest.importorskip("ignite.distributed", reason="pytorch-ignite isn't installed")
     theirs = {name for name in dir(ignite) if not name.startswith("_")}
     modules = {"auto", "comp_models", "launcher", "utils"}
-    shown = set(itertools.chain(*(re.findall(r"`(\w+)", row[0]) for row in _rows("idist.md"))))
+    shown = set(itertools.chain(*(re.findall(r"`(\w+)", row[0]) for row in _rows("coming-from/ignite.md"))))
     assert theirs - modules <= shown, theirs - modules - shown
 
 
-def test_the_guide_names_the_whole_facade_and_nothing_else() -> None:
-    spans = re.findall(r"`([^`]+)`", prose(ROOT / "docs" / "guide" / "names.md"))
+def test_the_reference_names_the_whole_facade_and_nothing_else() -> None:
+    page = prose(ROOT / "docs" / "reference" / "index.md")
+    section = page.partition("\n## All names\n")[2].partition("\n## ")[0]
+    spans = re.findall(r"`([^`]+)`", section)
     words = {word for span in spans for word in span.split() if word.isidentifier()}
     assert words - {"unisono", "with", "except"} == set(dir(unisono))
 
 
 def test_every_fault_of_the_peers_has_a_row_and_every_named_test_is_there() -> None:
-    page = (ROOT / "docs" / "faults.md").read_text()
+    page = (ROOT / "docs" / "facts" / "faults.md").read_text()
     found = re.findall(r"^\| ([A-E]\d+) \|.*\| (?:`([^`]+)`)? ?\|$", page, re.MULTILINE)
     rows = [row for row, _ in found]
     assert {row[0] for row in rows} == set("ABCDE")

@@ -12,7 +12,7 @@ from typing import Any
 from tests.support.pages import ROOT
 from tests.support.processes import run_python
 
-PAGE = ROOT / "docs" / "coming-from" / "at-a-glance.md"
+PAGE = ROOT / "docs" / "coming-from" / "index.md"
 # By column: the module, or the object in a module, for each name with which its calls begin.
 COLUMNS = {
     "unisono": {"idist": "unisono"},

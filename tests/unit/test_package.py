@@ -23,7 +23,7 @@ PROJECT = TABLE["project"]
 
 
 def test_the_citation_and_the_changelog_have_the_version() -> None:
-    citation, changes = (ROOT / "CITATION.cff"), (ROOT / "docs" / "changelog.md")
+    citation, changes = (ROOT / "CITATION.cff"), (ROOT / "docs" / "facts" / "changelog.md")
     found = re.findall(r"^version: (.+)$", citation.read_text(), re.MULTILINE)
     found += re.findall(r"^## ([\d.]+)", changes.read_text(), re.MULTILINE)[:1]
     assert found == [unisono.__version__] * 2

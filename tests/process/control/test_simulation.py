@@ -9,7 +9,7 @@ import pytest
 import unisono
 from tests.support import simulation
 
-PAGE = Path(__file__).parents[3] / "docs" / "large-jobs.md"
+PAGE = Path(__file__).parents[3] / "docs" / "explain" / "memory.md"
 PER_HOST = (64, 8, 3, 1)
 ROUNDS = 2
 COUNTS = (

@@ -260,7 +260,7 @@ def our_waits(job: JobTrace) -> list[dict[str, Any]]:
 
 def the_ten_longest_waits_are_those_that_we_find(job: JobTrace, loaded: TraceProcessor) -> None:
     """By the query of the page on traces."""
-    page = ROOT / "docs" / "how-to" / "trace.md"
+    page = ROOT / "docs" / "how-to" / "slow-rank.md"
     (recipe,) = (block.text for block in blocks(page) if block.language == "sql")
     found, ours = loaded.query(recipe), our_waits(job)
     assert len(found) == 10

@@ -9,7 +9,7 @@ import unisono
 from unisono.model import contract, launching, training
 
 ROOT = Path(unisono.__file__).parent
-PAGE = Path(__file__).parents[3] / "docs" / "models.md"
+PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "write-a-model.md"
 MOST_MEMBERS = 30
 LIFE = {"initialize", "finalize"}  # the context's own, which `context` and `lifecycle` call
 
@@ -61,4 +61,4 @@ def test_every_member_is_on_the_page_for_authors() -> None:
     page = PAGE.read_text()
     hooks = members(training.__file__, "TrainingHooks") | members(launching.__file__, "LaunchHooks")
     missing = [name for name in CONTRACT | hooks if f"`{name}" not in page]
-    assert not missing, f"docs/models.md doesn't name {missing}"
+    assert not missing, f"docs/how-to/write-a-model.md doesn't name {missing}"
