@@ -9,6 +9,7 @@ benchmarks, notebooks and programs are the same on the site and in a checkout.
 from __future__ import annotations
 
 import sys
+from importlib.metadata import metadata
 from pathlib import Path
 
 from docutils import nodes
@@ -25,6 +26,7 @@ sys.path.insert(0, str(ROOT / "docs" / "extensions"))
 
 project = "unisono"
 author = "the unisono developers"
+copyright = f"2026, {author}"
 version = release = unisono.__version__
 language = "en"
 
@@ -52,6 +54,7 @@ include_patterns = [
 exclude_patterns = [".nox", ".git", ".cache", "**/.ipynb_checkpoints"]
 html_extra_path = ["_root"]  # the first address leads to the index
 
+smartquotes = False  # they make one dash of the two before an option
 nitpicky = True
 # No build asks the network: names of other libraries stay without a link.
 nitpick_ignore_regex = [
@@ -81,9 +84,20 @@ copybutton_prompt_text = r">>> |\.\.\. |\$ |In \[\d*\]: "
 copybutton_prompt_is_regexp = True
 
 html_theme = "furo"
+pygments_dark_style = "github-dark"  # furo's underlines modules, like links
+# The repository, and where faults are reported, as soon as `[project.urls]` has them.
+html_theme_options = {
+    "footer_icons": [
+        {"name": name, "url": url, "html": name, "class": ""}
+        for name, url in (
+            each.split(", ") for each in metadata("unisono").get_all("Project-URL", ())
+        )
+    ]
+}
 html_title = f"unisono {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(ROOT / "docs" / "_static" / "scorer.js")
 html_show_sphinx = False
 html_copy_source = False
 html_show_sourcelink = False

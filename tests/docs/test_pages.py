@@ -116,7 +116,9 @@ def test_the_table_of_idist_has_every_name_of_it() -> None:
     ignite = pytest.importorskip("ignite.distributed", reason="pytorch-ignite isn't installed")
     theirs = {name for name in dir(ignite) if not name.startswith("_")}
     modules = {"auto", "comp_models", "launcher", "utils"}
-    shown = set(itertools.chain(*(re.findall(r"`(\w+)", row[0]) for row in _rows("coming-from/ignite.md"))))
+    shown = set(
+        itertools.chain(*(re.findall(r"`(\w+)", row[0]) for row in _rows("coming-from/ignite.md")))
+    )
     assert theirs - modules <= shown, theirs - modules - shown
 
 

@@ -24,9 +24,7 @@ from tests.support.virtual_hosts import Hosts
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
 IN_A_CONTAINER = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--"]
-PAGE = {
-    block.language: block.text for block in blocks(ROOT / "docs" / "how-to" / "preemption.md")
-}
+PAGE = {block.language: block.text for block in blocks(ROOT / "docs" / "how-to" / "preemption.md")}
 SAVES = [JOB, "save", "gloo"]
 
 

@@ -10,9 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 import unisono
 from unisono.errors import ArgumentError, BackendError, UnisonoError, WorkerFailedError
+
+OF_RUN = "UNISONO_RUN_"
+"""The start of the variables that give options of ``unisono run``."""
 
 COMMANDS: dict[str, str] = {
     "bench": "Measure every collective on this machine.",
@@ -31,7 +35,21 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         "allow_interspersed_args": False,
         # torchrun accepts both spellings of its options
         "token_normalize_func": lambda token: token.replace("_", "-"),
+        "auto_envvar_prefix": OF_RUN.rstrip("_"),
     }
+}
+_EXAMPLES: dict[str, tuple[str, str]] = {  # of a command: a line to copy, and its page
+    "bench": ("unisono bench --backend gloo -n 2", "reference/command-line.md"),
+    "check": ("unisono check gloo -n 2", "how-to/write-a-model.md"),
+    "demo": ("unisono demo -n 4", "learn/first-steps.md"),
+    "doctor": ("unisono doctor --backend nccl", "how-to/multi-node.md"),
+    "run": (
+        f"unisono run -n 4 train.py --lr 0.1\nVariable: {OF_RUN}GRACE=60 sets --grace, and so on",
+        "how-to/multi-node.md",
+    ),
+    "top": ("unisono top --job train.py", "how-to/find-a-hang.md"),
+    "trace": ("unisono trace traces --summary", "how-to/slow-rank.md"),
+    "where": ("unisono where train.py", "how-to/find-a-hang.md"),
 }
 # Variables in which shells pass the words typed so far, to complete them.
 _TYPED = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")
@@ -61,6 +79,22 @@ def _unisono(
         raise typer.Exit(_WRONG_USE)
 
 
+class _Command(TyperCommand):
+    """A command whose help has its options under headings."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        headings: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            default = "Arguments" if param.param_type_name == "argument" else "Options"
+            record = param.get_help_record(ctx)
+            if record is not None:  # None for hidden options
+                heading = getattr(param, "rich_help_panel", None) or default
+                headings.setdefault(heading, []).append(record)
+        for heading, records in headings.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
+
+
 def _command_line(name: str) -> Any:
     """Build the parser; import only the command `name`, as some imports take seconds."""
     app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -73,10 +107,13 @@ def _command_line(name: str) -> Any:
         command = _load(each) if each == name else _unloaded
         # Only the summary: the rest of a docstring is for readers of the code.
         text = (command.__doc__ or "").partition("\n\n")[0]
+        example, page = _EXAMPLES[each]
         app.command(
             each,
+            cls=_Command,
             help=text if each == name else line,
             short_help=line,
+            epilog=f"\b\nExample:  {example}\nGuide:    docs/{page}",
             context_settings={**_HELP, **_SETTINGS.get(each, {})},
         )(command)
     group = typer.main.get_command(app)
@@ -85,6 +122,8 @@ def _command_line(name: str) -> Any:
     version.expose_value = False  # so the commands' functions need no parameter for it
     for command in group.commands.values():  # type: ignore[attr-defined]
         command.params.append(version)
+        for param in command.params:  # a variable after each of twenty options hides their help
+            param.show_envvar = False
     return group
 
 
@@ -129,8 +168,20 @@ def _exit_code(args: Sequence[str]) -> int:
         # have no public base class in common.
         if not (hasattr(error, "format_message") and hasattr(error, "exit_code")):
             raise
-        return _complain(f"{error.format_message()} (see --help)", error.exit_code)
+        text = f"{error.format_message().rstrip('.')}{_variable(error)} (see --help)"
+        return _complain(text, error.exit_code)
     return code or 0
+
+
+def _variable(error: Any) -> str:
+    """Name the variable that a wrong value is from."""
+    context, param = getattr(error, "ctx", None), getattr(error, "param", None)
+    if context is None or param is None:
+        return ""
+    source = context.get_parameter_source(param.name)
+    if source is None or source.name != "ENVIRONMENT":
+        return ""
+    return f"; the value is that of {OF_RUN}{param.name.upper()}"
 
 
 def _complain(text: str, code: int) -> int:

@@ -46,7 +46,8 @@ def demo(
         *runs[0]["workers"],
         f"{accuracy:.1%} of {_POINTS} points are classified correctly",
         f"one worker alone reaches {verdict} (at most {apart:.0e} apart)",
-        f"next, a script of your own: python -m unisono run -n {nproc_per_node} script.py",
+        "next, make a script of your own distributed, as docs/learn/training-script.md shows: "
+        f"python -m unisono run -n {nproc_per_node} script.py",
     ):
         typer.echo(line)
     return 0 if apart <= _TOLERANCE and accuracy >= _GOAL else 1

@@ -14,6 +14,8 @@ from typing import Annotated, Any
 import typer
 
 from unisono.arguments import check_variables, ranks_by_host, seconds
+from unisono.cli import OF_RUN
+from unisono.environments.platforms import PORT
 from unisono.errors import ArgumentError
 from unisono.launchers.script.script import Script
 from unisono.launchers.script.supervisor import ScriptOutcome, failure
@@ -27,14 +29,6 @@ def run(
     script: Annotated[str, typer.Argument(help="The script, or a module with --module.")],
     args: Annotated[list[str] | None, typer.Argument(help="The script's own arguments.")] = None,
     *,
-    backend: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Default of initialize() and Parallel() in the script."),
-    ] = None,
-    launcher: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="processes, torchrun, mpi, slurm, ray, or a plug-in's."),
-    ] = None,
     nproc_per_node: Annotated[
         str | None,
         typer.Option(
@@ -44,57 +38,16 @@ def run(
             help="Ranks on each node. Default: the platform's number, else auto.",
         ),
     ] = None,
-    nnodes: Annotated[
+    backend: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Default of initialize() and Parallel() in the script."),
+    ] = None,
+    launcher: Annotated[
         str | None,
         typer.Option(
-            metavar="N|MIN:MAX|auto",
-            help="Nodes; a range for torchrun and slurm. Default: the platform's number, else "
-            "1; with 1 the platform isn't asked; auto takes the hosts of PBS and Grid Engine, too.",
-        ),
-    ] = None,
-    node_rank: Annotated[
-        int | None, typer.Option(metavar="R", min=0, help="Which node this is, for torchrun.")
-    ] = None,
-    master_addr: Annotated[str | None, typer.Option(metavar="HOST", help="Host of node 0.")] = None,
-    master_port: Annotated[
-        int | None, typer.Option(metavar="PORT", min=1, max=65535, help="Free port of node 0.")
-    ] = None,
-    hosts: Annotated[
-        str | None, typer.Option(metavar="A:3,B:1", help="Hosts and their ranks: mpi, slurm.")
-    ] = None,
-    max_restarts: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=0,
-            help="Times to start all ranks again after one fails. Default: Kubeflow's number, "
-            "else 0.",
-        ),
-    ] = None,
-    timeout: Annotated[
-        float | None, typer.Option(metavar="S", help="Seconds that nodes wait for each other.")
-    ] = None,
-    grace: Annotated[
-        float,
-        typer.Option(metavar="S", help="Seconds that ranks have to save after SIGTERM or SIGHUP."),
-    ] = GRACE_S,
-    log_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Keep each rank's output in files.")
-    ] = None,
-    local_ranks_filter: Annotated[
-        str | None,
-        typer.Option(metavar="R,R", help="Print only lines of these local ranks; log all."),
-    ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Trace all ranks there: see unisono trace.")
-    ] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--option",
-            "-o",
-            metavar="NAME=VALUE",
-            help="An option of Slurm's own, such as time=10:00 or gres=gpu:2; may be repeated.",
+            metavar="NAME",
+            help="processes, torchrun, mpi, slurm, ray, or a plug-in's. Default: processes, "
+            "torchrun for several nodes, mpi for backend mpi4py.",
         ),
     ] = None,
     module: Annotated[
@@ -103,17 +56,116 @@ def run(
     no_python: Annotated[
         bool, typer.Option("--no-python", help="It is a program, not a Python script.")
     ] = False,
+    print_only: Annotated[
+        bool,
+        typer.Option(
+            "--print",
+            envvar=f"{OF_RUN}PRINT",
+            help="Print the command, or the sbatch script; run nothing.",
+        ),
+    ] = False,
+    nnodes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|MIN:MAX|auto",
+            help="Nodes; a range for torchrun and slurm. Default: the platform's number, else "
+            "1; with 1 the platform isn't asked; auto takes the hosts of PBS and Grid Engine, too.",
+            rich_help_panel="Nodes",
+        ),
+    ] = None,
+    node_rank: Annotated[
+        int | None,
+        typer.Option(
+            metavar="R", min=0, help="Which node this is, for torchrun.", rich_help_panel="Nodes"
+        ),
+    ] = None,
+    master_addr: Annotated[
+        str | None,
+        typer.Option(metavar="HOST", help="Host of node 0.", rich_help_panel="Nodes"),
+    ] = None,
+    master_port: Annotated[
+        int | None,
+        typer.Option(
+            metavar="PORT",
+            min=1,
+            max=65535,
+            help="Free port of node 0. Default for torchrun: 29500.",
+            rich_help_panel="Nodes",
+        ),
+    ] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A:3,B:1",
+            help="Hosts and their ranks: mpi, slurm, ray.",
+            rich_help_panel="Nodes",
+        ),
+    ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            metavar="S", help="Seconds that nodes wait for each other.", rich_help_panel="Nodes"
+        ),
+    ] = None,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="Times to start all ranks again after one fails. Default: Kubeflow's number, "
+            "else 0.",
+            rich_help_panel="Failures",
+        ),
+    ] = None,
+    grace: Annotated[
+        float,
+        typer.Option(
+            metavar="S",
+            help="Seconds that ranks have to save after SIGTERM or SIGHUP.",
+            rich_help_panel="Failures",
+        ),
+    ] = GRACE_S,
+    log_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Keep each rank's output in files.", rich_help_panel="Output"
+        ),
+    ] = None,
+    local_ranks_filter: Annotated[
+        str | None,
+        typer.Option(
+            metavar="R,R",
+            help="Print only lines of these local ranks; log all.",
+            rich_help_panel="Output",
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Trace all ranks there: see unisono trace.",
+            rich_help_panel="Output",
+        ),
+    ] = None,
     stdin: Annotated[
         int | None,
         typer.Option(
             metavar="RANK",
             min=0,
             help="The rank that has this terminal, for breakpoint() and input(): processes.",
+            rich_help_panel="Output",
         ),
     ] = None,
-    print_only: Annotated[
-        bool, typer.Option("--print", help="Print the command, or the sbatch script; run nothing.")
-    ] = False,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--option",
+            "-o",
+            metavar="NAME=VALUE",
+            help="An option of Slurm's own, such as time=10:00 or gres=gpu:2; may be repeated.",
+            rich_help_panel="Slurm",
+        ),
+    ] = None,
 ) -> int:
     """Run a script in several ranks: on this host, or by torchrun, MPI, Slurm or Ray.
 
@@ -127,6 +179,8 @@ def run(
     from unisono import registry
     from unisono.node import count_ranks
 
+    for name in [name for name in os.environ if name.startswith(OF_RUN)]:
+        del os.environ[name]  # they are this command's, and not of one that a rank starts
     check_variables()
     if nnodes in (None, "auto") and node_rank is None and hosts is None:
         node = _node(launcher, backend, nproc_per_node, is_asked=nnodes == "auto")
@@ -141,7 +195,10 @@ def run(
         if max_nnodes > 1:
             node_rank, master_port = node.node_rank, master_port or node.master_port
     name = launcher or ("torchrun" if max_nnodes > 1 else _default_launcher(backend))
-    registry.find_launcher(name)  # reports an unknown name before any other error
+    if name == "torchrun" and master_addr is not None:
+        master_port = master_port or PORT
+    if not (print_only and name == "slurm"):  # a script for sbatch is written without Slurm, too
+        registry.find_launcher(name)  # reports an unknown name before any other error
     _export(backend, trace)
     job = Script(
         _program(script, args or [], module, no_python),
@@ -162,8 +219,9 @@ def run(
         local_ranks=_local_ranks(local_ranks_filter),
     )
     _check(job, name)
-    runner = registry.find_script_runner(name)
-    return _print_command(name, job, script) if print_only else _print_outcome(runner(job), job)
+    if print_only:
+        return _print_command(name, job, script)
+    return _print_outcome(registry.find_script_runner(name)(job), job)
 
 
 def _check(job: Script, launcher: str) -> None:

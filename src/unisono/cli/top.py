@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -43,6 +43,17 @@ def top(
         float, typer.Option(metavar="SECONDS", min=0.1, help="Time between two looks.")
     ] = 1.0,
     via: Via = None,
+    is_check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Print the jobs in which a rank has waited in one call for longer than --waited, "
+            "and exit with code 1 if there are any: for a health probe.",
+        ),
+    ] = False,
+    waited: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0, help="Longest wait that --check accepts.")
+    ] = 60.0,
     is_packed: Annotated[bool, typer.Option("--packed", hidden=True)] = False,
 ) -> int:
     """Show this user's jobs: the state of each rank, and the ranks that make others wait.
@@ -51,12 +62,14 @@ def top(
     terminal, prints once.
 
     Returns:
-        The exit code: 1 if a command of --via has failed.
+        The exit code: 1 if a command of --via has failed, or --check has found a long wait.
     """
     if is_packed:
         # Ranks that have ended are included, because the caller merges the jobs with its own.
         typer.echo("\n".join(packed(read(_measured()), __version__)))
         return 0
+    if is_check:
+        return _check(job, via, waited)
     if once or as_json or via or not (sys.stdin.isatty() and sys.stdout.isatty()):
         return _once(job, via, as_json=as_json)
     from unisono.cli._live import LiveView
@@ -73,14 +86,40 @@ def _measured() -> Meter:
 
 
 def _once(wanted: str | None, via: list[str] | None, *, as_json: bool) -> int:
-    jobs, code = look_everywhere(_measured(), via)
-    report = reports(jobs if wanted is None else [chosen(jobs, wanted)])
+    report, code = _report(wanted, via)
     if as_json:
         typer.echo(json.dumps(report, indent=2))
         return code
     for each in report["jobs"]:
-        show(headline(each), *columns_and_rows(each))
-        typer.echo("\n".join(wrapped(line) for line in verdict_lines(each)) + "\n")
+        _show(each)
     if not report["jobs"]:
         typer.echo(NO_JOB)
     return code
+
+
+def _check(wanted: str | None, via: list[str] | None, waited_s: float) -> int:
+    """Show the jobs with a rank that has waited longer; return 1 if there are any."""
+    report, code = _report(wanted, via)
+    late = [job for job in report["jobs"] if any(_waits(each, waited_s) for each in job["ranks"])]
+    for each in late:
+        _show(each)
+    if not late:
+        typer.echo(f"no rank has waited longer than {waited_s:g} s")
+    return 1 if late else code
+
+
+def _waits(rank: dict[str, Any], waited_s: float) -> bool:
+    # A dead rank, whose page stays until its job is over, waits for nothing; nor does a stopped
+    # one: the ranks that wait for it do.
+    is_in_call = rank["state"] in ("waits", "in call")
+    return is_in_call and rank["since_s"] > waited_s
+
+
+def _report(wanted: str | None, via: list[str] | None) -> tuple[dict[str, Any], int]:
+    jobs, code = look_everywhere(_measured(), via)
+    return reports(jobs if wanted is None else [chosen(jobs, wanted)]), code
+
+
+def _show(job: dict[str, Any]) -> None:
+    show(headline(job), *columns_and_rows(job))
+    typer.echo("\n".join(wrapped(line) for line in verdict_lines(job)) + "\n")

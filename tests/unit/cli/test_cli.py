@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
 
 import unisono
+from tests.support.pages import ROOT
 from tests.support.processes import run_python
 from tests.support.screens import on_terminal, run
 from unisono.cli import COMMANDS
@@ -41,6 +43,41 @@ def test_every_command_takes_the_same_short_options(name: str) -> None:
         assert "-n, --nproc-per-node" in shown.out
     done = run(name, "-V")
     assert (done.code, done.out) == (0, f"unisono {unisono.__version__}\n")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_command_ends_with_an_example_and_its_page(name: str) -> None:
+    example, page = re.findall(r"^  (?:Example|Guide): +(.+)$", run(name, "-h").out, re.MULTILINE)
+    assert example.startswith(f"unisono {name} ")
+    assert (ROOT / page).is_file()
+
+
+def test_options_of_run_are_under_headings() -> None:
+    text = run("run", "-h").out
+    headings = re.findall(r"^(\w+):$", text, re.MULTILINE)
+    assert headings == ["Arguments", "Options", "Nodes", "Failures", "Output", "Slurm"]
+    assert "--max-restarts" in text.partition("\nFailures:\n")[2].partition("\nOutput:\n")[0]
+
+
+def test_variables_set_options_of_run_that_are_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for Slurm where there is no srun: what is printed is for another machine."""
+    given = {"LAUNCHER": "slurm", "PRINT": "1", "NNODES": "2", "NPROC_PER_NODE": "4"}
+    for name, value in {**given, "OPTION": "time=10:00 gres=gpu:4"}.items():
+        monkeypatch.setenv(f"UNISONO_RUN_{name}", value)
+    monkeypatch.setenv("PATH", "")
+    done = run("run", "-n", "3", __file__)
+    assert (done.code, done.err) == (0, "")
+    for line in ("--nodes=2", "--ntasks-per-node=3", "--time=10:00", "--gres=gpu:4"):
+        assert f"\n#SBATCH {line}\n" in done.out
+    assert not [name for name in os.environ if name.startswith("UNISONO_RUN_")]
+
+
+def test_a_wrong_value_of_a_variable_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNISONO_RUN_GRACE", "soon")
+    done = run("run", __file__)
+    assert done.code == 2
+    assert "'--grace'" in done.err
+    assert "; the value is that of UNISONO_RUN_GRACE (see --help)" in done.err
 
 
 @pytest.mark.parametrize(
