@@ -31,7 +31,7 @@ CONSOLES = {
 NOTEBOOK, TESTING = ROOT / "docs" / "learn" / "notebook.md", ROOT / "docs" / "learn" / "tests.md"
 TESTS = [block for block in blocks(TESTING) if block.language == "console"]
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-PROGRAM = ROOT / "docs" / "how-to" / "programs" / "total.py"
+PROGRAMS = [path for folder in FOLDERS for path in sorted((folder / "programs").glob("*.py"))]
 
 
 @pytest.mark.parametrize("block", CONSOLES.values(), ids=str)
@@ -42,7 +42,8 @@ def test_a_command_prints_what_its_page_says(block: Block, tmp_path: Path) -> No
         require_backend("mpi4py")
     if words[0] == "python":
         words[0] = sys.executable
-    shutil.copy(PROGRAM, tmp_path)
+    for program in PROGRAMS:
+        shutil.copy(program, tmp_path)
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (0, expected), done.stdout + done.stderr
 
