@@ -120,7 +120,7 @@ def test_a_search_for_barrier_finds_it(site: Path) -> None:
     assert found is not None
     documents = names[1].replace('"', "").split(",")
     at = {documents[int(number)] for number in re.findall(r"\d+", found[1])}
-    assert {"docs/guide/collectives", "docs/reference/collectives"} <= at
+    assert {"docs/learn/collectives", "docs/reference/collectives"} <= at
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
