@@ -13,6 +13,10 @@ from unisono.cli import COMMANDS, _command_line
 
 __all__ = ("COMMANDS", "records_of", "rendered", "setup")
 
+# Names in backticks, examples in quotes (not apostrophes), options, variables.
+_CODE = re.compile(r"`([^`]+)`|(?<!\w)'([^']+)'(?!\w)|(--[a-z][\w-]*|\b[A-Z]+_[A-Z_]+\b)")
+_DEFAULT = re.compile(r"\s*\[((?:default|env var): [^\]]*|required|[^\] ]*x[<>]=?[^\] ]*)\]")
+
 
 def records_of(command: str) -> dict[str, str]:
     """Map each argument and option of a command, as its help spells it, to its help."""
@@ -47,8 +51,9 @@ def _plain(words: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    text = re.sub(r"`([^`]+)`", r"``\1``", text.replace("*", r"\*"))
-    return re.sub(r"\s*\[((?:default|env var): [^\]]*|required)\]", r" (\1)", text)
+    """Mark code, so that its hyphens and quotes stay as they are; put defaults in parentheses."""
+    text = _CODE.sub(lambda found: f"``{found[1] or found[2] or found[3]}``", text)
+    return _DEFAULT.sub(r" (\1)", text.replace(" *", r" \*"))
 
 
 def setup(app: Any) -> dict[str, bool]:

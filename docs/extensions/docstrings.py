@@ -102,6 +102,17 @@ def _on_docstring(
         ]
 
 
+def _on_signature(
+    app: Sphinx, what: str, name: str, thing: Any, options: Any, signature: str | None, result: Any
+) -> tuple[str | None, Any] | None:
+    """Leave out what a protocol adds to its classes, and types that Sphinx can't read."""
+    if what == "class" and getattr(thing, "_is_protocol", False):
+        return "", None
+    if signature and "~typing.~P" in signature:  # *args: P.args, **kwargs: P.kwargs
+        return signature.replace(": ~typing.~P", ""), result
+    return None
+
+
 def _owner(name: str) -> Any:
     """Give the class of a member, by the name under which a page shows it."""
     module, _, owner = name.rpartition(".")[0].rpartition(".")
@@ -156,4 +167,5 @@ def setup(app: Sphinx) -> dict[str, bool]:
     """Connect to autodoc, before napoleon, which reads the sections."""
     app.connect("builder-inited", _fold_overloads)
     app.connect("autodoc-process-docstring", _on_docstring, priority=400)
+    app.connect("autodoc-process-signature", _on_signature)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
