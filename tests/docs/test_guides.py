@@ -20,8 +20,8 @@ from tests.support.pages import OF_CLUSTERS, ROOT, Block, blocks
 from tests.support.requirements import require_backend
 from tests.support.sessions import Sessions
 
-FOLDERS = [ROOT / "docs" / "learn", ROOT / "docs" / "how-to"]
 NOTEBOOK, TESTING = ROOT / "docs" / "learn" / "notebook.md", ROOT / "docs" / "learn" / "tests.md"
+FOLDERS = [ROOT / "docs" / "learn", ROOT / "docs" / "how-to"]
 CONSOLES = {
     block.text: block  # what several pages show alike is run once
     for folder in FOLDERS
@@ -31,21 +31,35 @@ CONSOLES = {
 }
 TESTS = [block for block in blocks(TESTING) if block.language == "console"]
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-PROGRAMS = [path for folder in FOLDERS for path in sorted((folder / "programs").glob("*.py"))]
+PROGRAMS = [path for folder in FOLDERS for path in (folder / "programs").glob("*.py")]
+SCRIPTS = ROOT / "docs" / "learn" / "training-script.md"
 
 
 @pytest.mark.parametrize("block", CONSOLES.values(), ids=str)
 def test_a_command_prints_what_its_page_says(block: Block, tmp_path: Path) -> None:
-    command, _, expected = block.text.partition("\n")
-    words = command.removeprefix("$ ").split()
-    if "mpi" in words:
-        require_backend("mpi4py")
-    if words[0] == "python":
-        words[0] = sys.executable
     for program in PROGRAMS:
         shutil.copy(program, tmp_path)
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout) == (0, expected), done.stdout + done.stderr
+    for session in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
+        command, _, expected = session.partition("\n")
+        words = command.split()
+        if "mpi" in words:
+            require_backend("mpi4py")
+        if words[0] == "python":
+            words[0] = sys.executable
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert (done.returncode, done.stdout) == (0, expected), done.stdout + done.stderr
+
+
+def test_the_steps_of_the_tutorial_lead_from_its_first_script_to_its_last() -> None:
+    first, last = (block.text for block in blocks(SCRIPTS) if block.mark("file"))
+    for block in blocks(SCRIPTS):
+        for hunk in re.split(r"^@@\n", block.text, flags=re.MULTILINE):
+            if block.language == "diff":
+                lines = hunk.splitlines(keepends=True)
+                before = "".join(line[1:] for line in lines if line[0] != "+")
+                assert first.count(before) == 1, f"{block}: {before}"
+                first = first.replace(before, "".join(line[1:] for line in lines if line[0] != "-"))
+    assert first == last
 
 
 def cells() -> Iterator[tuple[Block, str]]:
