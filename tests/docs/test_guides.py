@@ -62,6 +62,16 @@ def test_the_steps_of_the_tutorial_lead_from_its_first_script_to_its_last() -> N
     assert first == last
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_first_program_prints_what_the_first_pages_show(page: str, tmp_path: Path) -> None:
+    program, shown, *_ = (
+        block.text for block in blocks(ROOT / page) if block.language in ("python", "text")
+    )
+    (tmp_path / "program.py").write_text(program)
+    done = subprocess.run([sys.executable, tmp_path / "program.py"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, shown, "")
+
+
 def cells() -> Iterator[tuple[Block, str]]:
     """List the cells of the page, each with the output that it shows."""
     for block, following in pairwise([*blocks(NOTEBOOK), Block(NOTEBOOK, 0, "", "", "")]):

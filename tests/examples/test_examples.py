@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import doctest
 import runpy
 import shlex
 import sys
@@ -15,7 +16,9 @@ import pytest
 import torch
 
 import unisono
+from tests.support.command import UNISONO, run
 from tests.support.examples import EXAMPLES, commands, load, numbers
+from tests.support.pages import ROOT, blocks
 from tests.support.programs import PYTHON, Printed, run_programs
 
 SIZES = (1, 2, 3)
@@ -164,7 +167,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> Printed:
     programs, launchers = {}, set()
     for command in commands():
         launcher, found, program = command.partition("examples/")
-        if found and launcher.startswith("python -m unisono run"):
+        if found and launcher.startswith("python -m unisono run") and program != "hang.py":
             launchers.add(launcher)
             name = program.partition(".py")[0] + ", resumed" * ("--resume" in program)
             programs[name] = [*shlex.split(f"{EXAMPLES}/{program}"), *more[name]]
@@ -182,6 +185,20 @@ def test_programs_by_their_commands(printed: Printed) -> None:
         name = "round 20" if program == "actors" else "accuracy"
         (found,) = numbers(printed[program], name)
         assert found > bound
+
+
+def test_the_rank_that_hangs_is_named_as_the_first_pages_show() -> None:
+    """Those are README and the index of the site."""
+    name = "examples/hang.py"
+    program = str(EXAMPLES / "hang.py")
+    done = run([*UNISONO, "run", "-n", "2", program, "--deadline=1"])
+    assert done.code == 1
+    error = done.err[done.err.index("\nerror: ") + 1 :].replace(program, name)
+    for page in (ROOT / "README.md", ROOT / "docs" / "index.md"):
+        (shown,) = (block.text for block in blocks(page) if name in block.text)
+        command, _, expected = shown.partition("...\n")
+        assert command == "$ python -m unisono run -n 2 examples/hang.py\n"
+        assert doctest.OutputChecker().check_output(expected, error, doctest.ELLIPSIS), error
 
 
 def test_sweep_by_its_command(
