@@ -20,18 +20,18 @@ from tests.support.pages import OF_CLUSTERS, ROOT, Block, blocks
 from tests.support.requirements import require_backend
 from tests.support.sessions import Sessions
 
-NOTEBOOK, TESTING = ROOT / "docs" / "learn" / "notebook.md", ROOT / "docs" / "learn" / "tests.md"
 FOLDERS = [ROOT / "docs" / "learn", ROOT / "docs" / "how-to"]
+NOTEBOOK, TESTING = ROOT / "docs" / "learn" / "notebook.md", ROOT / "docs" / "learn" / "tests.md"
 CONSOLES = {
     block.text: block  # what several pages show alike is run once
     for folder in FOLDERS
     for page in sorted({*folder.glob("*.md")} - {*OF_CLUSTERS, TESTING})
     for block in blocks(page)
-    if block.language == "console"
+    if block.language == "console" and "-m pip " not in block.text  # nothing is installed
 }
 TESTS = [block for block in blocks(TESTING) if block.language == "console"]
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-PROGRAMS = [path for folder in FOLDERS for path in (folder / "programs").glob("*.py")]
+PROGRAMS = [path for folder in FOLDERS for path in sorted((folder / "programs").glob("*.py"))]
 SCRIPTS = ROOT / "docs" / "learn" / "training-script.md"
 
 
