@@ -12,21 +12,15 @@ from tests.support.pages import ROOT, blocks
 from tests.support.programs import PYTHON, TORCHRUN, Printed, run_programs
 
 FOLDER = ROOT / "docs" / "coming-from"
-LIBRARIES = {
-    "accelerate": ("accelerate", TORCHRUN),
-    "fabric": ("lightning_fabric", PYTHON),
-    "ignite": ("ignite", TORCHRUN),
-    "mmengine": ("mmengine", TORCHRUN),
-    "torch_distributed": ("torch", TORCHRUN),
-    "torch_multiprocessing": ("torch", PYTHON),
+LIBRARIES = {  # the module by the name of the folder
+    **{"accelerate": "accelerate", "ignite": "ignite", "mmengine": "mmengine"},
+    "torch_distributed": "torch",
 }
 PEERS = {
     **dict.fromkeys(("unisono", "torch.distributed", "torch.multiprocessing"), "torch"),
     **{"ignite": "ignite", "accelerate": "accelerate", "Fabric": "lightning_fabric"},
     **{"mmengine": "mmengine", "mpi4py": "mpi4py"},
 }
-ELSEWHERE = {"horovod", "mpi4py"}  # tests/real, where these libraries are
-HERE = [pair for pair in PAIRS if pair[0] in LIBRARIES]
 BACKENDS = ("gloo", "threads")
 pytestmark = pytest.mark.timeout(400)
 
@@ -45,20 +39,14 @@ def by_us(tmp_path_factory: pytest.TempPathFactory) -> Printed:
 
 
 @pytest.fixture(scope="module")
-def by_them(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], Printed]:
-    """By launcher the output of its programs, all in one launch."""
-    return {
-        launcher: run_programs(
-            launcher,
-            {
-                f"{library}-{job}": [str(theirs(library, job))]
-                for library, job in HERE
-                if LIBRARIES[library][1] == launcher and is_here(LIBRARIES[library][0])
-            },
-            tmp_path_factory.mktemp("theirs"),
-        )
-        for launcher in (PYTHON, TORCHRUN)
+def by_them(tmp_path_factory: pytest.TempPathFactory) -> Printed:
+    """The output of the other libraries' programs, all in one launch of torchrun."""
+    programs = {
+        f"{library}-{job}": [str(theirs(library, job))]
+        for library, job in PAIRS
+        if is_here(LIBRARIES[library])
     }
+    return run_programs(TORCHRUN, programs, tmp_path_factory.mktemp("theirs"))
 
 
 @pytest.mark.parametrize("job", sorted({job for _, job in PAIRS}))
@@ -66,19 +54,18 @@ def test_ours_prints_the_same_on_gloo_and_threads(job: str, by_us: Printed) -> N
     assert lines_in(by_us, f"{job}-gloo") == lines_in(by_us, f"{job}-threads")
 
 
-@pytest.mark.parametrize(("library", "job"), HERE, ids=map("-".join, HERE))
+@pytest.mark.parametrize(("library", "job"), PAIRS, ids=map("-".join, PAIRS))
 def test_theirs_and_ours_print_the_same(
-    library: str, job: str, by_us: Printed, by_them: dict[tuple[str, ...], Printed]
+    library: str, job: str, by_us: Printed, by_them: Printed
 ) -> None:
-    module, launcher = LIBRARIES[library]
-    if not is_here(module):
-        pytest.skip(f"{module} isn't installed")
-    assert lines_in(by_us, f"{job}-gloo") == lines_in(by_them[launcher], f"{library}-{job}")
+    if not is_here(LIBRARIES[library]):
+        pytest.skip(f"{LIBRARIES[library]} isn't installed")
+    assert lines_in(by_us, f"{job}-gloo") == lines_in(by_them, f"{library}-{job}")
 
 
 def test_every_program_is_on_its_page() -> None:
-    assert {library for library, _ in PAIRS} == {*LIBRARIES, *ELSEWHERE}
-    for library in {library for library, _ in PAIRS}:
+    assert {library for library, _ in PAIRS} == {*LIBRARIES}
+    for library in LIBRARIES:
         page = FOLDER / f"{library.replace('_', '-')}.md"
         files = {block.mark("file") for block in blocks(page)} - {None}
         jobs = [job for name, job in PAIRS if name == library]
