@@ -12,10 +12,8 @@ from tests.support.pages import ROOT, blocks
 from tests.support.programs import PYTHON, TORCHRUN, Printed, run_programs
 
 FOLDER = ROOT / "docs" / "coming-from"
-LIBRARIES = {  # the module by the name of the folder
-    **{"accelerate": "accelerate", "ignite": "ignite", "mmengine": "mmengine"},
-    "torch_distributed": "torch",
-}
+LIBRARIES = {"accelerate": "accelerate", "mmengine": "mmengine", "torch_distributed": "torch"}
+"""The module by the name of the folder."""
 PEERS = {
     **dict.fromkeys(("unisono", "torch.distributed", "torch.multiprocessing"), "torch"),
     **{"ignite": "ignite", "accelerate": "accelerate", "Fabric": "lightning_fabric"},
