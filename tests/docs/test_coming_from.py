@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,10 @@ PEERS = {
 }
 BACKENDS = ("gloo", "threads")
 pytestmark = pytest.mark.timeout(400)
+
+
+def page_of(library: str) -> Path:
+    return FOLDER / f"{library.replace('_', '-')}.md"
 
 
 def is_here(library: str) -> bool:
@@ -58,14 +63,16 @@ def test_theirs_and_ours_print_the_same(
 ) -> None:
     if not is_here(LIBRARIES[library]):
         pytest.skip(f"{LIBRARIES[library]} isn't installed")
-    assert lines_in(by_us, f"{job}-gloo") == lines_in(by_them, f"{library}-{job}")
+    lines = lines_in(by_us, f"{job}-gloo")
+    assert lines == lines_in(by_them, f"{library}-{job}")
+    shown = [block.text for block in blocks(page_of(library)) if block.language == "text"]
+    assert "".join(f"{line}\n" for line in lines) in shown
 
 
 def test_every_program_is_on_its_page() -> None:
     assert {library for library, _ in PAIRS} == {*LIBRARIES}
     for library in LIBRARIES:
-        page = FOLDER / f"{library.replace('_', '-')}.md"
-        files = {block.mark("file") for block in blocks(page)} - {None}
+        files = {block.mark("file") for block in blocks(page_of(library))} - {None}
         jobs = [job for name, job in PAIRS if name == library]
         programs = "docs/coming-from/programs"
         wanted = {f"{programs}/{where}/{job}.py" for job in jobs for where in (library, "ours")}
