@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 
@@ -12,23 +13,19 @@ from tests.support.pages import ROOT, blocks
 from tests.support.programs import PYTHON, TORCHRUN, Printed, run_programs
 
 FOLDER = ROOT / "docs" / "coming-from"
-LIBRARIES = {
-    "accelerate": ("accelerate", TORCHRUN),
-    "fabric": ("lightning_fabric", PYTHON),
-    "ignite": ("ignite", TORCHRUN),
-    "mmengine": ("mmengine", TORCHRUN),
-    "torch_distributed": ("torch", TORCHRUN),
-    "torch_multiprocessing": ("torch", PYTHON),
-}
+LIBRARIES = {"accelerate": "accelerate", "mmengine": "mmengine", "torch_distributed": "torch"}
+"""The module by the name of the folder."""
 PEERS = {
     **dict.fromkeys(("unisono", "torch.distributed", "torch.multiprocessing"), "torch"),
     **{"ignite": "ignite", "accelerate": "accelerate", "Fabric": "lightning_fabric"},
     **{"mmengine": "mmengine", "mpi4py": "mpi4py"},
 }
-ELSEWHERE = {"horovod", "mpi4py"}  # tests/real, where these libraries are
-HERE = [pair for pair in PAIRS if pair[0] in LIBRARIES]
 BACKENDS = ("gloo", "threads")
 pytestmark = pytest.mark.timeout(400)
+
+
+def page_of(library: str) -> Path:
+    return FOLDER / f"{library.replace('_', '-')}.md"
 
 
 def is_here(library: str) -> bool:
@@ -45,20 +42,14 @@ def by_us(tmp_path_factory: pytest.TempPathFactory) -> Printed:
 
 
 @pytest.fixture(scope="module")
-def by_them(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], Printed]:
-    """By launcher the output of its programs, all in one launch."""
-    return {
-        launcher: run_programs(
-            launcher,
-            {
-                f"{library}-{job}": [str(theirs(library, job))]
-                for library, job in HERE
-                if LIBRARIES[library][1] == launcher and is_here(LIBRARIES[library][0])
-            },
-            tmp_path_factory.mktemp("theirs"),
-        )
-        for launcher in (PYTHON, TORCHRUN)
+def by_them(tmp_path_factory: pytest.TempPathFactory) -> Printed:
+    """The output of the other libraries' programs, all in one launch of torchrun."""
+    programs = {
+        f"{library}-{job}": [str(theirs(library, job))]
+        for library, job in PAIRS
+        if is_here(LIBRARIES[library])
     }
+    return run_programs(TORCHRUN, programs, tmp_path_factory.mktemp("theirs"))
 
 
 @pytest.mark.parametrize("job", sorted({job for _, job in PAIRS}))
@@ -66,21 +57,22 @@ def test_ours_prints_the_same_on_gloo_and_threads(job: str, by_us: Printed) -> N
     assert lines_in(by_us, f"{job}-gloo") == lines_in(by_us, f"{job}-threads")
 
 
-@pytest.mark.parametrize(("library", "job"), HERE, ids=map("-".join, HERE))
+@pytest.mark.parametrize(("library", "job"), PAIRS, ids=map("-".join, PAIRS))
 def test_theirs_and_ours_print_the_same(
-    library: str, job: str, by_us: Printed, by_them: dict[tuple[str, ...], Printed]
+    library: str, job: str, by_us: Printed, by_them: Printed
 ) -> None:
-    module, launcher = LIBRARIES[library]
-    if not is_here(module):
-        pytest.skip(f"{module} isn't installed")
-    assert lines_in(by_us, f"{job}-gloo") == lines_in(by_them[launcher], f"{library}-{job}")
+    if not is_here(LIBRARIES[library]):
+        pytest.skip(f"{LIBRARIES[library]} isn't installed")
+    lines = lines_in(by_us, f"{job}-gloo")
+    assert lines == lines_in(by_them, f"{library}-{job}")
+    shown = [block.text for block in blocks(page_of(library)) if block.language == "text"]
+    assert "".join(f"{line}\n" for line in lines) in shown
 
 
 def test_every_program_is_on_its_page() -> None:
-    assert {library for library, _ in PAIRS} == {*LIBRARIES, *ELSEWHERE}
-    for library in {library for library, _ in PAIRS}:
-        page = FOLDER / f"{library.replace('_', '-')}.md"
-        files = {block.mark("file") for block in blocks(page)} - {None}
+    assert {library for library, _ in PAIRS} == {*LIBRARIES}
+    for library in LIBRARIES:
+        files = {block.mark("file") for block in blocks(page_of(library))} - {None}
         jobs = [job for name, job in PAIRS if name == library]
         programs = "docs/coming-from/programs"
         wanted = {f"{programs}/{where}/{job}.py" for job in jobs for where in (library, "ours")}

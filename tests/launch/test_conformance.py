@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import importlib
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ import cloudpickle
 import pytest
 
 import unisono
+from tests.support.pages import ROOT, blocks
 from tests.support.processes import until
 from unisono import registry
 from unisono.deadlines import require_time
@@ -38,6 +40,7 @@ from unisono.testing import (
 from unisono.topology import LaunchPlan, RankInfo
 
 pytestmark = pytest.mark.timeout(400)  # a law may take 120 s
+GUIDE = ROOT / "docs" / "how-to" / "write-an-environment.md"
 
 
 @pytest.fixture(autouse=True)
@@ -307,6 +310,16 @@ def test_an_environment_is_found_by_its_name_in_any_case_and_may_talk_while_it_i
     monkeypatch.syspath_prepend(str(tmp_path))
     is_known(monkeypatch, whole, EXAMPLES=(WHOLE,), __module__="talks")
     assert [o for o in check_environment("Mine") if o.status != "passed"] == []
+
+
+def test_every_law_holds_in_the_environment_that_the_guide_begins_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "begins_the_guide.py").write_text(next(blocks(GUIDE)).text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("begins_the_guide")
+    monkeypatch.setattr(environment_laws, "find_environment", lambda name: module)
+    assert [o for o in check_environment("batch") if o.status != "passed"] == []
 
 
 def test_without_examples_laws_are_not_counted_as_passed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import unisono as idist
-from tests.real.jobs import adopted, run_digits, run_parts, run_theirs
+from tests.real.jobs import adopted, run_digits, run_parts
 from tests.real.oracle import check_collectives, check_exchange, same
 from tests.support import at_a_glance
 from tests.support.processes import until
@@ -70,10 +70,6 @@ def part_collectives() -> None:
 
 def part_digits() -> None:
     run_digits("horovod")
-
-
-def part_theirs() -> None:
-    run_theirs("horovod", lambda: wait_for_all(os.environ, 60))
 
 
 def part_glance() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import re
@@ -12,20 +11,16 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 import unisono as idist
-from tests.support.coming_from import jobs_of, ours, theirs
 from tests.support.command import run, started
 from tests.support.pages import ROOT
 from tests.support.processes import SOURCES, marked
 from unisono.model.contract import ComputationModel
 from unisono.topology import ContextHint, RankInfo
-
-if TYPE_CHECKING:
-    import pytest
 
 EXAMPLE = ROOT / "examples" / "digits.py"
 PATH = f"{SOURCES}:{ROOT}"
@@ -102,46 +97,6 @@ def check_killed_parent(backend: str, folder: Path) -> None:
         job.wait_for("up", 2)
         job.end(signal.SIGKILL, 15)
         assert not marked(job.mark, 10)
-
-
-def run_theirs(library: str, before: Callable[[], object] = lambda: None) -> None:
-    """Run a library's programs of docs/coming-from; write what each prints into a file."""
-    for job in jobs_of(library):
-        before()
-        path = Path(os.environ[_FOLDER], f"{job} {os.getpid()}")
-        with path.open("w") as file, contextlib.redirect_stdout(file):
-            runpy.run_path(str(theirs(library, job)), run_name="__main__")
-
-
-def check_programs(
-    library: str,
-    command: Sequence[str],
-    environ: Mapping[str, str],
-    pool: idist.WorkerPool,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Compare what a library's programs print in one job with what ours do, there and on threads.
-
-    Ours run in this process, and their ranks in the pool's: that `spawn` works isn't asked here.
-    """
-    run_job(command, "theirs", 2, {**environ, **writing_to(folder)})
-    on_threads: Any = idist.spawn
-
-    def spawn(backend: str, fn: Any, args: Any = (), *, nproc_per_node: int) -> list[str]:
-        if backend == "threads":
-            lines: list[str] = on_threads(backend, fn, args, nproc_per_node=nproc_per_node)
-            return lines
-        return pool.run(fn, *args)
-
-    monkeypatch.setattr(idist, "spawn", spawn)
-    for job in jobs_of(library):
-        said = sorted(path.read_text().strip() for path in folder.glob(f"{job} *"))
-        assert len(said) == 2, job
-        for backend in (library, "threads"):
-            runpy.run_path(str(ours(job, backend, folder)), run_name="__main__")
-            assert sorted(capsys.readouterr().out.splitlines()) == said, (job, backend)
 
 
 def run_digits(backend: str) -> None:

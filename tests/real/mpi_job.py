@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import unisono as idist
-from tests.real.jobs import adopted, run_digits, run_parts, run_theirs, say
+from tests.real.jobs import adopted, run_digits, run_parts, say
 from tests.real.oracle import check_collectives, check_exchange, same
 from unisono.context import ContextState, communicator
 from unisono.errors import CollectiveTimeoutError, ContextError, GroupMembershipError
@@ -77,10 +77,6 @@ def facade() -> None:
 
 def digits() -> None:
     run_digits("mpi4py")
-
-
-def theirs() -> None:
-    run_theirs("mpi4py")
 
 
 def missed(rank: int, kind: type[Exception], call: Callable[[], object]) -> None:

@@ -28,7 +28,6 @@ from tests.real.jobs import (
     PATH,
     check_digits,
     check_killed_parent,
-    check_programs,
     run_job,
     with_model,
     writing_to,
@@ -336,16 +335,6 @@ def test_a_broken_installation_says_so(tmp_path: Path) -> None:
         assert len(refused) == 2
         for line in refused:
             assert re.match(f"{'NoneType' if is_known else 'ImportError'} .*{sign}", line)
-
-
-def test_a_program_of_horovod_and_ours_print_the_same(
-    pool: unisono.WorkerPool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    command = [*horovodrun(2), *JOB]
-    check_programs("horovod", command, os.environ, pool, tmp_path, monkeypatch, capsys)
 
 
 @pytest.mark.usefixtures("own_pages")

@@ -22,7 +22,6 @@ from tests.real.jobs import (
     PATH,
     check_digits,
     check_killed_parent,
-    check_programs,
     run_job,
     with_model,
     writing_to,
@@ -390,16 +389,6 @@ class TestRefusals:
         generator = (x for x in [1])
         with pytest.raises(PayloadError, match="can't be pickled"):
             launcher.launch(lambda info: next(generator), LaunchPlan(2))
-
-
-@pytest.mark.usefixtures("runtime")
-def test_a_program_of_mpi4py_and_ours_print_the_same(
-    pool: idist.WorkerPool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    check_programs("mpi4py", mpiexec(2), variables(), pool, tmp_path, monkeypatch, capsys)
 
 
 KINDS = ["in_c", "slow_loader"]

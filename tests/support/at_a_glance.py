@@ -1,4 +1,4 @@
-"""A check of the table of other libraries' calls: each call must exist with these arguments."""
+"""A check of the tables of other libraries' calls: each call must exist with these arguments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from tests.support.pages import ROOT
 from tests.support.processes import run_python
 
-PAGE = ROOT / "docs" / "coming-from" / "index.md"
+PAGES = sorted((ROOT / "docs" / "coming-from").glob("*.md"))
 # By column: the module, or the object in a module, for each name with which its calls begin.
 COLUMNS = {
     "unisono": {"idist": "unisono"},
@@ -21,6 +21,8 @@ COLUMNS = {
         "accelerator": "accelerate:Accelerator",
         "Accelerator": "accelerate:Accelerator",
         "notebook_launcher": "accelerate:notebook_launcher",
+        "ProjectConfiguration": "accelerate.utils:ProjectConfiguration",
+        "get_logger": "accelerate.logging:get_logger",
         **{
             name: f"accelerate.utils:{name}"
             for name in ("broadcast", "broadcast_object_list", "gather_object", "set_seed")
@@ -49,7 +51,7 @@ COLUMNS = {
         "convert_sync_batchnorm": "mmengine.model:convert_sync_batchnorm",
     },
     "mpi4py": {"MPI": "mpi4py.MPI", "comm": "mpi4py.MPI:Comm"},
-    "torch.multiprocessing": {"mp": "torch.multiprocessing"},
+    "torch.multiprocessing": {"mp": "torch.multiprocessing", "t": "torch:Tensor"},
 }
 GIVES = {"mp.Pool": "multiprocessing.pool:Pool"}  # the class of a function's result
 
@@ -60,13 +62,22 @@ def check_in_child(*columns: str) -> None:
     run_python("-W", "ignore", "-c", code, cwd=ROOT)
 
 
+def _tables() -> Iterator[list[list[str]]]:
+    """Give the rows of each table that has a library's calls beside those of unisono."""
+    for page in PAGES:
+        for lines in re.findall(r"(?:^\|.*\n)+", page.read_text(), re.MULTILINE):
+            rows = [[cell.strip() for cell in row[1:-1].split("|")] for row in lines.splitlines()]
+            if rows[0][1:] == ["unisono"]:
+                assert rows[0][0] in COLUMNS, rows[0]
+                yield rows
+
+
 def _calls(column: str) -> Iterator[str]:
-    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
-    titles, _, *rows = ([cell.strip() for cell in line[1:-1].split("|")] for line in lines)
-    at = titles.index(column)
-    for row in rows:
-        assert len(row) == len(titles), row
-        yield from re.findall(r"`([^`]+)`", row[at])
+    for titles, _, *rows in _tables():
+        for row in rows if column in titles else ():
+            assert len(row) == len(titles), row
+            assert all(row), row
+            yield from re.findall(r"`([^`]+)`", row[titles.index(column)])
 
 
 def check(column: str) -> None:

@@ -16,10 +16,6 @@ PAIRS = sorted(
 _LINE = re.compile(r"rank \d(?:(?!rank \d).)*")
 
 
-def jobs_of(library: str) -> list[str]:
-    return [job for name, job in PAIRS if name == library]
-
-
 def theirs(library: str, job: str) -> Path:
     return PROGRAMS / library / f"{job}.py"
 

@@ -11,8 +11,6 @@ import gc
 import importlib
 import itertools
 import json
-import multiprocessing
-import multiprocessing.context
 import os
 import runpy
 import sys
@@ -20,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 BEGINS = "=== "
-PRELOADED = ["torch", "lightning_fabric"]
 
 
 def main() -> None:
@@ -28,7 +25,6 @@ def main() -> None:
     # The output of this process and its children goes into a file that no other rank writes.
     file = os.open(f"{folder}/{os.getpid()}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, sys.stdout.fileno())
-    _start_forks_of(PRELOADED)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _separate_stores()
     variables = dict(os.environ)
@@ -44,13 +40,6 @@ def main() -> None:
     if "unisono" not in sys.modules:
         sys.stderr.flush()
         os._exit(0)  # threads of other libraries may abort a process at its exit
-
-
-def _start_forks_of(modules: list[str]) -> None:
-    """Let multiprocessing fork from a process that has loaded modules, instead of spawning."""
-    contexts = vars(multiprocessing.context)["_concrete_contexts"]
-    contexts["spawn"] = contexts["forkserver"]
-    multiprocessing.set_forkserver_preload(modules)
 
 
 def _separate_stores() -> None:
