@@ -59,9 +59,10 @@ def auto_model(
         sync_bn: whether batch norms take their statistics over all ranks.
         wrapper: ``"ddp"``: each rank has the whole model, and backward averages the gradients:
             ``DistributedDataParallel`` on native, else `Replicated` or the library's wrapper.
-            ``"fsdp"``: ``fully_shard``, if the backend supports it. Or a name passed to
-            `register_wrapper` or an entry point of the group ``unisono.wrappers``, or a callable
-            that takes the module and returns one.
+            ``"fsdp"``: ``fully_shard``, if the backend supports it; it takes each shard from the
+            rank that keeps it, so first make the values equal, by a seed or `broadcast_params`.
+            Or a name passed to `register_wrapper` or an entry point of the group
+            ``unisono.wrappers``, or a callable that takes the module and returns one.
         kwargs: options of the wrapper; for ``"ddp"`` those of ``DistributedDataParallel``, whose
             ``process_group`` may be any group of this context, on native.
 
