@@ -282,6 +282,9 @@ def _cell(timings: Mapping[str, Timing] | None) -> str:
 def plot(results: Mapping[int, Found], path: str) -> None:
     """Draw speed over size of `all_reduce` of float32, and of a copy, for each number of ranks."""
     plots = importlib.import_module("matplotlib.figure")
+    names = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    grey = dict.fromkeys(names, "#808080")  # readable on white and on black
+    plots.mpl.rcParams.update({**grey, "axes.titlecolor": "#808080", "legend.framealpha": 0})
     figure = plots.Figure(figsize=(5 * len(results), 4), layout="constrained")
     grid = figure.subplots(1, len(results), sharey=True, squeeze=False)[0]
     for axes, (ranks, found) in zip(grid, results.items(), strict=True):
@@ -307,7 +310,7 @@ def plot(results: Mapping[int, Found], path: str) -> None:
         axes.minorticks_off()
     grid[0].set(ylabel="GB/s of each rank's tensor")
     grid[-1].legend()
-    figure.savefig(path)
+    figure.savefig(path, transparent=True)
 
 
 def main() -> int:

@@ -54,7 +54,6 @@ include_patterns = [
 exclude_patterns = [".nox", ".git", ".cache", "**/.ipynb_checkpoints"]
 html_extra_path = ["_root"]  # the first address leads to the index
 
-smartquotes = False  # they make one dash of the two before an option
 nitpicky = True
 # No build asks the network: names of other libraries stay without a link.
 nitpick_ignore_regex = [
