@@ -13,7 +13,12 @@ from tests.support.pages import ROOT, blocks
 from tests.support.programs import PYTHON, TORCHRUN, Printed, run_programs
 
 FOLDER = ROOT / "docs" / "coming-from"
-LIBRARIES = {"accelerate": "accelerate", "mmengine": "mmengine", "torch_distributed": "torch"}
+LIBRARIES = {
+    "accelerate": "accelerate",
+    "ignite": "ignite",
+    "mmengine": "mmengine",
+    "torch_distributed": "torch",
+}
 """The module by the name of the folder."""
 PEERS = {
     **dict.fromkeys(("unisono", "torch.distributed", "torch.multiprocessing"), "torch"),
