@@ -50,15 +50,21 @@ def test_a_command_prints_what_its_page_says(block: Block, tmp_path: Path) -> No
         assert (done.returncode, done.stdout) == (0, expected), done.stdout + done.stderr
 
 
-def test_the_steps_of_the_tutorial_lead_from_its_first_script_to_its_last() -> None:
+def test_the_steps_of_the_tutorial_lead_from_its_first_script_to_its_last(tmp_path: Path) -> None:
+    """And each of them leaves a script that runs."""
     first, last = (block.text for block in blocks(SCRIPTS) if block.mark("file"))
     for block in blocks(SCRIPTS):
+        if block.language != "diff":
+            continue
         for hunk in re.split(r"^@@\n", block.text, flags=re.MULTILINE):
-            if block.language == "diff":
-                lines = hunk.splitlines(keepends=True)
-                before = "".join(line[1:] for line in lines if line[0] != "+")
-                assert first.count(before) == 1, f"{block}: {before}"
-                first = first.replace(before, "".join(line[1:] for line in lines if line[0] != "-"))
+            lines = hunk.splitlines(keepends=True)
+            before = "".join(line[1:] for line in lines if line[0] != "+")
+            assert first.count(before) == 1, f"{block}: {before}"
+            first = first.replace(before, "".join(line[1:] for line in lines if line[0] != "-"))
+        (tmp_path / "step.py").write_text(first)
+        words = [sys.executable, "step.py", "--epochs", "1"]
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, f"{block}: {done.stderr}"
     assert first == last
 
 
