@@ -218,8 +218,8 @@ def refuse_fork(context: ContextState) -> None:
         relation = "was made by" if isinstance(context.model, ChildOfRank) else "is a fork of"
         raise ContextError(
             f"this process {relation} rank {context.model.topology.rank}, whose connections it "
-            "must not use: call this in the process that called initialize(), or start new "
-            "processes with spawn()"
+            "must not use: call this in the process that called initialize() (not in a DataLoader "
+            "worker, but in the loop that reads from it), or start new processes with spawn()"
         )
 
 
