@@ -15,10 +15,25 @@ from unisono.errors import ArgumentError, EnvironmentDetectionError
 _HOST = re.compile(r"([\w.-]+)(?::([1-9][0-9]{0,5}))?")
 
 
+# The variables that users set; docs/reference/variables.md describes them.
+_VARIABLES = (
+    *("UNISONO_BACKEND", "UNISONO_DEBUG", "UNISONO_NO_PICKLE", "UNISONO_RANK_COUNTS"),
+    *("UNISONO_SHARED_BYTES", "UNISONO_SOCKET_IFNAME", "UNISONO_STATUS", "UNISONO_TRACE"),
+    *("UNISONO_TRACEBACK", "UNISONO_WARN_AFTER_S"),
+)
+
+
 def check_variables() -> None:
-    """Raise if a number in one of our variables is bad; called before replicas start."""
+    """Raise if one of our variables is misspelt or its number is bad; called before a start."""
     for variable in ("UNISONO_WARN_AFTER_S", "UNISONO_SHARED_BYTES"):
         number_in(variable, 0.0)  # called only for its error
+    known = {name.removeprefix("UNISONO_"): name for name in _VARIABLES}
+    for name in os.environ:
+        # Other programs may have variables of this prefix, whose names aren't near to ours.
+        if name.startswith("UNISONO_") and name not in _VARIABLES:
+            near = difflib.get_close_matches(name.removeprefix("UNISONO_"), known, 1, 0.8)
+            if near:
+                raise ArgumentError(f"unknown variable {name}: did you mean {known[near[0]]}?")
 
 
 def _from_text(value: Any) -> Any:

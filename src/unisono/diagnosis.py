@@ -16,10 +16,10 @@ import torch
 
 from unisono import registry
 from unisono.accelerators import accelerator, accelerator_count
-from unisono.arguments import number_in
+from unisono.arguments import check_variables, number_in
 from unisono.environments.detection import Finding, environments, explain
 from unisono.environments.nodes import explain_nodes, meaning
-from unisono.errors import EnvironmentDetectionError
+from unisono.errors import ArgumentError, EnvironmentDetectionError
 from unisono.host import arena, memory
 from unisono.node import MACHINE
 from unisono.plugins import load
@@ -133,6 +133,10 @@ def problems(facts: Mapping[str, Any], backend: str | None, launcher: str | None
     is_node = facts["node"]["source"] is not None  # then a launcher will set the ranks' variables
     errors = [None if is_node else facts["environment"]["error"], facts["node"]["error"]]
     reasons = [error for error in errors if error is not None]
+    try:
+        check_variables()
+    except ArgumentError as error:
+        reasons.append(str(error))
     for what, name, find in (
         ("backend", backend, registry.find_model),
         ("launcher", launcher, registry.find_launcher),

@@ -14,7 +14,8 @@ import pytest
 
 import unisono
 from tests.support.pages import ROOT
-from unisono.cli import COMMANDS
+from unisono import arguments
+from unisono.cli import COMMANDS, OF_RUN
 
 REFERENCE = ROOT / "docs" / "reference"
 _DIRECTIVE = re.compile(r"^\.\. (?:py:)?(auto\w+|data|currentmodule):: +(\S+)$", re.MULTILINE)
@@ -112,6 +113,8 @@ def test_every_variable_is_described() -> None:
     text = (REFERENCE / "variables.md").read_text()
     rows = re.findall(r"^\| `(UNISONO_[A-Z_]+)` \| (.+) \|$", text, re.MULTILINE)
     assert {name for name, _ in rows} == read
+    by_user = {name for name, _ in rows if name not in text.partition("## Set by unisono")[2]}
+    assert {*arguments._VARIABLES, OF_RUN} == by_user
     assert len(rows) == len(read)
 
 

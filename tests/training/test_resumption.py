@@ -167,9 +167,10 @@ def test_a_position_goes_on_with_the_rest() -> None:
         again.load_state_dict(state)
         assert again.state_dict() == state
         again.set_epoch(again.epoch)
+        assert again.start_batch == 4
         assert len(again) == len(whole)
         assert [rows.tolist() for rows in again] == whole[4:]
-        assert again.epoch == 4
+        assert (again.epoch, again.start_batch) == (4, 0)
         again.sampler.set_epoch(3)
         assert [rows.tolist() for rows in again] == whole
 

@@ -86,6 +86,14 @@ def test_our_own_variables_are_numbers_or_an_error_names_them(text: str) -> None
             assert "UNISONO_WARN_AFTER_S=" in str(error)
 
 
+def test_a_misspelt_variable_of_ours_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNISONO_SITE", "of somebody else")
+    assert idist.spawn("serial", abs) == [0]
+    monkeypatch.setenv("UNISONO_NO_PICKEL", "1")
+    with pytest.raises(ArgumentError, match=r"UNISONO_NO_PICKEL: did you mean UNISONO_NO_PICKLE\?"):
+        idist.spawn("serial", abs)
+
+
 @pytest.mark.parametrize(
     "value",
     [0, -1, 0.0, timedelta(0), timedelta(seconds=-1), True, "5", None, float("nan"), float("inf"),

@@ -56,9 +56,9 @@ _NOW_S = 2.0  # a stack younger than this counts as the current one
 _MIB = 1 << 20
 
 
-def chosen(jobs: Sequence[ObservedJob], wanted: str | None) -> ObservedJob:
-    """Return the job that `wanted` names: by name, a rank's pid, program, or start of the name."""
-    # The first way of naming that matches any job decides; it must match only one.
+def named_jobs(jobs: Sequence[ObservedJob], wanted: str | None) -> list[ObservedJob]:
+    """Return the jobs that `wanted` names: by name, a rank's pid, program, or start of the name."""
+    # The first way of naming that matches any job decides.
     ways: Sequence[Callable[[ObservedJob], bool]] = (
         lambda job: wanted in (None, job.name),
         lambda job: wanted in {str(rank.pid) for rank in job.ranks},
@@ -68,6 +68,12 @@ def chosen(jobs: Sequence[ObservedJob], wanted: str | None) -> ObservedJob:
     found: list[ObservedJob] = []
     for way in ways:
         found = found or [job for job in jobs if way(job)]
+    return found
+
+
+def chosen(jobs: Sequence[ObservedJob], wanted: str | None) -> ObservedJob:
+    """Return the one job that `wanted` names."""
+    found = named_jobs(jobs, wanted)
     if len(found) == 1:
         return found[0]
     called = "" if wanted is None else f" called {wanted!r}"

@@ -179,8 +179,6 @@ def run(
     from unisono import registry
     from unisono.node import count_ranks
 
-    for name in [name for name in os.environ if name.startswith(OF_RUN)]:
-        del os.environ[name]  # they are this command's, and not of one that a rank starts
     check_variables()
     if nnodes in (None, "auto") and node_rank is None and hosts is None:
         node = _node(launcher, backend, nproc_per_node, is_asked=nnodes == "auto")
@@ -195,8 +193,6 @@ def run(
         if max_nnodes > 1:
             node_rank, master_port = node.node_rank, master_port or node.master_port
     name = launcher or ("torchrun" if max_nnodes > 1 else _default_launcher(backend))
-    if name == "torchrun" and master_addr is not None:
-        master_port = master_port or PORT
     if not (print_only and name == "slurm"):  # a script for sbatch is written without Slurm, too
         registry.find_launcher(name)  # reports an unknown name before any other error
     _export(backend, trace)
@@ -207,7 +203,7 @@ def run(
         max_nnodes=max_nnodes,
         node_rank=node_rank,
         master_addr=master_addr,
-        master_port=master_port,
+        master_port=master_port or (PORT if name == "torchrun" and master_addr else None),
         hosts=() if hosts is None else tuple(ranks_by_host("--hosts", hosts).items()),
         max_restarts=max_restarts or 0,
         timeout_s=timeout,
@@ -254,6 +250,9 @@ def _default_launcher(backend: str | None) -> str:
 def _export(backend: str | None, trace: Path | None) -> None:
     """Set the variables that all ranks inherit from this process."""
     from unisono import registry
+
+    for name in [name for name in os.environ if name.startswith(OF_RUN)]:
+        del os.environ[name]  # a command that a rank starts has options of its own
 
     if backend is not None and registry.find_model(backend).replicas_are_threads:
         raise ArgumentError(

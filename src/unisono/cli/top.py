@@ -17,6 +17,7 @@ from unisono.cli._jobs import (
     columns_and_rows,
     headline,
     look_everywhere,
+    named_jobs,
     verdict_lines,
 )
 from unisono.cli._tables import show, wrapped
@@ -86,7 +87,8 @@ def _measured() -> Meter:
 
 
 def _once(wanted: str | None, via: list[str] | None, *, as_json: bool) -> int:
-    report, code = _report(wanted, via)
+    jobs, code = look_everywhere(_measured(), via)
+    report = reports(jobs if wanted is None else [chosen(jobs, wanted)])
     if as_json:
         typer.echo(json.dumps(report, indent=2))
         return code
@@ -99,8 +101,10 @@ def _once(wanted: str | None, via: list[str] | None, *, as_json: bool) -> int:
 
 def _check(wanted: str | None, via: list[str] | None, waited_s: float) -> int:
     """Show the jobs with a rank that has waited longer; return 1 if there are any."""
-    report, code = _report(wanted, via)
-    late = [job for job in report["jobs"] if any(_waits(each, waited_s) for each in job["ranks"])]
+    jobs, code = look_everywhere(_measured(), via)
+    # A job that hasn't begun, or is over, doesn't hang.
+    found = reports(named_jobs(jobs, wanted))["jobs"]
+    late = [job for job in found if any(_waits(each, waited_s) for each in job["ranks"])]
     for each in late:
         _show(each)
     if not late:
@@ -113,11 +117,6 @@ def _waits(rank: dict[str, Any], waited_s: float) -> bool:
     # one: the ranks that wait for it do.
     is_in_call = rank["state"] in ("waits", "in call")
     return is_in_call and rank["since_s"] > waited_s
-
-
-def _report(wanted: str | None, via: list[str] | None) -> tuple[dict[str, Any], int]:
-    jobs, code = look_everywhere(_measured(), via)
-    return reports(jobs if wanted is None else [chosen(jobs, wanted)]), code
 
 
 def _show(job: dict[str, Any]) -> None:

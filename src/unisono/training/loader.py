@@ -69,6 +69,14 @@ class ReplicaLoader(DataLoader[Any]):
             self._passed, self._counts = self._position.order - self._begin[0], True
         return self._position.order - self._passed
 
+    @property
+    def start_batch(self) -> int:
+        """The number of batches that a pass of this epoch leaves out: those before a checkpoint.
+
+        To count the batches of an epoch, count from it: ``enumerate(loader, loader.start_batch)``.
+        """
+        return self._position.start
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of an epoch; a different epoch starts at its first batch.
 
@@ -237,7 +245,8 @@ class ReplicaLoader(DataLoader[Any]):
         if size is None or size_here is None or batches * size % size_here:
             raise ArgumentError(
                 f"the position is after {batches} batches of {size} samples of all ranks, which "
-                f"are not whole batches of {size_here}: use the batch size it was saved with"
+                f"are not whole batches of {size_here}, the size of all ranks here: use the batch "
+                "size it was saved with, and a number of ranks that divides it"
             )
         seen: int = batches * size
         return seen // size_here

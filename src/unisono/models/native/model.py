@@ -79,7 +79,8 @@ class _KnownBackends:
 
     def __get__(self, _instance: object, _owner: type) -> tuple[str, ...]:
         names = dist.Backend.backend_list
-        return tuple(name for name in names if name != dist.Backend.UNDEFINED)
+        # torch has made the names "undefined" and "fake", of its own tests, for no ranks.
+        return tuple(name for name in names if name not in (dist.Backend.UNDEFINED, "fake"))
 
 
 class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
