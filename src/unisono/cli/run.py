@@ -179,7 +179,6 @@ def run(
     from unisono import registry
     from unisono.node import count_ranks
 
-    check_variables()
     if nnodes in (None, "auto") and node_rank is None and hosts is None:
         node = _node(launcher, backend, nproc_per_node, is_asked=nnodes == "auto")
         min_nnodes, max_nnodes = (1, 1) if node is None else (node.nnodes, node.max_nnodes)
@@ -248,9 +247,10 @@ def _default_launcher(backend: str | None) -> str:
 
 
 def _export(backend: str | None, trace: Path | None) -> None:
-    """Set the variables that all ranks inherit from this process."""
+    """Check the variables of this process, and set those that all ranks inherit from it."""
     from unisono import registry
 
+    check_variables()
     for name in [name for name in os.environ if name.startswith(OF_RUN)]:
         del os.environ[name]  # a command that a rank starts has options of its own
 

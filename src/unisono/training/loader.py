@@ -71,7 +71,7 @@ class ReplicaLoader(DataLoader[Any]):
 
     @property
     def start_batch(self) -> int:
-        """The number of batches that a pass of this epoch leaves out: those before a checkpoint.
+        """How many batches a pass of this epoch leaves out, as they were read before a checkpoint.
 
         To count the batches of an epoch, count from it: ``enumerate(loader, loader.start_batch)``.
         """
