@@ -214,9 +214,7 @@ def run(
         local_ranks=_local_ranks(local_ranks_filter),
     )
     _check(job, name)
-    if print_only:
-        return _print_command(name, job, script)
-    return _print_outcome(registry.find_script_runner(name)(job), job)
+    return _print_command(name, job, script) if print_only else _start(name, job)
 
 
 def _check(job: Script, launcher: str) -> None:
@@ -360,6 +358,12 @@ def _print_command(name: str, job: Script, script: str) -> int:
         raise ArgumentError(f"--print: launcher {name!r} runs no command that could be printed")
     typer.echo(text, nl=not text.endswith("\n"))
     return 0
+
+
+def _start(name: str, job: Script) -> int:
+    from unisono import registry
+
+    return _print_outcome(registry.find_script_runner(name)(job), job)
 
 
 def _print_outcome(outcome: ScriptOutcome, job: Script) -> int:
