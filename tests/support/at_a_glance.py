@@ -15,7 +15,7 @@ from tests.support.processes import run_python
 PAGES = sorted((ROOT / "docs" / "coming-from").glob("*.md"))
 # By column: the module, or the object in a module, for each name with which its calls begin.
 COLUMNS = {
-    "unisono": {"idist": "unisono"},
+    "unisono": {"idist": "unisono", "loader": "unisono.training.loader:ReplicaLoader"},
     "ignite": {"idist": "ignite.distributed"},
     "accelerate": {
         "accelerator": "accelerate:Accelerator",
@@ -37,7 +37,9 @@ COLUMNS = {
         "dist": "torch.distributed",
         "ddp": "torch.nn.parallel:DistributedDataParallel",
         "DistributedDataParallel": "torch.nn.parallel:DistributedDataParallel",
+        "DataLoader": "torch.utils.data:DataLoader",
         "DistributedSampler": "torch.utils.data:DistributedSampler",
+        "sampler": "torch.utils.data:DistributedSampler",
         "SyncBatchNorm": "torch.nn:SyncBatchNorm",
     },
     "Horovod": {
