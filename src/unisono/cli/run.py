@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import shlex
@@ -13,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from unisono.arguments import check_variables, ranks_by_host, seconds
+from unisono.arguments import check_variables, ranks_by_host, seconds, suggestion
 from unisono.cli import OF_RUN
 from unisono.environments.platforms import PORT
 from unisono.errors import ArgumentError
@@ -249,7 +250,11 @@ def _export(backend: str | None, trace: Path | None) -> None:
     from unisono import registry
 
     check_variables()
+    known = {*inspect.signature(run).parameters, "print"}
     for name in [name for name in os.environ if name.startswith(OF_RUN)]:
+        option = name.removeprefix(OF_RUN).lower()
+        if option not in known:
+            raise ArgumentError(f"unknown variable {name}.{suggestion(option, known)} (see --help)")
         del os.environ[name]  # a command that a rank starts has options of its own
 
     if backend is not None and registry.find_model(backend).replicas_are_threads:

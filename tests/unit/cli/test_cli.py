@@ -80,6 +80,13 @@ def test_a_wrong_value_of_a_variable_names_it(monkeypatch: pytest.MonkeyPatch) -
     assert "; the value is that of UNISONO_RUN_GRACE (see --help)" in done.err
 
 
+def test_a_variable_of_no_option_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNISONO_RUN_MAX_RESTART", "3")
+    done = run("run", __file__)
+    assert done.code == 2
+    assert done.err.startswith("error: unknown variable UNISONO_RUN_MAX_RESTART. Did you mean 'max_r")
+
+
 @pytest.mark.parametrize(
     ("words", "at", "completed"),
     [("unisono run --nproc", "2", ["--nproc-per-node"]), ("unisono d", "1", ["demo", "doctor"])],
