@@ -84,7 +84,9 @@ def test_a_variable_of_no_option_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("UNISONO_RUN_MAX_RESTART", "3")
     done = run("run", __file__)
     assert done.code == 2
-    assert done.err.startswith("error: unknown variable UNISONO_RUN_MAX_RESTART. Did you mean 'max_r")
+    assert done.err.startswith(
+        "error: unknown variable UNISONO_RUN_MAX_RESTART. Did you mean 'max_r"
+    )
 
 
 @pytest.mark.parametrize(
