@@ -135,7 +135,7 @@ def problems(facts: Mapping[str, Any], backend: str | None, launcher: str | None
     reasons = [error for error in errors if error is not None]
     try:
         check_variables()
-    except ArgumentError as error:
+    except (ArgumentError, EnvironmentDetectionError) as error:
         reasons.append(str(error))
     for what, name, find in (
         ("backend", backend, registry.find_model),
