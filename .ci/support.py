@@ -34,7 +34,8 @@ HEAD = """\
 # What works where
 
 Made by `nox -s support`, which runs `unisono check` on each backend; not by hand.
-A cell sums up all numbers of replicas that were checked:
+To see which backends work on your machine, run `unisono doctor`. `kvstore` is
+the plug-in of the tests. A cell sums up all numbers of replicas that were checked:
 
 - **yes**: the law holds.
 - **derived**: it holds, by members of the contract that the model leaves to be derived from its

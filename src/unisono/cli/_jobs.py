@@ -28,7 +28,7 @@ Via = Annotated[
         "or 'srun --jobid 12 --overlap'; may be given several times.",
     ),
 ]
-NO_JOB = "no job of this user was found"
+NO_JOB = "no job of this user was found; a program is one once it uses unisono"
 _COLUMNS = (
     Column("rank", is_number=True),
     Column("host"),

@@ -107,7 +107,9 @@ def _check(wanted: str | None, via: list[str] | None, waited_s: float) -> int:
     late = [job for job in found if any(_waits(each, waited_s) for each in job["ranks"])]
     for each in late:
         _show(each)
-    if not late:
+    if not found:
+        typer.echo(NO_JOB if wanted is None else f"no job called {wanted!r} was found")
+    elif not late:
         typer.echo(f"no rank has waited longer than {waited_s:g} s")
     return 1 if late else code
 

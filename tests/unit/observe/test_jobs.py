@@ -307,7 +307,7 @@ def test_a_call_without_a_line_of_the_users_has_none() -> None:
 
 
 def test_without_a_job_one_line_says_so() -> None:
-    for words in (("top",), ("top", "--once"), ("where",)):
+    for words in (("top",), ("top", "--once"), ("top", "--check"), ("where",)):
         assert run(*words) == Ended(0, f"{NO_JOB}\n", "")
     assert run("top", "--json").out.count('"jobs": []') == 1
 
@@ -317,6 +317,11 @@ def test_an_unknown_job_is_wrong_use() -> None:
         done = run(*words)
         assert (done.code, done.out) == (2, "")
         assert done.err.startswith("error: no job, program or rank's process is called 'nosuch'")
+
+
+def test_a_job_that_has_not_begun_does_not_hang() -> None:
+    shown = run("top", "--check", "--job", "nosuch")
+    assert shown == Ended(0, "no job called 'nosuch' was found\n", "")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
