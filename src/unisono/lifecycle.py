@@ -663,18 +663,6 @@ def _check_call(fn: Any, args: Any, kwargs_dict: Any) -> None:
         isinstance(kwargs_dict, Mapping) and all(isinstance(key, str) for key in kwargs_dict)
     ):
         raise ArgumentError(f"kwargs_dict={kwargs_dict!r} should be a dict with keys of type str")
-    try:
-        signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # written in C, or by a decorator that hides it
-        return
-    try:
-        signature.bind(0, *args, **(kwargs_dict or {}))
-    except TypeError as error:
-        name = getattr(fn, "__qualname__", repr(fn))
-        raise ArgumentError(
-            f"{name}{signature} can't take the local rank, which is its first argument, and "
-            f"args={args!r}, kwargs_dict={kwargs_dict!r}: {error}"
-        ) from error
 
 
 def _plan(backend: str, nproc_per_node: Any, options: Mapping[str, Any]) -> LaunchPlan:

@@ -86,15 +86,6 @@ def test_our_own_variables_are_numbers_or_an_error_names_them(text: str) -> None
             assert "UNISONO_WARN_AFTER_S=" in str(error)
 
 
-def test_a_function_that_cannot_take_the_local_rank_is_refused() -> None:
-    def takes_none() -> int:
-        return 1
-
-    with pytest.raises(ArgumentError, match="the local rank, which is its first argument"):
-        idist.spawn("serial", takes_none)  # type: ignore[arg-type]
-    assert idist.spawn("serial", lambda *args, x: (args, x), (2,), {"x": 3}) == [((0, 2), 3)]
-
-
 def test_a_misspelt_variable_of_ours_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNISONO_SITE", "of somebody else")
     assert idist.spawn("serial", abs) == [0]
