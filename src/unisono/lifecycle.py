@@ -437,7 +437,8 @@ def spawn(
     Raises:
         UnknownBackendError: no model has the backend.
         BackendUnavailableError: it is known, but can't be used here.
-        ArgumentError: a bad value or an unknown option; nothing was started.
+        ArgumentError: a bad value, an unknown option, or a misspelt variable of ours; nothing was
+            started.
         EnvironmentDetectionError: a variable of ours has a bad value; nothing was started.
         PayloadError: `fn` or its arguments can't be pickled.
         LaunchError: the replicas couldn't be started.

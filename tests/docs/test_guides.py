@@ -74,7 +74,8 @@ def test_the_first_program_prints_what_the_first_pages_show(page: str, tmp_path:
         block.text for block in blocks(ROOT / page) if block.language in ("python", "text")
     )
     (tmp_path / "program.py").write_text(program)
-    done = subprocess.run([sys.executable, tmp_path / "program.py"], capture_output=True, text=True)
+    words = [sys.executable, str(tmp_path / "program.py")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (0, shown, "")
 
 

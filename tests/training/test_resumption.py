@@ -166,6 +166,9 @@ def test_a_position_goes_on_with_the_rest() -> None:
         )
         again.load_state_dict(state)
         assert again.state_dict() == state
+        again.sampler.set_epoch(5)
+        assert again.start_batch == 0
+        again.load_state_dict(state)
         again.set_epoch(again.epoch)
         assert again.start_batch == 4
         assert len(again) == len(whole)

@@ -35,7 +35,6 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         "allow_interspersed_args": False,
         # torchrun accepts both spellings of its options
         "token_normalize_func": lambda token: token.replace("_", "-"),
-        "auto_envvar_prefix": OF_RUN.rstrip("_"),
     }
 }
 _EXAMPLES: dict[str, tuple[str, str]] = {  # of a command: a line to copy, and its page
@@ -117,13 +116,16 @@ def _command_line(name: str) -> Any:
             context_settings={**_HELP, **_SETTINGS.get(each, {})},
         )(command)
     group = typer.main.get_command(app)
+    for param in group.commands["run"].params:  # type: ignore[attr-defined]
+        if param.param_type_name == "option":
+            long = max(param.opts, key=len).lstrip("-")
+            param.envvar = OF_RUN + long.replace("-", "_").upper()
+            param.show_envvar = False  # a variable after each of twenty options hides their help
     # --version also works after a command's name.
     version = copy.copy(next(option for option in group.params if option.name == "version"))
     version.expose_value = False  # so the commands' functions need no parameter for it
     for command in group.commands.values():  # type: ignore[attr-defined]
         command.params.append(version)
-        for param in command.params:  # a variable after each of twenty options hides their help
-            param.show_envvar = False
     return group
 
 
@@ -174,14 +176,14 @@ def _exit_code(args: Sequence[str]) -> int:
 
 
 def _variable(error: Any) -> str:
-    """Name the variable that a wrong value is from."""
+    """Return a clause that names the variable that a wrong value is from, or nothing."""
     context, param = getattr(error, "ctx", None), getattr(error, "param", None)
     if context is None or param is None:
         return ""
     source = context.get_parameter_source(param.name)
     if source is None or source.name != "ENVIRONMENT":
         return ""
-    return f"; the value is that of {OF_RUN}{param.name.upper()}"
+    return f"; the value is that of {param.envvar}"
 
 
 def _complain(text: str, code: int) -> int:

@@ -61,7 +61,6 @@ def run(
         bool,
         typer.Option(
             "--print",
-            envvar=f"{OF_RUN}PRINT",
             help="Print the command, or the sbatch script; run nothing.",
         ),
     ] = False,
@@ -177,9 +176,9 @@ def run(
         The exit code of the rank that failed first, 128 plus the signal's number if one ended it;
         0 if all ranks exited by themselves, also after a SIGTERM.
     """
-    from unisono import registry
     from unisono.node import count_ranks
 
+    _check_variables()
     if nnodes in (None, "auto") and node_rank is None and hosts is None:
         node = _node(launcher, backend, nproc_per_node, is_asked=nnodes == "auto")
         min_nnodes, max_nnodes = (1, 1) if node is None else (node.nnodes, node.max_nnodes)
@@ -193,8 +192,7 @@ def run(
         if max_nnodes > 1:
             node_rank, master_port = node.node_rank, master_port or node.master_port
     name = launcher or ("torchrun" if max_nnodes > 1 else _default_launcher(backend))
-    if not (print_only and name == "slurm"):  # a script for sbatch is written without Slurm, too
-        registry.find_launcher(name)  # reports an unknown name before any other error
+    _find(name, print_only)
     _export(backend, trace)
     job = Script(
         _program(script, args or [], module, no_python),
@@ -245,17 +243,28 @@ def _default_launcher(backend: str | None) -> str:
     return "mpi" if (backend or "").lower() == "mpi4py" else "processes"
 
 
-def _export(backend: str | None, trace: Path | None) -> None:
-    """Check the variables of this process, and set those that all ranks inherit from it."""
+def _find(launcher: str, print_only: bool) -> None:
+    """Raise if a launcher is unknown or can't be used here."""
     from unisono import registry
 
-    check_variables()
-    known = {*inspect.signature(run).parameters, "print"}
+    if not (print_only and launcher == "slurm"):  # a script for sbatch needs no Slurm here
+        registry.find_launcher(launcher)
+
+
+def _check_variables() -> None:
+    """Raise for misspelt variables; remove those that give options."""
+    options = {*inspect.signature(run).parameters, "print"} - {"script", "args", "print_only"}
+    known = {OF_RUN + option.upper() for option in options}
     for name in [name for name in os.environ if name.startswith(OF_RUN)]:
-        option = name.removeprefix(OF_RUN).lower()
-        if option not in known:
-            raise ArgumentError(f"unknown variable {name}.{suggestion(option, known)} (see --help)")
+        if name not in known:
+            raise ArgumentError(f"unknown variable {name}.{suggestion(name, known)} (see --help)")
         del os.environ[name]  # a command that a rank starts has options of its own
+    check_variables()
+
+
+def _export(backend: str | None, trace: Path | None) -> None:
+    """Set the variables that all ranks inherit from this process."""
+    from unisono import registry
 
     if backend is not None and registry.find_model(backend).replicas_are_threads:
         raise ArgumentError(

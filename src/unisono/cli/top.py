@@ -21,6 +21,7 @@ from unisono.cli._jobs import (
     verdict_lines,
 )
 from unisono.cli._tables import show, wrapped
+from unisono.errors import ArgumentError
 from unisono.observe.jobs import Meter, read
 from unisono.observe.remote import packed
 from unisono.observe.report import reports
@@ -69,6 +70,8 @@ def top(
         # Ranks that have ended are included, because the caller merges the jobs with its own.
         typer.echo("\n".join(packed(read(_measured()), __version__)))
         return 0
+    if is_check and as_json:
+        raise ArgumentError("--check prints no JSON: use --json alone")
     if is_check:
         return _check(job, via, waited)
     if once or as_json or via or not (sys.stdin.isatty() and sys.stdout.isatty()):
@@ -107,6 +110,8 @@ def _check(wanted: str | None, via: list[str] | None, waited_s: float) -> int:
     late = [job for job in found if any(_waits(each, waited_s) for each in job["ranks"])]
     for each in late:
         _show(each)
+    if code != 0:  # a command of --via has printed its error
+        return code
     if not found:
         typer.echo(NO_JOB if wanted is None else f"no job called {wanted!r} was found")
     elif not late:

@@ -75,7 +75,9 @@ class ReplicaLoader(DataLoader[Any]):
 
         To count the batches of an epoch, count from it: ``enumerate(loader, loader.start_batch)``.
         """
-        return self._position.start
+        position = self._position
+        # A new epoch of the sampler is passed on when the pass begins.
+        return position.start if position.epoch_of_sampler == position.epoch_passed_on else 0
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of an epoch; a different epoch starts at its first batch.

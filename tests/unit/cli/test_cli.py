@@ -73,20 +73,23 @@ def test_variables_set_options_of_run_that_are_not_given(monkeypatch: pytest.Mon
 
 
 def test_a_wrong_value_of_a_variable_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UNISONO_RUN_GRACE", "soon")
-    done = run("run", __file__)
-    assert done.code == 2
-    assert "'--grace'" in done.err
-    assert "; the value is that of UNISONO_RUN_GRACE (see --help)" in done.err
+    for name, value, option in (("GRACE", "soon", "--grace"), ("PRINT", "maybe", "--print")):
+        with monkeypatch.context() as patch:
+            patch.setenv(f"UNISONO_RUN_{name}", value)
+            done = run("run", __file__)
+        assert done.code == 2
+        assert f"'{option}'" in done.err
+        assert f"; the value is that of UNISONO_RUN_{name} (see --help)" in done.err
 
 
-def test_a_variable_of_no_option_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UNISONO_RUN_MAX_RESTART", "3")
+@pytest.mark.parametrize("name", ["SCRIPT", "PRINT_ONLY", "VERSION", "HELP", "MAX_RESTART"])
+def test_a_variable_of_no_option_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(f"UNISONO_RUN_{name}", "1")
     done = run("run", __file__)
-    assert done.code == 2
-    assert done.err.startswith(
-        "error: unknown variable UNISONO_RUN_MAX_RESTART. Did you mean 'max_r"
-    )
+    assert (done.code, done.out) == (2, "")
+    assert f"unknown variable UNISONO_RUN_{name}." in done.err
+    if name == "MAX_RESTART":
+        assert "Did you mean 'UNISONO_RUN_MAX_RESTARTS'?" in done.err
 
 
 @pytest.mark.parametrize(

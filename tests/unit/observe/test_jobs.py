@@ -322,6 +322,9 @@ def test_an_unknown_job_is_wrong_use() -> None:
 def test_a_job_that_has_not_begun_does_not_hang() -> None:
     shown = run("top", "--check", "--job", "nosuch")
     assert shown == Ended(0, "no job called 'nosuch' was found\n", "")
+    failed = run("top", "--check", "--via", "false")
+    assert (failed.code, failed.out) == (1, "")
+    assert run("top", "--check", "--json").code == 2
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
