@@ -7,12 +7,12 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from unisono.accelerators import accelerator_count
 from unisono.control.addresses import own_address
 from unisono.environments.detection import environments
 from unisono.environments.nodes import alone, detect_node, is_gap, not_a_node
 from unisono.environments.platforms import Machine
 from unisono.errors import ArgumentError, EnvironmentDetectionError
+from unisono.plugins import load
 from unisono.topology import NodeInfo, usable_cores
 
 
@@ -66,7 +66,8 @@ def count_ranks(name: str, text: str) -> int:
     # isdigit() alone accepts "²", which int() refuses; MPI stores a number of ranks as a C int.
     if text.isascii() and text.isdigit() and 0 < int(text) < 2**31:
         return int(text)
-    n_devices, kind = accelerator_count(), text.lower()
+    # Not at the top: it imports torch, which takes a second.
+    n_devices, kind = load("unisono.accelerators:accelerator_count")(), text.lower()
     if kind == "cpu" or (kind == "auto" and n_devices == 0):
         return usable_cores()
     if kind in ("gpu", "auto"):

@@ -50,7 +50,7 @@ class Row:
     remedy: str = ""  # how to get the library
     check: str = ""  # ``module:function`` that returns why it can't be used, or None
     distribution: str = ""  # empty for unisono
-    script: str = ""  # the launcher's function that runs scripts: run(script) -> Outcome
+    script: str = ""  # ``module:function`` that runs scripts: run(script) -> ScriptOutcome
     seats_nodes: bool = False  # whether one call of a launcher starts ranks on all nodes
     command: str = ""  # shell command with which users start a model's replicas
 
@@ -87,19 +87,27 @@ MODELS = (
     ),
 )
 LAUNCHERS = (
-    Row(("processes",), "unisono.launchers.local:launch", script="run"),
-    Row(("torchrun",), "unisono.launchers.torchrun:launch", script="run"),
+    Row(
+        ("processes",),
+        "unisono.launchers.local:launch",
+        script="unisono.launchers.script.processes:run",
+    ),
+    Row(
+        ("torchrun",),
+        "unisono.launchers.torchrun:launch",
+        script="unisono.launchers.torchrun:run",
+    ),
     Row(
         ("mpi",),
         "unisono.launchers.mpi:launch",
         check="unisono.launchers.mpi:why_unavailable",
-        script="run",
+        script="unisono.launchers.mpi:run",
     ),
     Row(
         ("slurm",),
         "unisono.launchers.slurm:launch",
         check="unisono.launchers.slurm:why_unavailable",
-        script="run",
+        script="unisono.launchers.slurm:run",
         seats_nodes=True,
     ),
     Row(
@@ -107,7 +115,7 @@ LAUNCHERS = (
         "unisono.launchers.ray:launch",
         "ray",
         "python -m pip install ray",
-        script="run",
+        script="unisono.launchers.ray:run",
         seats_nodes=True,
     ),
 )

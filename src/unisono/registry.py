@@ -222,7 +222,7 @@ def find_script_runner(name: str) -> Callable[[Any], Any]:
     launch = find_launcher(name)
     row = _launchers.built_in.get(name)
     if isinstance(row, Row) and row.script:
-        runner: Callable[[Any], Any] = load(f"{row.module}:{row.script}")
+        runner: Callable[[Any], Any] = load(row.script)
         return runner
     return functools.partial(
         load("unisono.launchers.script.supervisor:run_as_function"), launch=launch

@@ -8,7 +8,7 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +20,7 @@ from unisono.environments.platforms import PORT
 from unisono.errors import ArgumentError
 from unisono.launchers.script.script import Script
 from unisono.launchers.script.supervisor import ScriptOutcome, failure
-from unisono.plugins import LAUNCHERS, load
+from unisono.plugins import LAUNCHERS, by_name, load
 from unisono.topology import GRACE_S, NodeInfo
 
 _NODES = re.compile(r"([1-9][0-9]{0,5})(?::([1-9][0-9]{0,5}))?")
@@ -56,6 +56,12 @@ def run(
     ] = False,
     no_python: Annotated[
         bool, typer.Option("--no-python", help="It is a program, not a Python script.")
+    ] = False,
+    fresh: Annotated[
+        bool,
+        typer.Option(
+            "--fresh", help="Start a new interpreter for each rank, instead of copying one."
+        ),
     ] = False,
     print_only: Annotated[
         bool,
@@ -192,7 +198,8 @@ def run(
         if max_nnodes > 1:
             node_rank, master_port = node.node_rank, master_port or node.master_port
     name = launcher or ("torchrun" if max_nnodes > 1 else _default_launcher(backend))
-    _find(name, print_only)
+    # A script for sbatch needs no Slurm here.
+    runner = None if print_only and name == "slurm" else _runner(name)
     _export(backend, trace)
     job = Script(
         _program(script, args or [], module, no_python),
@@ -211,9 +218,12 @@ def run(
         stdin_rank=stdin,
         grace_s=grace,
         local_ranks=_local_ranks(local_ranks_filter),
+        is_fresh=fresh,
     )
     _check(job, name)
-    return _print_command(name, job, script) if print_only else _start(name, job)
+    if print_only or runner is None:
+        return _print_command(name, job, script)
+    return _print_outcome(runner(job), job)
 
 
 def _check(job: Script, launcher: str) -> None:
@@ -243,12 +253,15 @@ def _default_launcher(backend: str | None) -> str:
     return "mpi" if (backend or "").lower() == "mpi4py" else "processes"
 
 
-def _find(launcher: str, print_only: bool) -> None:
-    """Raise if a launcher is unknown or can't be used here."""
-    from unisono import registry
+def _runner(launcher: str) -> Callable[[Script], ScriptOutcome]:
+    """Return what runs scripts; raise if a launcher is unknown or can't be used here."""
+    row = by_name(LAUNCHERS).get(launcher)
+    if row is not None and not (row.library or row.check):
+        runner: Callable[[Script], ScriptOutcome] = load(row.script)
+        return runner
+    from unisono import registry  # which imports torch
 
-    if not (print_only and launcher == "slurm"):  # a script for sbatch needs no Slurm here
-        registry.find_launcher(launcher)
+    return registry.find_script_runner(launcher)
 
 
 def _check_variables() -> None:
@@ -264,9 +277,7 @@ def _check_variables() -> None:
 
 def _export(backend: str | None, trace: Path | None) -> None:
     """Set the variables that all ranks inherit from this process."""
-    from unisono import registry
-
-    if backend is not None and registry.find_model(backend).replicas_are_threads:
+    if backend is not None and _has_threads(backend):
         raise ArgumentError(
             f"--backend {backend}: its replicas are threads, which no launcher starts: "
             f"use Parallel({backend!r}, nproc_per_node=N) in the script, and python to start it"
@@ -276,6 +287,15 @@ def _export(backend: str | None, trace: Path | None) -> None:
     if trace:
         # Absolute, because ranks may change their working directory.
         os.environ["UNISONO_TRACE"] = str(trace.absolute())
+
+
+def _has_threads(backend: str) -> bool:
+    """Return whether a backend's replicas are threads; raise if it is unknown."""
+    if backend in ("gloo", "nccl"):  # known without torch, whose import takes a second
+        return False
+    from unisono import registry
+
+    return registry.find_model(backend).replicas_are_threads
 
 
 def _program(script: str, args: list[str], module: bool, no_python: bool) -> tuple[str, ...]:
@@ -372,12 +392,6 @@ def _print_command(name: str, job: Script, script: str) -> int:
         raise ArgumentError(f"--print: launcher {name!r} runs no command that could be printed")
     typer.echo(text, nl=not text.endswith("\n"))
     return 0
-
-
-def _start(name: str, job: Script) -> int:
-    from unisono import registry
-
-    return _print_outcome(registry.find_script_runner(name)(job), job)
 
 
 def _print_outcome(outcome: ScriptOutcome, job: Script) -> int:

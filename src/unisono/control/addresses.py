@@ -20,6 +20,7 @@ BACKLOG = 4096
 """Connections that may wait at a listener, if the kernel allows so many."""
 LOOPBACK = "127.0.0.1"
 _KEEP_ALIVE_S = 60
+_ANSWER_S = 5.0
 _ELSEWHERE = "192.0.2.1"  # of no host (RFC 5737), so the default route leads to it
 _REMEDY = "set UNISONO_SOCKET_IFNAME to the interface that the other hosts reach"
 _VARIABLES = ("UNISONO_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -139,7 +140,7 @@ def listen_for_ranks(addr: str, port: int, *, is_one_host: bool) -> tuple[socket
     """Return a listener that a job's ranks can reach, and its address on this host."""
     # It listens at every address if `addr` stands here for one that other hosts can't reach.
     if is_one_host:
-        return listen(addr, port), addr
+        return listen_on_host(addr, port), addr
     try:
         listener = listen(addr, port)
     except OSError as error:
@@ -150,6 +151,18 @@ def listen_for_ranks(addr: str, port: int, *, is_one_host: bool) -> tuple[socket
             return listener, addr
         listener.close()
     return listen("", port), LOOPBACK
+
+
+def listen_on_host(addr: str, port: int) -> socket.socket:
+    """Return a listener for ranks of this host; raise OSError if they couldn't connect to it."""
+    listener = listen(addr, port)
+    if (reason := why_unreachable(addr, listener.getsockname()[1], _ANSWER_S)) is not None:
+        listener.close()  # torch would try for five minutes
+        raise OSError(
+            f"no process of this host can connect to {addr}: {reason}. The interface is down, "
+            "as in a new network namespace: ip link set lo up"
+        )
+    return listener
 
 
 def keep_alive(sock: socket.socket) -> None:

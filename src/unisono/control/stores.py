@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from unisono.control.addresses import listen_for_ranks, why_unreachable
-
-_ANSWER_S = 5.0
+from unisono.control.addresses import listen_for_ranks
 
 
 def store_at(*args: Any, **options: Any) -> TCPStore:
@@ -24,12 +23,6 @@ def host_store(addr: str, port: int, *, is_one_host: bool, **options: Any) -> TC
     """Host torch's store where a job's ranks can reach it; raise OSError if that fails."""
     listener, address = listen_for_ranks(addr, port, is_one_host=is_one_host)
     port = listener.getsockname()[1]
-    if is_one_host and (reason := why_unreachable(address, port, _ANSWER_S)) is not None:
-        listener.close()  # torch would try for five minutes
-        raise OSError(
-            f"no process of this host can connect to {address}: {reason}. The interface is down, "
-            "as in a new network namespace: ip link set lo up"
-        )
     how = {"is_master": True, "wait_for_workers": False, **options}
     try:
         store = store_at(address, port, master_listen_fd=listener.fileno(), **how)
@@ -42,3 +35,10 @@ def host_store(addr: str, port: int, *, is_one_host: bool, **options: Any) -> TC
         raise
     listener.detach()
     return store
+
+
+def host_forever(addr: str, port: int) -> NoReturn:
+    """Host torch's store at the listener that is this process's standard input."""
+    store = store_at(addr, port, is_master=True, wait_for_workers=False, master_listen_fd=0)
+    while store.port:
+        signal.pause()

@@ -9,11 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
-import termios
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from unisono.deadlines import DEFAULT_TIMEOUT_S
@@ -26,80 +26,16 @@ from unisono.launchers.job.process_state import check_streams, inherited, search
 from unisono.launchers.job.store import hold
 from unisono.launchers.job.worker import task_message, work
 from unisono.launchers.job.worker_handles import Worker, Workers
-from unisono.launchers.script.script import Script, env_for
-from unisono.launchers.script.supervisor import ScriptOutcome, Supervisor, restart
-from unisono.launchers.variables import OF_TORCH, share_of_cores, without
+from unisono.launchers.variables import share_of_cores
 from unisono.topology import PREFIXED, PRIVATE_STORE, LaunchPlan, RankInfo
 from unisono.tracebacks import hides
 
 __tracebackhide__ = hides
 
-# Without it, gloo in a script that doesn't use unisono listens at the address of the host's name.
-_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
 START_METHODS = ("forkserver", "spawn", "fork")
 _DEFAULT_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 _END_S = 2.0  # for a fork server to end after each signal
 _REQUEST_S = 300.0  # until the fork server accepts a request, which includes importing torch
-# Prefixes of variables that libraries read only when they are loaded: after a change, a fork server
-# that has loaded them is outdated.
-_AT_LOAD = ("LD_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "PYTHON", "TORCH_", "PYTORCH_")
-
-
-def run(script: Script) -> ScriptOutcome:
-    """Run a script in processes of this host, and again after a failure up to `max_restarts`."""
-    if script.nnodes > 1 or script.max_nnodes > 1 or len(script.hosts) > 1:
-        raise ArgumentError(
-            "launcher 'processes' starts ranks on this host alone: use launcher 'torchrun' for "
-            "several nodes, or 'slurm', 'mpi' or 'ray'"
-        )
-    base = {**_LOOPBACK, **without(os.environ, OF_TORCH)}  # the user's variables have priority
-    for attempt in range(script.max_restarts + 1):
-        outcome = _attempt(script, base, attempt)
-        if outcome.code == 0 or outcome.interrupted is not None:  # a signal ends the whole job
-            return outcome
-        if attempt < script.max_restarts:
-            restart(outcome, attempt + 1, script.max_restarts)
-    return outcome
-
-
-def _attempt(script: Script, base: Mapping[str, str], attempt: int) -> ScriptOutcome:
-    """Run the script once, with a store for this attempt that outlives every rank."""
-    with ExitStack() as held, _terminal(script.stdin_rank) as lent:
-        plan = hold(script.plan(), held)
-        ranks = [plan.info(local_rank) for local_rank in range(script.nproc_per_node)]
-        supervisor = Supervisor(script, ranks)
-        try:
-            for info in ranks:
-                variables = {**base, **env_for(info, attempt, script.max_restarts)}
-                if script.stdin_rank not in (None, info.rank):
-                    variables["PYTHONBREAKPOINT"] = "0"  # this rank has no stdin
-                terminal = lent if script.stdin_rank == info.rank else ()
-                arguments = script.rank_argv(os.getpid(), terminal)
-                supervisor.start(arguments, variables, terminal)
-        except LaunchError:
-            supervisor.kill()
-            raise
-        return supervisor.run()
-
-
-@contextlib.contextmanager
-def _terminal(rank: int | None) -> Iterator[tuple[int, ...]]:
-    """Yield copies of stdout and stderr for one rank; restore the terminal's mode afterwards."""
-    if rank is None:
-        yield ()
-        return
-    # The rank inherits the copies under their numbers, as 1 and 2 of its wrapper are pipes.
-    lent = os.dup(1), os.dup(2)
-    # A rank that is killed while it reads may leave the terminal in another mode.
-    before = termios.tcgetattr(0) if os.isatty(0) else None
-    try:
-        yield lent
-    finally:
-        for fd in lent:
-            os.close(fd)
-        if before is not None:
-            with contextlib.suppress(termios.error):  # the terminal may be closed
-                termios.tcsetattr(0, termios.TCSADRAIN, before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +106,8 @@ def begin(
     if method == "fork":  # outside the lock, which the fork would inherit locked
         ours, theirs = socket.socketpair()
         with theirs:
-            server = _ForkServer(ours, _Fork(theirs, ours), os.getpid())
+            serve = partial(_serve, theirs, ours, os.getpid())
+            server = _ForkServer(ours, forkserver.Fork(serve), os.getpid())
         held.callback(_end, server)
         _request(server, method, infos, workers)
     else:
@@ -191,8 +128,9 @@ def variables_of(info: RankInfo, environ: Mapping[str, str]) -> dict[str, str]:
 def _fork_server_for(method: str) -> _ForkServer:
     """Return a fork server whose workers inherit this process's present state."""
     _retired[:] = [old for old in _retired if old.process.poll() is None]
-    at_load = sorted(item for item in os.environ.items() if item[0].startswith(_AT_LOAD))
-    key = (*forkserver.interpreter(), *inherited(), *at_load)
+    of_start = {item for item in os.environ.items() if item[0].startswith(("LD_", "PYTHON"))}
+    of_load = forkserver.at_load(os.environ)  # too late to change once the server has loaded torch
+    key = (*forkserver.interpreter(), *inherited(), *sorted(of_start | of_load))
     known = _fork_servers.get(method)
     if known is not None and known.owner == os.getpid():  # not inherited from a parent
         # A different key means that its state is outdated; an empty peek means that it has ended.
@@ -220,6 +158,14 @@ def _start_fork_server(method: str, key: tuple[object, ...]) -> _ForkServer:
     return _ForkServer(ours, process, os.getpid(), key)
 
 
+def _serve(control: socket.socket, ours: socket.socket, parent: int) -> None:
+    """Be the fork server of one job, as a fork of the process that launches it."""
+    # Collecting torch's groups here would join threads that exist only in the parent.
+    forkserver.prepare_for_forks()
+    ours.close()  # this copy would hide the end of the control socket
+    forkserver.run(control, parent, work)
+
+
 def _retire(server: _ForkServer) -> None:
     """Close the control socket of a fork server, which then ends with its last worker."""
     with contextlib.suppress(OSError), server.control:  # closing isn't enough: forks have copies
@@ -245,27 +191,6 @@ def _end(server: _ForkServer) -> None:
             server.process.wait(_END_S)
             break
     server.control.close()
-
-
-class _Fork(subprocess.Popen[bytes]):
-    """A fork of this process itself, which is the fork server of one job and ends with it."""
-
-    def __init__(self, control: socket.socket, ours: socket.socket) -> None:
-        self._control, self._ours = control, ours
-        super().__init__(["fork"])
-
-    def _execute_child(self, *_: Any) -> None:  # called by Popen to start its process
-        parent = os.getpid()
-        self.pid = os.fork()
-        self._child_created = True  # Popen's destructor reads it
-        if self.pid == 0:
-            try:
-                # Collecting torch's groups here would join threads that exist only in the parent.
-                forkserver.prepare_for_forks()
-                self._ours.close()  # this copy would hide the end of the control socket
-                forkserver.serve(self._control, parent, work)
-            finally:
-                os._exit(0)
 
 
 def _request(server: _ForkServer, method: str, infos: Sequence[RankInfo], workers: Workers) -> None:

@@ -1,6 +1,7 @@
 """The fork server: a clean process that starts workers for one parent, and ends with it.
 
 Once the control socket is closed, the server starts no more workers and ends with the last one.
+Its workers are ranks of a function, or of a script: see ``script/hook/sitecustomize.py``.
 
 It is run by its path, not imported as part of the package, so that it starts fast: it imports only
 the standard library before its first request. Each request on the control socket is
@@ -25,15 +26,31 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn
 
 WORKER = "from unisono.launchers.job.worker import work; work({channel}, {parent})"
 # Names of the facade that a rank is likely to use: their modules are loaded once for all ranks.
 LIKELY = ("Parallel", "all_gather", "all_reduce", "barrier", "broadcast", "one_rank_only", "send")
+# Prefixes of variables that libraries read only when they are loaded, found by tracing getenv and
+# os.environ during the imports of torch and numpy: too late to change them in a fork.
+_AT_LOAD = (
+    *("ACC_", "COMPILE_STROBELIGHT_", "DNNL_", "FX_", "GFORTRAN_", "GOMP_", "GOTO_", "KINETO_"),
+    *("KMP_", "MKL", "NPY_", "NUMPY_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTORCH_", "TORCH"),
+)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_S = 0.5  # between checks of the parent, whose children may keep the control socket open
 _TERM_S = 1.0  # from SIGTERM to SIGKILL, for a worker's children: some remove their files
+
+
+def at_load(environ: Mapping[str, str]) -> set[tuple[str, str]]:
+    """Return the variables that libraries read only when they are loaded, with their values."""
+    # TORCHELASTIC_ variables are the rank's, and read later.
+    return {
+        (name, value)
+        for name, value in environ.items()
+        if name.startswith(_AT_LOAD) and not name.startswith("TORCHELASTIC_")
+    }
 
 
 def interpreter() -> list[str]:
@@ -104,6 +121,28 @@ def _fork_watcher(watch: Callable[[], None]) -> None:
 def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+class Fork(subprocess.Popen[bytes]):
+    """A fork of this process that runs a function, and ends with it."""
+
+    def __init__(self, run: Callable[[], object], **streams: Any) -> None:
+        self._run = run
+        super().__init__(["fork"], **streams)
+
+    def _execute_child(self, *arguments: Any) -> None:  # called by Popen to start its process
+        pipes = arguments[10:16]  # three pairs, in each of which one end, or none, is the child's
+        self.pid = os.fork()
+        self._child_created = True  # Popen's destructor reads it
+        if self.pid == 0:
+            try:
+                for target, fd in enumerate((pipes[0], pipes[3], pipes[5])):
+                    if fd != -1:
+                        os.dup2(fd, target)
+                self._run()
+            finally:
+                os._exit(1)
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
 class _Orphans:
@@ -180,29 +219,39 @@ def _signal(pids: Iterable[int], *numbers: int) -> None:
                 os.kill(pid, number)
 
 
-def serve(control: socket.socket, parent: int, work: Callable[[int, int], None] | None) -> None:
-    """Start workers until the parent ends, or until it closes `control` and all workers end."""
-    # SIGTERM ends all workers, then this process. A fork restores the previous handler.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+def serve(control: socket.socket, parent: int, *, may_fork: bool) -> int | None:
+    """Start workers until `control` is closed and all have ended; in a fork, return its channel.
+
+    The workers also end with the process `parent`, unless it is 0.
+    """
+    # SIGTERM ends all workers, then this process. A fork restores the previous handlers.
     orders: list[int] = []
-    previous_on_term = signal.signal(signal.SIGTERM, lambda number, _: orders.append(number))
-    wake_read, wake_write = wake_by_signals()
+    previous = {
+        signal.SIGCHLD: signal.SIG_DFL,
+        # The parent decides what Ctrl-C means.
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, _: orders.append(number)),
+    }
+    wake = wake_by_signals()
     workers: dict[socket.socket, int] = {}
     orphans, accepts_requests = _Orphans(os.getpgrp()), True  # until the parent closes `control`
     while accepts_requests or workers or orphans.are_ending:
         by_fd = {status.fileno(): status for status in workers}
-        ready = _ready([wake_read, *by_fd, *([control.fileno()] if accepts_requests else [])])
-        _drain(wake_read)
-        if orders or os.getppid() != parent:  # this process ends only after it has reaped them
+        ready = _ready([wake[0], *by_fd, *([control.fileno()] if accepts_requests else [])])
+        _drain(wake[0])
+        if orders or (parent and os.getppid() != parent):  # it ends only after it has reaped them
             accepts_requests = False
             _signal(workers.values(), signal.SIGKILL)
         elif control.fileno() in ready:
-            accepts_requests = _start_worker(
-                control, workers, [wake_read, wake_write], work, previous_on_term
-            )
+            # Both requests, fork and exec, have 4 bytes; they come with 5 descriptors.
+            request, fds, _, _ = socket.recv_fds(control, 4, 5)
+            accepts_requests = bool(request)
+            if request and _start_worker(fds, workers, may_fork and request == b"fork"):
+                return _become_worker(fds, [control, *workers], wake, previous)
         for status in [by_fd[fd] for fd in ready if fd in by_fd]:
             _forward_signals(status, workers[status])
         orphans.reap(workers)
+    return None
 
 
 def supervise(status: socket.socket, pid: int, parent: int) -> int:
@@ -246,39 +295,44 @@ def _drain(wake_read: int) -> None:
         os.read(wake_read, 4096)
 
 
-def _start_worker(
-    control: socket.socket,
-    workers: dict[socket.socket, int],
-    inherited: list[int],
-    work: Callable[[int, int], None] | None,
-    previous_on_term: Any,
-) -> bool:
-    """Process one request; return whether the parent may send more."""
-    # Both requests, fork and exec, have 4 bytes; they come with 5 descriptors.
-    request, fds, _, _ = socket.recv_fds(control, 4, 5)
-    if not request:
-        return False
+def _start_worker(fds: list[int], workers: dict[socket.socket, int], is_fork: bool) -> bool:
+    """Start a worker; return whether this process is the worker, a fork."""
     status = socket.socket(fileno=fds.pop())
-    # A fork closes these, because copies held by the fork would keep the others from noticing that
-    # a connection was closed.
-    inherited = [*inherited, control.fileno(), status.fileno()]
-    inherited += [other.fileno() for other in workers]
     try:
-        pid = (
-            _fork(work, fds, inherited, previous_on_term)
-            if request == b"fork" and work
-            else _exec(fds)
-        )
+        pid = os.fork() if is_fork else _exec(fds)
     except (OSError, subprocess.SubprocessError) as error:  # other workers need this process
         _send(status, f"{getattr(error, 'errno', 0) or 0}x")
         status.close()
     else:
-        workers[status] = pid
+        workers[status] = pid  # in the fork, too, which closes its copy
+        if pid == 0:
+            return True
         _send(status, f"{pid}p")
-    finally:
-        for fd in fds:
+    for fd in fds:
+        os.close(fd)
+    return False
+
+
+def _become_worker(
+    fds: list[int], sockets: list[socket.socket], wake: tuple[int, int], previous: dict[Any, Any]
+) -> int:
+    """Undo in a fork what `serve` has set for its own process; return the worker's channel."""
+    try:
+        signal.set_wakeup_fd(-1)
+        for number, handler in previous.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+        # Copies held by the fork would keep the others from noticing that a connection was closed.
+        for each in sockets:
+            each.close()
+        for fd in wake:
             os.close(fd)
-    return True
+        channel = fds.pop()
+        for target, fd in enumerate(fds):  # all above 2, as the server's own streams are open
+            os.dup2(fd, target)
+            os.close(fd)
+    except BaseException:
+        os._exit(1)
+    return channel
 
 
 def _ready(fds: list[int], limit_s: float | None = _POLL_S) -> set[int]:
@@ -287,30 +341,6 @@ def _ready(fds: list[int], limit_s: float | None = _POLL_S) -> set[int]:
     for fd in fds:
         watched.register(fd, select.POLLIN)
     return {fd for fd, _ in watched.poll(None if limit_s is None else limit_s * 1000)}
-
-
-def _fork(
-    work: Callable[[int, int], None], fds: list[int], inherited: list[int], previous_on_term: Any
-) -> int:
-    """Start a worker as a fork, which has torch imported already; return its process id."""
-    parent = os.getpid()
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        # Undo what `serve` has set for its own process.
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGTERM, previous_on_term or signal.SIG_DFL)
-        for fd in inherited:
-            os.close(fd)
-        channel = fds.pop()
-        for target, fd in enumerate(fds):  # all above 2, as the server's own streams are open
-            os.dup2(fd, target)
-            os.close(fd)
-        work(channel, parent)
-    finally:
-        os._exit(1)  # reached only after an exception, as `work` ends the process
 
 
 def _exec(fds: list[int]) -> int:
@@ -376,6 +406,17 @@ def prepare_for_forks() -> None:
     gc.freeze()
 
 
+def run(control: socket.socket, parent: int, work: Callable[[int, int], None] | None) -> NoReturn:
+    """Serve as this process, and run `work` in each fork."""
+    server = os.getpid()
+    try:
+        channel = serve(control, parent, may_fork=work is not None)
+        if channel is not None and work is not None:
+            work(channel, server)
+    finally:
+        os._exit(0 if os.getpid() == server else 1)  # a worker gets here only by an exception
+
+
 def main(control_fd: int, parent: int, preload: bool) -> None:
     """Run the fork server as this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
@@ -389,5 +430,4 @@ def main(control_fd: int, parent: int, preload: bool) -> None:
             getattr(sys.modules["unisono"], name)
         prepare_for_forks()
         gc.enable()
-    serve(control, parent, work)
-    os._exit(0)
+    run(control, parent, work)

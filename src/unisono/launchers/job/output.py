@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Any, TextIO
 
 from unisono.errors import LaunchError
@@ -111,7 +111,6 @@ class Pipes:
         *,
         cwd: str | None = None,
         stdout: int | None = subprocess.PIPE,
-        terminal: Sequence[int] = (),
     ) -> subprocess.Popen[bytes]:
         """Start a process in a new session, as the caller decides what Ctrl-C means."""
         try:
@@ -119,10 +118,9 @@ class Pipes:
                 list(arguments),
                 env=dict(environ),
                 cwd=cwd,
-                stdin=None if terminal else subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=subprocess.PIPE,
-                pass_fds=terminal,  # for the rank's program, whose wrapper writes to the pipes
                 start_new_session=True,
                 bufsize=0,
             )
@@ -131,24 +129,35 @@ class Pipes:
         self.add(process)
         return process
 
-    def add(self, process: subprocess.Popen[bytes]) -> None:
+    def add(self, process: Any) -> None:
         """Read the pipes of a process."""
         for target, pipe in ((1, process.stdout), (2, process.stderr)):
             if pipe is not None:
                 self.selector.register(pipe, selectors.EVENT_READ, target)
 
+    def wake(self, source: Any, read: Callable[[], object]) -> None:
+        """Let `read` be called by the method `read` whenever a source is readable."""
+        self.selector.register(source, selectors.EVENT_READ, read)
+
     @property
     def open(self) -> list[Any]:
         """The pipes that are still open."""
-        return [key.fileobj for key in (self.selector.get_map() or {}).values()]
+        return [key.fileobj for key in self._keys()]
+
+    def _keys(self) -> list[Any]:
+        keys = (self.selector.get_map() or {}).values()
+        return [key for key in keys if not callable(key.data)]
 
     def read(self, timeout_s: float) -> list[tuple[int, bytes]]:
         """Wait for output; return pairs of 1 for stdout or 2 for stderr, and a line."""
-        if not self.open:  # callers call this in a loop until their processes have ended, too
+        if not self.selector.get_map():  # callers call this in a loop until their processes have ended, too
             time.sleep(max(0.0, min(timeout_s, _POLL_S)))
             return []
         found = []
         for key, _ in self.selector.select(max(0.0, timeout_s)):
+            if callable(key.data):
+                key.data()
+                continue
             chunk = os.read(key.fd, 65536)
             if not chunk:  # the pipe's end, at which `_lines` returns an unfinished line
                 self._end(key.fileobj)
@@ -159,8 +168,7 @@ class Pipes:
 
     def rests(self) -> list[tuple[int, bytes]]:
         """Return the unfinished lines of pipes that other processes hold open."""
-        keys = list((self.selector.get_map() or {}).values())
-        return [(key.data, line) for key in keys for line in self._lines(key.fd, b"")]
+        return [(key.data, line) for key in self._keys() for line in self._lines(key.fd, b"")]
 
     def close(self) -> None:
         """Close all pipes; a second call does nothing."""

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from unisono.control.addresses import LOOPBACK
-from unisono.control.stores import host_store
 from unisono.errors import LaunchError
 from unisono.topology import LaunchPlan
 
@@ -39,6 +38,8 @@ def host(plan: LaunchPlan) -> tuple[Any, LaunchPlan]:
         return None, plan
     if plan.node_rank != 0:  # node 0 hosts it
         return None, replace(plan, store_is_hosted=True)
+    from unisono.control.stores import host_store  # which imports torch
+
     addr = plan.master_addr or LOOPBACK
     try:
         store = host_store(addr, plan.master_port or 0, is_one_host=plan.nnodes == 1)

@@ -31,7 +31,8 @@ _log = logging.getLogger(__name__)
 _FLUSH_S = 0.3  # after END, before SIGTERM
 _TERM_S = 1.2  # after SIGTERM, before SIGKILL
 _KILL_S = 5.0  # after SIGKILL, before the fork server is ended, too
-_STATUS = re.compile(rb"([0-9]+)([psecx])")  # the fork server's reports on a status socket
+STATUS: re.Pattern[bytes] = re.compile(rb"([0-9]+)([psecx])")
+"""The fork server's reports on a status socket."""
 _EXIT_S = 5.0  # for `LastCalls` of ranks, after all results have arrived
 _TICK_S = 1.0  # between checks of time limits, which make no socket readable
 _STATUS_S = 2.0  # from the end of a channel to the report of its process's end
@@ -258,8 +259,8 @@ class Workers(JobRanks):
         with contextlib.suppress(OSError):
             received = worker.status.recv(4096, socket.MSG_DONTWAIT)
         worker.unread += received
-        reports = _STATUS.findall(worker.unread)
-        worker.unread = _STATUS.sub(b"", worker.unread)
+        reports = STATUS.findall(worker.unread)
+        worker.unread = STATUS.sub(b"", worker.unread)
         for number, kind in reports:
             self._record_status(job, worker, int(number), kind)
         # Closed: the process that would report the worker's end is gone.

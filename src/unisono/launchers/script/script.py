@@ -35,6 +35,7 @@ class Script:
     log_dir: str | None = None
     is_coloured: bool = False
     is_function: bool = False
+    is_fresh: bool = False
     stdin_rank: int | None = None
     token: str = field(default_factory=lambda: secrets.token_hex(8))
     options: tuple[tuple[str, str], ...] = ()
@@ -83,12 +84,9 @@ class Script:
             grace_s=self.grace_s,
         )
 
-    def rank_argv(self, parent: int = 0, terminal: Sequence[int] = ()) -> list[str]:
-        """Return the command line of each rank; for a function, it is the program alone."""
-        if self.is_function:
-            return list(self.program)
+    def rank_options(self, terminal: Sequence[int] = ()) -> dict[str, Any]:
+        """Return the options of each rank's wrapper, without those that are empty."""
         options = {
-            "parent": parent,
             "terminal": terminal,
             "log_dir": self.log_dir and str(Path(self.log_dir).absolute()),
             "token": self.token,
@@ -98,7 +96,14 @@ class Script:
         given: dict[str, Any] = {name: value for name, value in options.items() if value}
         if self.grace_s != GRACE_S:  # added separately, since 0 is a valid value
             given["grace_s"] = self.grace_s
-        return [sys.executable, RANK_WRAPPER, json.dumps(given), *self.program]
+        return given
+
+    def rank_argv(self, parent: int = 0) -> list[str]:
+        """Return the command line of each rank; for a function, it is the program alone."""
+        if self.is_function:
+            return list(self.program)
+        options = self.rank_options() | ({"parent": parent} if parent else {})
+        return [sys.executable, RANK_WRAPPER, json.dumps(options), *self.program]
 
     def refuse(self, launcher: str, instead: str, *names: str) -> None:
         """Raise if the user gave any of these options, which the launcher doesn't support."""

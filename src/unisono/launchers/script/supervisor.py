@@ -118,7 +118,7 @@ class Supervisor(Programs):
         super().__init__(script.token)
         self.processes: list[subprocess.Popen[bytes]] = []
         self._script = script
-        # With infos there is no launcher: `local.run` restarts all ranks with a new supervisor.
+        # With infos there is no launcher: `processes.run` restarts all ranks with a new supervisor.
         self._restarts = script.may_restart and not infos
         self._end_signal = end_signal
         self._reach = reach or self._reach_below
@@ -132,11 +132,14 @@ class Supervisor(Programs):
         self._restart_at = math.inf  # when to print that ranks restart; set by `note`
         self._of_launcher: list[bytes] = []  # lines that may explain a failure without a report
 
-    def start(
-        self, arguments: Sequence[str], environ: Mapping[str, str], terminal: Sequence[int] = ()
-    ) -> None:
-        """Start a launcher, or a rank."""
-        self.processes.append(self._pipes.start(arguments, environ, terminal=terminal))
+    def start(self, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+        """Start a launcher."""
+        self.processes.append(self._pipes.start(arguments, environ))
+
+    def add(self, wrapper: subprocess.Popen[bytes]) -> None:
+        """Supervise the wrapper of a rank."""
+        self.processes.append(wrapper)
+        self._pipes.add(wrapper)
 
     def run(self) -> ScriptOutcome:
         """Print the processes' output until all have ended or one fails, and end the others."""

@@ -33,18 +33,20 @@ def main() -> None:
     """Run the program of the command line, and exit as it does."""
     options, program = json.loads(sys.argv[1]), sys.argv[2:]
     _load_package()  # before all imports from it
-    from unisono.launchers.job.forkserver import die_with, end_with
-
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's "&" ignores it
     parent = options.pop("parent", 0)
     if "exec" in options:  # a launcher, which ends with the process that requested it
+        from unisono.launchers.job.forkserver import end_with
+
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's "&" ignores it
         end_with(parent, options["exec"])
         os.execvp(program[0], program)
-    die_with(parent, signal.SIGTERM)  # at which this wrapper ends its program: see `Orders`
-    from unisono.launchers.job.wrapper import end_like
-    from unisono.launchers.script.rank.program import RankOptions, run
+    if "store" in options:
+        from unisono.control.stores import host_forever
 
-    end_like(run(program, RankOptions(**options)))
+        host_forever(*options["store"])
+    from unisono.launchers.script.rank.program import run_rank
+
+    run_rank(parent, program, options)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 import re
-import selectors
 import signal
 import socket
 import subprocess
@@ -15,8 +14,9 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from unisono.errors import UnisonoError
 from unisono.launchers.job.failure import signal_name
@@ -24,6 +24,8 @@ from unisono.launchers.job.forkserver import die_with, guard, wake_by_signals
 from unisono.launchers.job.output import Pipes
 from unisono.launchers.job.process_state import name_process
 from unisono.launchers.job.signals import OTHERS, TO_END, TO_SAVE, Orders, handled
+from unisono.launchers.job.wrapper import end_like
+from unisono.launchers.script.forks import Forked, ForkServer
 from unisono.launchers.script.rank.report import Report, encode
 from unisono.launchers.variables import node_variables, rank_variables, share_of_cores
 from unisono.plugins import read_environment
@@ -74,7 +76,19 @@ def variables(
     return {**facts, **merged, PREFIXED: str(info.rank) if is_prefixed else ""}
 
 
-def run(program: Sequence[str], options: RankOptions) -> int:
+def run_rank(
+    parent: int,
+    program: Sequence[str],
+    options: Mapping[str, Any],
+    server: ForkServer | None = None,
+) -> NoReturn:
+    """Be the wrapper of the rank in this process's variables, and exit as its program does."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's "&" ignores it
+    die_with(parent, signal.SIGTERM)  # at which this wrapper ends its program: see `Orders`
+    end_like(_run(program, RankOptions(**options), server))
+
+
+def _run(program: Sequence[str], options: RankOptions, server: ForkServer | None) -> int:
     """Run the program as the rank in this process's variables."""
     try:
         info = read_environment(os.environ)
@@ -87,7 +101,7 @@ def run(program: Sequence[str], options: RankOptions) -> int:
     with handled((*TO_END, *OTHERS), lambda number, _: running.signals.append(number)):
         try:
             running.open_logs(options.log_dir)
-            running.start(program)
+            running.start(program, server)
         except OSError as error:
             return _refuse(f"can't run {program[0]!r}: {error}", options.token, info)
         return running.wait()
@@ -133,6 +147,7 @@ class _Running:
         """Signals that haven't been processed yet."""
         self._orders = Orders(options.grace_s)
         self._parent = os.getppid()
+        self._process: subprocess.Popen[bytes] | Forked
         self._sent: set[int] = set()
 
     def open_logs(self, log_dir: str | None) -> None:
@@ -146,8 +161,8 @@ class _Running:
             file = Path(log_dir, f"{name}.{kind}").open(mode, buffering=0)  # noqa: SIM115 - to its end
             self._pipes.logs[fd] = file
 
-    def start(self, program: Sequence[str]) -> None:
-        """Start the program in a new process group."""
+    def start(self, program: Sequence[str], server: ForkServer | None) -> None:
+        """Start the program in a new process group, as a fork if there is a server."""
         parent = os.getpid()
 
         def in_child() -> None:  # safe, as this process has one thread
@@ -155,13 +170,18 @@ class _Running:
             die_with(parent, signal.SIGKILL)
 
         self._wake, _ = wake_by_signals()  # before the start, as its end may follow at once
+        environ = variables(self._info, os.environ, bool(self._prefix))
+        if server is not None:
+            with server.control, contextlib.suppress(OSError):  # without it, as a new process
+                self._process = server.fork_rank(environ)
+                return
         out, err = self._terminal or (subprocess.PIPE, subprocess.PIPE)
         self._process = subprocess.Popen(
             program,
             stdin=None if self._terminal else subprocess.DEVNULL,
             stdout=out,
             stderr=err,
-            env=variables(self._info, os.environ, bool(self._prefix)),
+            env=environ,
             close_fds=False,  # MPI's launchers pass descriptors
             preexec_fn=in_child,
             bufsize=0,
@@ -170,10 +190,12 @@ class _Running:
     def wait(self) -> int:
         """Print the program's lines until it ends, and report a failure."""
         self._pipes.add(self._process)
-        self._pipes.selector.register(self._wake, selectors.EVENT_READ, 0)
+        self._pipes.wake(self._wake, partial(os.read, self._wake, 4096))
+        if isinstance(self._process, Forked):
+            self._pipes.wake(self._process.status, self._process.read_status)
         ended_at: float | None = None
-        # One open pipe wakes up this loop; children of the program may keep the others open.
-        while len(self._pipes.open) > 1 or self._process.poll() is None:
+        # Children of the program may keep its pipes open.
+        while self._pipes.open or self._process.poll() is None:
             if self._process.poll() is not None:
                 ended_at = ended_at or time.monotonic()
             self._forward_signals()
@@ -187,15 +209,19 @@ class _Running:
 
     def _warn_if_stopped(self) -> None:
         """Warn if a signal has stopped the program; `poll` detects its end."""
-        if self._process.returncode is not None or not hasattr(os, "waitid"):
-            return
-        # Without WEXITED, so that Popen reaps the program.
-        kinds = os.WSTOPPED | os.WCONTINUED | os.WNOHANG
-        with contextlib.suppress(ChildProcessError):
-            status = os.waitid(os.P_PID, self._process.pid, kinds)
-            if status is not None and status.si_code == os.CLD_STOPPED:
-                name = signal_name(status.si_status)
-                self._warn(f"was stopped by {name}, and continues after SIGCONT")
+        number: int | None = None
+        if isinstance(self._process, Forked):
+            number, self._process.stopped_by = self._process.stopped_by, None
+        elif self._process.returncode is None and hasattr(os, "waitid"):
+            # Without WEXITED, so that Popen reaps the program.
+            kinds = os.WSTOPPED | os.WCONTINUED | os.WNOHANG
+            with contextlib.suppress(ChildProcessError):
+                status = os.waitid(os.P_PID, self._process.pid, kinds)
+                is_stop = status is not None and status.si_code == os.CLD_STOPPED
+                number = status.si_status if status is not None and is_stop else None
+        if number is not None:
+            name = signal_name(number)
+            self._warn(f"was stopped by {name}, and continues after SIGCONT")
 
     def _warn(self, text: str) -> None:
         who = f"rank {self._info.rank} of {self._info.world_size}" if self._info else "it"
@@ -222,7 +248,7 @@ class _Running:
                 if self._is_interrupted:
                     continue
                 self._last.append(line)
-            if fd and not self._is_hidden:  # 0 is the wake-up pipe
+            if not self._is_hidden:
                 _write(fd, self._prefix + line)
 
     def _record_traceback(self) -> None:

@@ -1,0 +1,173 @@
+"""The server that forks the ranks of a script, and the processes that it forks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from unisono.launchers.job.output import Pipes, show
+from unisono.launchers.job.worker_handles import STATUS
+from unisono.launchers.script.script import Script
+from unisono.launchers.variables import LINK
+
+_HOOK = str(Path(__file__).with_name("hook"))
+_END_S = 2.0  # for the server to end after SIGTERM
+# With these, tools begin or print as an interpreter starts, which a fork doesn't do again.
+_OF_TOOLS = (
+    *("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG", "COV_CORE_SOURCE", "LD_PRELOAD"),
+    *("CUDA_INJECTION64_PATH", "PYTHONPROFILEIMPORTTIME", "PYTHONVERBOSE", "PYTHONPERFSUPPORT"),
+)
+
+
+def why_fresh(script: Script) -> str:
+    """Return why each rank of a script is to be a new interpreter; empty if it may be a fork."""
+    if script.is_fresh:
+        return "--fresh"
+    if not (sys.platform == "linux" and "CS_GNU_LIBC_VERSION" in os.confstr_names):
+        return "it isn't Linux with glibc"
+    if script.program[:1] != (sys.executable,):
+        return "the program isn't a script of this Python"
+    if script.stdin_rank is not None:
+        return "a rank has the terminal"
+    flags = sys.flags
+    if flags.isolated or flags.ignore_environment or flags.no_site or sys.gettrace():
+        return "this Python has other flags, or a debugger"
+    tool = next((name for name in _OF_TOOLS if os.environ.get(name)), "")
+    return f"{tool} is set" if tool else ""
+
+
+class Forked:
+    """A process that a fork server has made for this one, with the methods of ``Popen``."""
+
+    def __init__(self, status: socket.socket) -> None:
+        self.status = status
+        self.pid: int = 0
+        self.returncode: int | None = None
+        self.stdout: IO[bytes] | None = None
+        self.stderr: IO[bytes] | None = None
+        self.stopped_by: int | None = None
+        """The signal that has stopped the process, until the caller resets it."""
+
+    def read_status(self, flags: int = socket.MSG_DONTWAIT) -> None:
+        """Read the server's reports of the process, if there are any; 0 waits for one."""
+        try:
+            received = self.status.recv(4096, flags)
+        except BlockingIOError:
+            return
+        for number, kind in STATUS.findall(received):
+            if kind == b"p":
+                self.pid = int(number)
+            elif kind == b"s":
+                self.stopped_by = int(number)
+            elif kind == b"e":
+                self.returncode = os.waitstatus_to_exitcode(int(number))
+        if not received and self.returncode is None:
+            self.returncode = -signal.SIGKILL  # as the server was, and its forks with it
+
+    def poll(self) -> int | None:
+        """Return the exit code, None if the process runs."""
+        if self.returncode is None:
+            self.read_status()
+        return self.returncode
+
+    def wait(self) -> int:
+        """Wait for the end of the process; return its exit code."""
+        while self.returncode is None:
+            self.read_status(0)
+        return self.returncode
+
+    def kill(self) -> None:
+        """End the process."""
+        self.status.close()
+
+
+@dataclass(frozen=True, slots=True)
+class ForkServer:
+    """An interpreter that has imported torch and forks ranks; it ends with the command."""
+
+    control: socket.socket
+
+    def fork(self, message: Mapping[str, Any], stdio: Sequence[int]) -> Forked:
+        """Fork a process with these three streams; raise OSError if that fails."""
+        channel, their_channel = socket.socketpair()
+        status, their_status = socket.socketpair()
+        with channel:
+            with their_channel, their_status:
+                fds = [*stdio, their_channel.fileno(), their_status.fileno()]
+                socket.send_fds(self.control, [b"fork"], fds)
+            channel.sendall(json.dumps(message).encode())
+        forked = Forked(status)
+        forked.read_status(0)
+        if not forked.pid:
+            raise OSError("the fork server has ended, or can't fork")
+        return forked
+
+    def fork_rank(self, environ: Mapping[str, str]) -> Forked:
+        """Start a rank of the script; raise OSError if that fails."""
+        (out, their_out), (err, their_err) = os.pipe(), os.pipe()
+        with (
+            open(os.devnull, "rb") as nothing,
+            os.fdopen(their_out, "wb", 0),
+            os.fdopen(their_err, "wb", 0),
+        ):
+            pipes = os.fdopen(out, "rb", 0), os.fdopen(err, "rb", 0)
+            rank = self.fork({"environ": dict(environ)}, [nothing.fileno(), their_out, their_err])
+        rank.stdout, rank.stderr = pipes
+        return rank
+
+
+def start(script: Script, environ: Mapping[str, str], held: ExitStack) -> ForkServer | None:
+    """Start a server for ranks of a script, until `held` is closed; None if it can't be used."""
+    if why_fresh(script):
+        return None
+    control, theirs = socket.socketpair()
+    held.callback(control.close)
+    link = {"control": theirs.fileno(), "beside": _folder(script.program)}
+    path = os.pathsep.join(filter(None, (_HOOK, environ.get("PYTHONPATH"))))
+    with theirs:
+        process = subprocess.Popen(
+            script.program,
+            env={**environ, LINK: json.dumps(link), "PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,  # as the ranks' streams, which are made while Python starts
+            stderr=subprocess.PIPE,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+            bufsize=0,
+        )
+    held.callback(_end, process, control)
+    pipes = Pipes()
+    pipes.add(process)
+    while pipes.open:  # until torch is imported
+        for target, line in pipes.read(1.0):
+            show(target, line)
+    pipes.close()
+    return ForkServer(control) if control.recv(4096) == b"ready" else None
+
+
+def _folder(program: Sequence[str]) -> str:
+    """Return the folder that a script can import from; empty for an archive."""
+    _, *words = program
+    path = Path.cwd() if words[0] == "-m" else Path(words[0]).resolve()
+    return str(path if path.is_dir() else path.parent) if path.suffix != ".pyz" else ""
+
+
+def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
+    """End the server, and with it all that it has forked."""
+    control.close()
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_END_S)
+        return
+    process.kill()
+    process.wait()

@@ -1,0 +1,1 @@
+"""The folder that makes an interpreter the server of a script's ranks."""

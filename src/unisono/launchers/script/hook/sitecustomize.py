@@ -1,0 +1,234 @@
+"""Imports torch while an interpreter loads its ``site``, and forks it there for each rank.
+
+Python imports this file at the start of ``python train.py`` if its folder is in PYTHONPATH. It
+serves until all ranks have ended. Each fork returns from here, and its interpreter runs the script
+as any other: no frame, argument or module of ours is left for the script to see. Only what importing
+torch has changed is put back. What a script can see is compared with that of a new interpreter
+by tests/launch/test_forked_scripts.py.
+"""
+
+from __future__ import annotations
+
+import sys
+
+_BEFORE = set(sys.modules)
+
+import atexit  # noqa: E402
+import copy  # noqa: E402
+import ctypes  # noqa: E402
+import gc  # noqa: E402
+import importlib.machinery  # noqa: E402
+import importlib.util  # noqa: E402
+import json  # noqa: E402
+import logging  # noqa: E402
+import multiprocessing  # noqa: E402
+import os  # noqa: E402
+import socket  # noqa: E402
+import threading  # noqa: E402
+import time  # noqa: E402
+import warnings  # noqa: E402
+from pathlib import Path  # noqa: E402
+from types import ModuleType  # noqa: E402
+from typing import Any  # noqa: E402
+
+_LINK = "UNISONO_LINK"
+_HERE = Path(__file__).resolve().parent
+_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/infiniband")
+
+
+def _load_forkserver() -> Any:
+    """Load the fork server by its path, as the package may be missing from sys.path."""
+    path = _HERE.parents[1] / "job" / "forkserver.py"
+    spec = importlib.util.spec_from_file_location("unisono_forkserver", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+forkserver = _load_forkserver()
+
+
+def _effects() -> object:
+    """Return what this process has done that others could see: output, children, threads, files."""
+    written = next(line for line in open("/proc/self/io") if line.startswith("wchar"))  # noqa: SIM115
+    with open(f"/proc/self/task/{os.getpid()}/children") as children:
+        return written, children.read(), os.listdir("/proc/self/task"), len(os.listdir("/proc/self/fd"))
+
+
+class _Hidden:
+    """The modules that importing torch has loaded: hidden until the script imports them."""
+
+    def __init__(self) -> None:
+        self._filters = list(warnings.filters)
+        atexit.register(self._leave)  # registered first, so that it runs last
+        gc.disable()
+        import torch
+
+        forkserver.prepare_for_forks()
+        gc.enable()
+        self._torch: Any = torch
+        self._new_filters = [item for item in warnings.filters if item not in self._filters]
+        names = [name for name in sys.modules if name not in _BEFORE]
+        self.standard: set[str] = {name.partition(".")[0] for name in names} & sys.stdlib_module_names
+        self._modules = {
+            name: sys.modules[name]
+            for name in names
+            if name.partition(".")[0] not in {*self.standard, "__mp_main__"}
+        }
+        self._spec: object = None  # of the module that is being imported
+        self._at_load = forkserver.at_load(os.environ)
+
+    def why_unusable(self, beside: str) -> str:
+        """Return why forks of this process would differ from new interpreters; empty if not."""
+        # OpenBLAS's threads end at the first fork, and only there.
+        if (pid := os.fork()) == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+        if len(os.listdir("/proc/self/task")) > 1:
+            return "importing torch has started threads that stay"
+        opened = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+        if any(path.startswith(_DEVICES) for path in opened) or self._torch.cuda.is_initialized():
+            return "importing torch has opened a device"
+        for path in Path(beside).iterdir() if beside else ():
+            is_module = path.suffix in (".py", ".pyc", ".so") or (path / "__init__.py").exists()
+            if is_module and path.name.partition(".")[0] in self.standard:
+                return f"{path} has the name of a module of Python's"
+        return ""
+
+    def hide(self) -> None:
+        """Make this fork a process that hasn't imported torch."""
+        if forkserver.at_load(os.environ) != self._at_load:
+            raise OSError("other variables than the server's")
+        importlib.invalidate_caches()
+        for name in self._modules:
+            del sys.modules[name]
+        sys.modules.pop("__mp_main__", None)
+        self._set_filters(self._filters)
+        now: Any = time.time() if isinstance(logging._startTime, float) else time.time_ns()
+        logging._startTime = now
+        main: Any = threading.main_thread()
+        main._set_native_id()  # a fork keeps its parent's
+        multiprocessing.current_process().authkey = os.urandom(32)
+        self._torch.default_generator.seed()
+        if (numpy_random := self._modules.get("numpy.random")) is not None:
+            numpy_random.seed()  # type: ignore[attr-defined]
+        # Frozen by `prepare_for_forks`, its objects would never be finalized, nor files flushed.
+        script = ctypes.py_object(vars(sys.modules["__main__"]))
+        ctypes.pythonapi.PyObject_GC_UnTrack(script)
+        ctypes.pythonapi.PyObject_GC_Track(script)
+        # At exit, destructors of the libraries loaded so far would copy every page. `on_exit` keeps
+        # the exit code; the C library's buffers are written before.
+        libc: Any = ctypes.CDLL(None)
+        libc.on_exit(libc._exit, None)
+        register = getattr(libc, "__cxa_atexit")  # noqa: B009 - a class would mangle the name
+        register(libc.fflush, None, None)
+        self._environ, self._seen = dict(os.environ), _effects()
+        sys.meta_path.insert(0, self)  # type: ignore[arg-type]
+
+    def _leave(self) -> None:
+        """Keep the server's modules out of the interpreter's end, which would copy their pages."""
+        for name in self._modules:
+            sys.modules.pop(name, None)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._modules))
+
+    @staticmethod
+    def _set_filters(filters: list[Any]) -> None:
+        warnings.filters[:] = filters  # type: ignore[index]
+        warnings._filters_mutated()  # type: ignore[attr-defined]
+
+    # The protocol of finders and loaders
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
+        """Find a hidden module."""
+        if name not in self._modules:
+            return None
+        spec = copy.copy(self._modules[name].__spec__)
+        assert spec is not None
+        spec.loader = self  # type: ignore[assignment]
+        return spec
+
+    def create_module(self, spec: Any) -> ModuleType:
+        """Return a hidden module, and reveal all that belong to it."""
+        self._check_is_in_time(spec.name)
+        top = spec.name.partition(".")[0]
+        if top == "torch":
+            sys.meta_path.remove(self)  # type: ignore[arg-type]
+            self._set_filters([*self._new_filters, *warnings.filters])
+        for name, module in self._modules.items():
+            if top in ("torch", name.partition(".")[0]):
+                sys.modules.setdefault(name, module)
+        self._spec = self._modules[spec.name].__spec__
+        return self._modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Restore the module's own spec, which the import has replaced."""
+        module.__spec__ = self._spec  # type: ignore[assignment]
+
+    def _check_is_in_time(self, name: str) -> None:
+        """Start again as a new interpreter if an import would do something else there."""
+        changed = {variable for variable, _ in forkserver.at_load(os.environ) ^ self._at_load}
+        if "." not in name:
+            found = importlib.machinery.PathFinder.find_spec(name)
+            ours = self._modules[name].__spec__
+            if found is None or ours is None or found.origin != ours.origin:
+                changed.add("sys.path")
+        if not changed:
+            return
+        if _effects() == self._seen:
+            os.execve(sys.executable, sys.orig_argv, self._environ)
+        words = ", ".join(sorted(changed))
+        sys.stderr.write(
+            f"unisono run: {words} was changed after torch was loaded: use unisono run --fresh\n"
+        )
+
+
+def _become_rank(channel: int, server: int, hidden: _Hidden) -> None:
+    """Make this fork a rank of the script, or host the ranks' store and never return."""
+    with socket.socket(fileno=channel) as sock, sock.makefile() as file:
+        request = json.load(file)
+    forkserver.die_with(server)
+    if "store" in request:
+        sys.path.insert(0, str(_HERE.parents[3]))
+        from unisono.control.stores import host_forever
+
+        host_forever(*request["store"])
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    os.setpgid(0, 0)
+    try:
+        hidden.hide()
+    except Exception:  # this Python or torch is other than expected
+        os.execve(sys.executable, sys.orig_argv, request["environ"])
+
+
+def _fork_ranks() -> None:
+    """Serve as this process; return only in forks that are ranks."""
+    link = json.loads(os.environ.pop(_LINK))
+    control = socket.socket(fileno=link["control"])
+    try:
+        sys.path[:] = [item for item in sys.path if item != str(_HERE)]
+        sys.path_importer_cache.pop(str(_HERE), None)
+        hidden = _Hidden()
+        control.send((hidden.why_unusable(link["beside"]) or "ready").encode())
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), 1)
+            os.dup2(nothing.fileno(), 2)
+        server = os.getpid()
+        channel = forkserver.serve(control, 0, may_fork=True)
+        if channel is None:
+            os._exit(0)
+        _become_rank(channel, server, hidden)
+    except BaseException:  # `site` would print it, and the interpreter run the script
+        os._exit(1)
+
+
+_fork_ranks()
+del sys.modules[__name__]
+try:
+    import sitecustomize  # the next one in sys.path, the user's
+except ImportError as error:
+    if error.name == "sitecustomize":  # as if there had been none
+        raise ImportError("none", name="sitecustomize") from None
+    raise

@@ -1,0 +1,135 @@
+"""The ranks of a script as processes of this host."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import NoReturn
+
+from unisono.control.addresses import LOOPBACK, listen_on_host
+from unisono.errors import ArgumentError, LaunchError
+from unisono.launchers.job.forkserver import Fork
+from unisono.launchers.job.store import private_store
+from unisono.launchers.script import forks
+from unisono.launchers.script.rank.program import run_rank, variables
+from unisono.launchers.script.script import RANK_WRAPPER, Script, env_for
+from unisono.launchers.script.supervisor import ScriptOutcome, Supervisor, restart
+from unisono.launchers.variables import OF_TORCH, share_of_cores, without
+from unisono.topology import LaunchPlan
+
+# Without it, gloo in a script that doesn't use unisono listens at the address of the host's name.
+_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+
+
+def run(script: Script) -> ScriptOutcome:
+    """Run a script in processes of this host, and again after a failure up to `max_restarts`."""
+    if script.nnodes > 1 or script.max_nnodes > 1 or len(script.hosts) > 1:
+        raise ArgumentError(
+            "launcher 'processes' starts ranks on this host alone: use launcher 'torchrun' for "
+            "several nodes, or 'slurm', 'mpi' or 'ray'"
+        )
+    base = {**_LOOPBACK, **without(os.environ, OF_TORCH)}  # the user's variables have priority
+    with ExitStack() as held:
+        # What all ranks have in common: libraries read some of it while they are loaded.
+        common = variables(None, {**share_of_cores(script.plan().info(0)), **base})
+        server = forks.start(script, common, held)
+        for attempt in range(script.max_restarts + 1):
+            outcome = _attempt(script, base, attempt, server)
+            if outcome.code == 0 or outcome.interrupted is not None:  # a signal ends the whole job
+                return outcome
+            if attempt < script.max_restarts:
+                restart(outcome, attempt + 1, script.max_restarts)
+    return outcome
+
+
+def _attempt(
+    script: Script, base: Mapping[str, str], attempt: int, server: forks.ForkServer | None
+) -> ScriptOutcome:
+    """Run the script once, with a store for this attempt that outlives every rank."""
+    with ExitStack() as held, _terminal(script.stdin_rank) as lent:
+        plan = _host_store(script.plan(), server, held)
+        ranks = [plan.info(local_rank) for local_rank in range(script.nproc_per_node)]
+        supervisor = Supervisor(script, ranks)
+        try:
+            for info in ranks:
+                environ = {**base, **env_for(info, attempt, script.max_restarts)}
+                if script.stdin_rank not in (None, info.rank):
+                    environ["PYTHONBREAKPOINT"] = "0"  # this rank has no stdin
+                terminal = lent if script.stdin_rank == info.rank else ()
+                wrap = partial(_wrap, script, environ, terminal, server, os.getpid())
+                stdin = None if terminal else subprocess.DEVNULL
+                pipe = subprocess.PIPE
+                supervisor.add(Fork(wrap, stdin=stdin, stdout=pipe, stderr=pipe, bufsize=0))
+        except LaunchError:
+            supervisor.kill()
+            raise
+        return supervisor.run()
+
+
+def _host_store(plan: LaunchPlan, server: forks.ForkServer | None, held: ExitStack) -> LaunchPlan:
+    """Host the rendezvous in another process, so that this one needs no torch."""
+    addr = plan.master_addr or LOOPBACK
+    try:
+        listener = listen_on_host(addr, plan.master_port or 0)
+    except OSError as error:
+        raise LaunchError(
+            f"can't listen at master_addr={addr!r}, master_port={plan.master_port}: {error}"
+        ) from error
+    where = addr, listener.getsockname()[1]
+    with listener:
+        if server is not None:
+            held.callback(server.fork({"store": where}, [listener.fileno(), 1, 2]).kill)
+        else:
+            command = [sys.executable, RANK_WRAPPER, json.dumps({"store": where})]
+            host = subprocess.Popen(command, stdin=listener, start_new_session=True)
+            held.enter_context(host)
+            held.callback(host.kill)
+    plan = replace(plan, master_addr=addr, master_port=where[1], store_is_hosted=True)
+    return replace(plan, private_store=private_store(held))
+
+
+def _wrap(
+    script: Script,
+    environ: Mapping[str, str],
+    terminal: Sequence[int],
+    server: forks.ForkServer | None,
+    parent: int,
+) -> NoReturn:
+    """Run one rank, as its wrapper: see `rank`."""
+    kept = {*terminal, *([server.control.fileno()] if server else [])}
+    for fd in [int(name) for name in os.listdir("/dev/fd")]:
+        if fd > 2 and fd not in kept:
+            with contextlib.suppress(OSError):  # the listing's own
+                os.close(fd)
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environ)
+    run_rank(parent, script.program, script.rank_options(terminal), server)
+
+
+@contextlib.contextmanager
+def _terminal(rank: int | None) -> Iterator[tuple[int, ...]]:
+    """Yield copies of stdout and stderr for one rank; restore the terminal's mode afterwards."""
+    if rank is None:
+        yield ()
+        return
+    # The rank inherits the copies under their numbers, as 1 and 2 of its wrapper are pipes.
+    lent = os.dup(1), os.dup(2)
+    # A rank that is killed while it reads may leave the terminal in another mode.
+    before = termios.tcgetattr(0) if os.isatty(0) else None
+    try:
+        yield lent
+    finally:
+        for fd in lent:
+            os.close(fd)
+        if before is not None:
+            with contextlib.suppress(termios.error):  # the terminal may be closed
+                termios.tcsetattr(0, termios.TCSADRAIN, before)
