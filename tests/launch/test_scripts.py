@@ -93,7 +93,9 @@ def test_a_rank_whose_wrapper_ends_is_named(number: int) -> None:
     with started([*words("processes", n=3), JOB, "wait", "gloo"]) as job:
         job.wait_for("READY", 3)
         programs = dict(re.findall(r"\[(\d)\] READY (\d+)", job.out()))
-        wrapper = psutil.Process(int(programs["1"])).ppid()
+        server = psutil.Process(int(programs["1"])).ppid()
+        children = sorted(child.pid for child in psutil.Process(job.process.pid).children())
+        _, wrapper, _ = [pid for pid in children if pid != server]
         os.kill(wrapper, number)
         code = job.process.wait(20)
         nobody_is_left(job.mark)

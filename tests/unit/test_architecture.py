@@ -88,6 +88,7 @@ TABLES = {
 }
 # A module that loads another of its folder where no table can: it would be loaded for nothing.
 LOADED_LATE = {
+    "node > accelerators": "torch, where a number of ranks isn't given",
     "models.native.registration > models.native.torch_backend": "once a group is made",
     "models.xla.setup > models.xla.graph": "the one door to torch_xla",
     "testing.pytest_plugin.plugin > testing.pytest_plugin.pools": "at the first test with ranks",
@@ -122,6 +123,8 @@ CHANGES = frozenset(
 WRITES_ENVIRON = {
     "cli.run": "the backend and the folder of traces that were asked for reach the ranks",
     "launchers.job.worker": "a forked worker takes the variables of its job",
+    "launchers.script.hook.sitecustomize": "a forked rank takes the variables of its job",
+    "launchers.script.processes": "the wrapper of a rank takes the variables of its job",
     "launchers.ray": "Ray is told by variables; an actor takes those of its rank",
     "launchers.job.wrapper": "a rank's share of cores; programs that it starts know of no link",
     "models.horovod.model": "hvd.init leaves a variable behind",

@@ -198,8 +198,7 @@ def run(
         if max_nnodes > 1:
             node_rank, master_port = node.node_rank, master_port or node.master_port
     name = launcher or ("torchrun" if max_nnodes > 1 else _default_launcher(backend))
-    # A script for sbatch needs no Slurm here.
-    runner = None if print_only and name == "slurm" else _runner(name)
+    runner = _runner(name, print_only)
     _export(backend, trace)
     job = Script(
         _program(script, args or [], module, no_python),
@@ -221,9 +220,7 @@ def run(
         is_fresh=fresh,
     )
     _check(job, name)
-    if print_only or runner is None:
-        return _print_command(name, job, script)
-    return _print_outcome(runner(job), job)
+    return _print_command(name, job, script) if runner is None else _finish(runner(job), job)
 
 
 def _check(job: Script, launcher: str) -> None:
@@ -253,15 +250,18 @@ def _default_launcher(backend: str | None) -> str:
     return "mpi" if (backend or "").lower() == "mpi4py" else "processes"
 
 
-def _runner(launcher: str) -> Callable[[Script], ScriptOutcome]:
-    """Return what runs scripts; raise if a launcher is unknown or can't be used here."""
+def _runner(launcher: str, print_only: bool) -> Callable[[Script], ScriptOutcome] | None:
+    """Return what runs scripts, None if nothing is to run; raise if a launcher can't be used."""
+    if print_only and launcher == "slurm":  # a script for sbatch needs no Slurm here
+        return None
     row = by_name(LAUNCHERS).get(launcher)
-    if row is not None and not (row.library or row.check):
+    if row is not None and not (row.library or row.check):  # always here
         runner: Callable[[Script], ScriptOutcome] = load(row.script)
-        return runner
-    from unisono import registry  # which imports torch
+    else:
+        from unisono import registry  # which imports torch
 
-    return registry.find_script_runner(launcher)
+        runner = registry.find_script_runner(launcher)
+    return None if print_only else runner
 
 
 def _check_variables() -> None:
@@ -394,7 +394,7 @@ def _print_command(name: str, job: Script, script: str) -> int:
     return 0
 
 
-def _print_outcome(outcome: ScriptOutcome, job: Script) -> int:
+def _finish(outcome: ScriptOutcome, job: Script) -> int:
     """Print the first failure and the folder of the logs; return the exit code."""
     lines = list(failure(outcome))
     if outcome.failed is not None and job.log_dir:

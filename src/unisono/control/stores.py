@@ -40,5 +40,6 @@ def host_store(addr: str, port: int, *, is_one_host: bool, **options: Any) -> TC
 def host_forever(addr: str, port: int) -> NoReturn:
     """Host torch's store at the listener that is this process's standard input."""
     store = store_at(addr, port, is_master=True, wait_for_workers=False, master_listen_fd=0)
-    while store.port:
+    while True:
         signal.pause()
+        assert store.port  # and so keeps the store

@@ -150,7 +150,7 @@ class Pipes:
 
     def read(self, timeout_s: float) -> list[tuple[int, bytes]]:
         """Wait for output; return pairs of 1 for stdout or 2 for stderr, and a line."""
-        if not self.selector.get_map():  # callers call this in a loop until their processes have ended, too
+        if not self.selector.get_map():  # callers wait in a loop for their processes' end, too
             time.sleep(max(0.0, min(timeout_s, _POLL_S)))
             return []
         found = []

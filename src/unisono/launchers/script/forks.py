@@ -116,7 +116,7 @@ class ForkServer:
         """Start a rank of the script; raise OSError if that fails."""
         (out, their_out), (err, their_err) = os.pipe(), os.pipe()
         with (
-            open(os.devnull, "rb") as nothing,
+            open(os.devnull, "r+b") as nothing,
             os.fdopen(their_out, "wb", 0),
             os.fdopen(their_err, "wb", 0),
         ):

@@ -89,7 +89,7 @@ def _host_store(plan: LaunchPlan, server: forks.ForkServer | None, held: ExitSta
             held.callback(server.fork({"store": where}, [listener.fileno(), 1, 2]).kill)
         else:
             command = [sys.executable, RANK_WRAPPER, json.dumps({"store": where})]
-            host = subprocess.Popen(command, stdin=listener, start_new_session=True)
+            host = subprocess.Popen(command, stdin=listener.fileno(), start_new_session=True)
             held.enter_context(host)
             held.callback(host.kill)
     plan = replace(plan, master_addr=addr, master_port=where[1], store_is_hosted=True)

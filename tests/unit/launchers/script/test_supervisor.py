@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from unisono.cli.run import _print_outcome
+from unisono.cli.run import _finish
 from unisono.errors import ArgumentError
 from unisono.launchers.job.job import Job
 from unisono.launchers.script import supervisor
@@ -47,7 +47,7 @@ def test_a_rank_with_the_terminal_is_blamed_last() -> None:
 def test_other_failures_have_a_line_each_up_to_eight(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    _print_outcome(verdict([report(rank, 1, FAILED) for rank in range(20)]), SCRIPT)
+    _finish(verdict([report(rank, 1, FAILED) for rank in range(20)]), SCRIPT)
     lines = capsys.readouterr().err.splitlines()
     also = [line for line in lines if line.startswith("also:")]
     assert lines[0] == "error: rank 0 of 40 raised ValueError: no data"
@@ -64,9 +64,9 @@ def test_a_signal_is_said_without_what_nobody_checked(capsys: pytest.CaptureFixt
             raise ArgumentError("made of the signal")
 
     outcome = supervisor.run_as_function(SCRIPT, launch)
-    assert _print_outcome(outcome, SCRIPT) == 130
+    assert _finish(outcome, SCRIPT) == 130
     assert capsys.readouterr().err == "interrupted by SIGINT\n"
-    _print_outcome(ScriptOutcome(130, report(1, 1, FAILED), signal.SIGINT), SCRIPT)
+    _finish(ScriptOutcome(130, report(1, 1, FAILED), signal.SIGINT), SCRIPT)
     said = capsys.readouterr().err
     assert said.startswith("error: rank 1 of 40 raised ValueError: no data\n")
     assert said.endswith("\ninterrupted by SIGINT: all ranks have been ended\n")

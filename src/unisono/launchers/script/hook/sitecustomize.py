@@ -2,9 +2,9 @@
 
 Python imports this file at the start of ``python train.py`` if its folder is in PYTHONPATH. It
 serves until all ranks have ended. Each fork returns from here, and its interpreter runs the script
-as any other: no frame, argument or module of ours is left for the script to see. Only what importing
-torch has changed is put back. What a script can see is compared with that of a new interpreter
-by tests/launch/test_forked_scripts.py.
+as any other: no frame, argument or module of ours is left for the script to see. Only what
+importing torch has changed is put back. What a script can see is compared with that of a new
+interpreter by tests/launch/test_forked_scripts.py.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ forkserver = _load_forkserver()
 
 def _effects() -> object:
     """Return what this process has done that others could see: output, children, threads, files."""
-    written = next(line for line in open("/proc/self/io") if line.startswith("wchar"))  # noqa: SIM115
-    with open(f"/proc/self/task/{os.getpid()}/children") as children:
-        return written, children.read(), os.listdir("/proc/self/task"), len(os.listdir("/proc/self/fd"))
+    lines = Path("/proc/self/io").read_text().splitlines()
+    written = next(line for line in lines if line.startswith("wchar"))
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    return written, children, os.listdir("/proc/self/task"), len(os.listdir("/proc/self/fd"))
 
 
 class _Hidden:
@@ -71,11 +72,11 @@ class _Hidden:
         self._torch: Any = torch
         self._new_filters = [item for item in warnings.filters if item not in self._filters]
         names = [name for name in sys.modules if name not in _BEFORE]
-        self.standard: set[str] = {name.partition(".")[0] for name in names} & sys.stdlib_module_names
-        self._modules = {
+        self._standard = {name.partition(".")[0] for name in names} & sys.stdlib_module_names
+        self._hidden: dict[str, Any] = {
             name: sys.modules[name]
             for name in names
-            if name.partition(".")[0] not in {*self.standard, "__mp_main__"}
+            if name.partition(".")[0] not in {*self._standard, "__mp_main__"}
         }
         self._spec: object = None  # of the module that is being imported
         self._at_load = forkserver.at_load(os.environ)
@@ -93,7 +94,7 @@ class _Hidden:
             return "importing torch has opened a device"
         for path in Path(beside).iterdir() if beside else ():
             is_module = path.suffix in (".py", ".pyc", ".so") or (path / "__init__.py").exists()
-            if is_module and path.name.partition(".")[0] in self.standard:
+            if is_module and path.name.partition(".")[0] in self._standard:
                 return f"{path} has the name of a module of Python's"
         return ""
 
@@ -102,18 +103,18 @@ class _Hidden:
         if forkserver.at_load(os.environ) != self._at_load:
             raise OSError("other variables than the server's")
         importlib.invalidate_caches()
-        for name in self._modules:
+        for name in self._hidden:
             del sys.modules[name]
         sys.modules.pop("__mp_main__", None)
         self._set_filters(self._filters)
-        now: Any = time.time() if isinstance(logging._startTime, float) else time.time_ns()
-        logging._startTime = now
+        log: Any = logging
+        log._startTime = time.time() if isinstance(log._startTime, float) else time.time_ns()
         main: Any = threading.main_thread()
         main._set_native_id()  # a fork keeps its parent's
         multiprocessing.current_process().authkey = os.urandom(32)
         self._torch.default_generator.seed()
-        if (numpy_random := self._modules.get("numpy.random")) is not None:
-            numpy_random.seed()  # type: ignore[attr-defined]
+        if (numpy_random := self._hidden.get("numpy.random")) is not None:
+            numpy_random.seed()
         # Frozen by `prepare_for_forks`, its objects would never be finalized, nor files flushed.
         script = ctypes.py_object(vars(sys.modules["__main__"]))
         ctypes.pythonapi.PyObject_GC_UnTrack(script)
@@ -122,16 +123,15 @@ class _Hidden:
         # the exit code; the C library's buffers are written before.
         libc: Any = ctypes.CDLL(None)
         libc.on_exit(libc._exit, None)
-        register = getattr(libc, "__cxa_atexit")  # noqa: B009 - a class would mangle the name
-        register(libc.fflush, None, None)
+        libc["__cxa_atexit"](libc.fflush, None, None)
         self._environ, self._seen = dict(os.environ), _effects()
-        sys.meta_path.insert(0, self)  # type: ignore[arg-type]
+        sys.meta_path.insert(0, self)
 
     def _leave(self) -> None:
         """Keep the server's modules out of the interpreter's end, which would copy their pages."""
-        for name in self._modules:
+        for name in self._hidden:
             sys.modules.pop(name, None)
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._modules))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._hidden))
 
     @staticmethod
     def _set_filters(filters: list[Any]) -> None:
@@ -142,11 +142,11 @@ class _Hidden:
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
         """Find a hidden module."""
-        if name not in self._modules:
+        if name not in self._hidden:
             return None
-        spec = copy.copy(self._modules[name].__spec__)
+        spec = copy.copy(self._hidden[name].__spec__)
         assert spec is not None
-        spec.loader = self  # type: ignore[assignment]
+        spec.loader = self
         return spec
 
     def create_module(self, spec: Any) -> ModuleType:
@@ -154,13 +154,14 @@ class _Hidden:
         self._check_is_in_time(spec.name)
         top = spec.name.partition(".")[0]
         if top == "torch":
-            sys.meta_path.remove(self)  # type: ignore[arg-type]
+            sys.meta_path.remove(self)
             self._set_filters([*self._new_filters, *warnings.filters])
-        for name, module in self._modules.items():
+        for name, module in self._hidden.items():
             if top in ("torch", name.partition(".")[0]):
                 sys.modules.setdefault(name, module)
-        self._spec = self._modules[spec.name].__spec__
-        return self._modules[spec.name]
+        found: ModuleType = self._hidden[spec.name]
+        self._spec = found.__spec__
+        return found
 
     def exec_module(self, module: ModuleType) -> None:
         """Restore the module's own spec, which the import has replaced."""
@@ -171,7 +172,7 @@ class _Hidden:
         changed = {variable for variable, _ in forkserver.at_load(os.environ) ^ self._at_load}
         if "." not in name:
             found = importlib.machinery.PathFinder.find_spec(name)
-            ours = self._modules[name].__spec__
+            ours = self._hidden[name].__spec__
             if found is None or ours is None or found.origin != ours.origin:
                 changed.add("sys.path")
         if not changed:
@@ -227,7 +228,7 @@ def _fork_ranks() -> None:
 _fork_ranks()
 del sys.modules[__name__]
 try:
-    import sitecustomize  # the next one in sys.path, the user's
+    importlib.import_module("sitecustomize")  # the next one in sys.path, the user's
 except ImportError as error:
     if error.name == "sitecustomize":  # as if there had been none
         raise ImportError("none", name="sitecustomize") from None
