@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NoReturn
 
-import typer
-from typer.core import TyperCommand
+gc.disable()  # until the command runs: collections would take a fourth of the imports' time
 
-import unisono
-from unisono.errors import ArgumentError, BackendError, UnisonoError, WorkerFailedError
+import typer  # noqa: E402
+from typer.core import TyperCommand  # noqa: E402
+
+import unisono  # noqa: E402
+from unisono.errors import (  # noqa: E402
+    ArgumentError,
+    BackendError,
+    UnisonoError,
+    WorkerFailedError,
+)
 
 OF_RUN = "UNISONO_RUN_"
 """The start of the variables that give options of ``unisono run``."""
@@ -155,6 +163,8 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 def _exit_code(args: Sequence[str]) -> int:
     try:
         group = _command_line(_named_in(args))
+        gc.freeze()  # what is imported stays, so the interpreter's end needn't collect it
+        gc.enable()
         # In standalone mode click would print the errors itself, and exit with its own codes.
         code: Any = group(args=list(args), prog_name="unisono", standalone_mode=False)
     except (ArgumentError, BackendError) as error:

@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,9 +19,11 @@ from unisono.cli import OF_RUN
 from unisono.environments.platforms import PORT
 from unisono.errors import ArgumentError
 from unisono.launchers.script.script import Script
-from unisono.launchers.script.supervisor import ScriptOutcome, failure
 from unisono.plugins import LAUNCHERS, by_name, load
 from unisono.topology import GRACE_S, NodeInfo
+
+if TYPE_CHECKING:
+    from unisono.launchers.script.supervisor import ScriptOutcome
 
 _NODES = re.compile(r"([1-9][0-9]{0,5})(?::([1-9][0-9]{0,5}))?")
 
@@ -396,6 +398,8 @@ def _print_command(name: str, job: Script, script: str) -> int:
 
 def _finish(outcome: ScriptOutcome, job: Script) -> int:
     """Print the first failure and the folder of the logs; return the exit code."""
+    from unisono.launchers.script.supervisor import failure
+
     lines = list(failure(outcome))
     if outcome.failed is not None and job.log_dir:
         lines.insert(0, f"logs of all ranks are in {job.log_dir}")  # the failure is printed last

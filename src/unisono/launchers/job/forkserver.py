@@ -19,6 +19,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import re
 import select
 import signal
 import socket
@@ -30,6 +31,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 WORKER = "from unisono.launchers.job.worker import work; work({channel}, {parent})"
+STATUS = re.compile(rb"([0-9]+)([psecx])")
+"""A report on a status socket."""
 # Names of the facade that a rank is likely to use: their modules are loaded once for all ranks.
 LIKELY = ("Parallel", "all_gather", "all_reduce", "barrier", "broadcast", "one_rank_only", "send")
 # Prefixes of variables that libraries read only when they are loaded, found by tracing getenv and

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import pickle
-import re
 import selectors
 import signal
 import socket
@@ -21,6 +20,7 @@ from typing import Any
 from unisono.errors import LaunchError, WorkerFailedError
 from unisono.launchers.job import channel as messages
 from unisono.launchers.job.failure import signal_name
+from unisono.launchers.job.forkserver import STATUS
 from unisono.launchers.job.job import Job, JobRanks
 from unisono.launchers.job.signals import TO_SAVE
 from unisono.tracebacks import hides
@@ -31,8 +31,6 @@ _log = logging.getLogger(__name__)
 _FLUSH_S = 0.3  # after END, before SIGTERM
 _TERM_S = 1.2  # after SIGTERM, before SIGKILL
 _KILL_S = 5.0  # after SIGKILL, before the fork server is ended, too
-STATUS: re.Pattern[bytes] = re.compile(rb"([0-9]+)([psecx])")
-"""The fork server's reports on a status socket."""
 _EXIT_S = 5.0  # for `LastCalls` of ranks, after all results have arrived
 _TICK_S = 1.0  # between checks of time limits, which make no socket readable
 _STATUS_S = 2.0  # from the end of a channel to the report of its process's end

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import json
 import os
 import signal
@@ -10,18 +10,15 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from unisono.launchers.job.forkserver import STATUS
 from unisono.launchers.job.output import Pipes, show
-from unisono.launchers.job.worker_handles import STATUS
 from unisono.launchers.script.script import Script
 from unisono.launchers.variables import LINK
 
 _HOOK = str(Path(__file__).with_name("hook"))
-_END_S = 2.0  # for the server to end after SIGTERM
 # With these, tools begin or print as an interpreter starts, which a fork doesn't do again.
 _OF_TOOLS = (
     *("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG", "COV_CORE_SOURCE", "LD_PRELOAD"),
@@ -91,11 +88,39 @@ class Forked:
         self.status.close()
 
 
-@dataclass(frozen=True, slots=True)
 class ForkServer:
-    """An interpreter that has imported torch and forks ranks; it ends with the command."""
+    """An interpreter that imports torch, and forks the ranks of a script; see ``hook``."""
+
+    def __init__(self, program: Sequence[str], environ: Mapping[str, str]) -> None:
+        self.control, theirs = socket.socketpair()
+        link = {"control": theirs.fileno(), "beside": _folder(program)}
+        path = os.pathsep.join(filter(None, (_HOOK, environ.get("PYTHONPATH"))))
+        with theirs:
+            self._process = subprocess.Popen(
+                program,
+                env={**environ, LINK: json.dumps(link), "PYTHONPATH": path},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,  # as the ranks' streams, which are made as Python starts
+                stderr=subprocess.PIPE,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                bufsize=0,
+            )
+        self._is_ready: bool | None = None
 
     control: socket.socket
+
+    def is_ready(self) -> bool:
+        """Wait until torch is imported; return whether forks are like new interpreters then."""
+        if self._is_ready is None:
+            pipes = Pipes()
+            pipes.add(self._process)
+            while pipes.open:
+                for target, line in pipes.read(1.0):
+                    show(target, line)
+            pipes.close()
+            self._is_ready = self.control.recv(4096) == b"ready"
+        return self._is_ready
 
     def fork(self, message: Mapping[str, Any], stdio: Sequence[int]) -> Forked:
         """Fork a process with these three streams; raise OSError if that fails."""
@@ -125,34 +150,11 @@ class ForkServer:
         rank.stdout, rank.stderr = pipes
         return rank
 
-
-def start(script: Script, environ: Mapping[str, str], held: ExitStack) -> ForkServer | None:
-    """Start a server for ranks of a script, until `held` is closed; None if it can't be used."""
-    if why_fresh(script):
-        return None
-    control, theirs = socket.socketpair()
-    held.callback(control.close)
-    link = {"control": theirs.fileno(), "beside": _folder(script.program)}
-    path = os.pathsep.join(filter(None, (_HOOK, environ.get("PYTHONPATH"))))
-    with theirs:
-        process = subprocess.Popen(
-            script.program,
-            env={**environ, LINK: json.dumps(link), "PYTHONPATH": path},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,  # as the ranks' streams, which are made while Python starts
-            stderr=subprocess.PIPE,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-            bufsize=0,
-        )
-    held.callback(_end, process, control)
-    pipes = Pipes()
-    pipes.add(process)
-    while pipes.open:  # until torch is imported
-        for target, line in pipes.read(1.0):
-            show(target, line)
-    pipes.close()
-    return ForkServer(control) if control.recv(4096) == b"ready" else None
+    def end(self) -> None:
+        """End the server; the kernel ends with it what it has forked."""
+        self.control.close()
+        self._process.kill()
+        atexit.register(self._process.wait)  # later, as its memory takes 20 ms to go
 
 
 def _folder(program: Sequence[str]) -> str:
@@ -160,14 +162,3 @@ def _folder(program: Sequence[str]) -> str:
     _, *words = program
     path = Path.cwd() if words[0] == "-m" else Path(words[0]).resolve()
     return str(path if path.is_dir() else path.parent) if path.suffix != ".pyz" else ""
-
-
-def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
-    """End the server, and with it all that it has forked."""
-    control.close()
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_END_S)
-        return
-    process.kill()
-    process.wait()

@@ -8,22 +8,21 @@ import os
 import subprocess
 import sys
 import termios
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from unisono.control.addresses import LOOPBACK, listen_on_host
 from unisono.errors import ArgumentError, LaunchError
 from unisono.launchers.job.forkserver import Fork
-from unisono.launchers.job.store import private_store
-from unisono.launchers.script import forks
-from unisono.launchers.script.rank.program import run_rank, variables
+from unisono.launchers.script.forks import ForkServer, why_fresh
 from unisono.launchers.script.script import RANK_WRAPPER, Script, env_for
-from unisono.launchers.script.supervisor import ScriptOutcome, Supervisor, restart
 from unisono.launchers.variables import OF_TORCH, share_of_cores, without
 from unisono.topology import LaunchPlan
+
+if TYPE_CHECKING:
+    from unisono.launchers.script.supervisor import ScriptOutcome
 
 # Without it, gloo in a script that doesn't use unisono listens at the address of the host's name.
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
@@ -38,9 +37,15 @@ def run(script: Script) -> ScriptOutcome:
         )
     base = {**_LOOPBACK, **without(os.environ, OF_TORCH)}  # the user's variables have priority
     with ExitStack() as held:
-        # What all ranks have in common: libraries read some of it while they are loaded.
-        common = variables(None, {**share_of_cores(script.plan().info(0)), **base})
-        server = forks.start(script, common, held)
+        server = None
+        if not why_fresh(script):
+            # What all ranks have in common: libraries read some of it while they are loaded.
+            shared = {**share_of_cores(script.plan().info(0)), "PYTHONUNBUFFERED": "1", **base}
+            server = ForkServer(script.program, shared)
+            held.callback(server.end)
+        # All that isn't needed before is imported while the server imports torch.
+        from unisono.launchers.script.supervisor import restart
+
         for attempt in range(script.max_restarts + 1):
             outcome = _attempt(script, base, attempt, server)
             if outcome.code == 0 or outcome.interrupted is not None:  # a signal ends the whole job
@@ -51,9 +56,14 @@ def run(script: Script) -> ScriptOutcome:
 
 
 def _attempt(
-    script: Script, base: Mapping[str, str], attempt: int, server: forks.ForkServer | None
+    script: Script, base: Mapping[str, str], attempt: int, server: ForkServer | None
 ) -> ScriptOutcome:
     """Run the script once, with a store for this attempt that outlives every rank."""
+    from unisono.launchers.script.rank.program import run_rank
+    from unisono.launchers.script.supervisor import Supervisor
+
+    if server is not None and not server.is_ready():
+        server = None
     with ExitStack() as held, _terminal(script.stdin_rank) as lent:
         plan = _host_store(script.plan(), server, held)
         ranks = [plan.info(local_rank) for local_rank in range(script.nproc_per_node)]
@@ -64,7 +74,8 @@ def _attempt(
                 if script.stdin_rank not in (None, info.rank):
                     environ["PYTHONBREAKPOINT"] = "0"  # this rank has no stdin
                 terminal = lent if script.stdin_rank == info.rank else ()
-                wrap = partial(_wrap, script, environ, terminal, server, os.getpid())
+                run = partial(run_rank, os.getpid(), script.program, server=server)
+                wrap = partial(_wrap, run, environ, script.rank_options(terminal), server)
                 stdin = None if terminal else subprocess.DEVNULL
                 pipe = subprocess.PIPE
                 supervisor.add(Fork(wrap, stdin=stdin, stdout=pipe, stderr=pipe, bufsize=0))
@@ -74,8 +85,11 @@ def _attempt(
         return supervisor.run()
 
 
-def _host_store(plan: LaunchPlan, server: forks.ForkServer | None, held: ExitStack) -> LaunchPlan:
+def _host_store(plan: LaunchPlan, server: ForkServer | None, held: ExitStack) -> LaunchPlan:
     """Host the rendezvous in another process, so that this one needs no torch."""
+    from unisono.control.addresses import LOOPBACK, listen_on_host
+    from unisono.launchers.job.store import private_store
+
     addr = plan.master_addr or LOOPBACK
     try:
         listener = listen_on_host(addr, plan.master_port or 0)
@@ -97,14 +111,13 @@ def _host_store(plan: LaunchPlan, server: forks.ForkServer | None, held: ExitSta
 
 
 def _wrap(
-    script: Script,
+    run: Callable[..., NoReturn],
     environ: Mapping[str, str],
-    terminal: Sequence[int],
-    server: forks.ForkServer | None,
-    parent: int,
-) -> NoReturn:
-    """Run one rank, as its wrapper: see `rank`."""
-    kept = {*terminal, *([server.control.fileno()] if server else [])}
+    options: Mapping[str, Any],
+    server: ForkServer | None,
+) -> None:
+    """Run one rank in this fork, as its wrapper: see `rank`."""
+    kept = {*options.get("terminal", ()), *([server.control.fileno()] if server else [])}
     for fd in [int(name) for name in os.listdir("/dev/fd")]:
         if fd > 2 and fd not in kept:
             with contextlib.suppress(OSError):  # the listing's own
@@ -112,7 +125,7 @@ def _wrap(
     os.setsid()
     os.environ.clear()
     os.environ.update(environ)
-    run_rank(parent, script.program, script.rank_options(terminal), server)
+    run(options)
 
 
 @contextlib.contextmanager

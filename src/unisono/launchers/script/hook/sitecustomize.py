@@ -92,9 +92,10 @@ class _Hidden:
         opened = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
         if any(path.startswith(_DEVICES) for path in opened) or self._torch.cuda.is_initialized():
             return "importing torch has opened a device"
-        for path in Path(beside).iterdir() if beside else ():
-            is_module = path.suffix in (".py", ".pyc", ".so") or (path / "__init__.py").exists()
-            if is_module and path.name.partition(".")[0] in self._standard:
+        beside_it = os.listdir(beside) if beside else []
+        shadows = [name for name in beside_it if name.partition(".")[0] in self._standard]
+        for path in [Path(beside, name) for name in shadows]:
+            if path.suffix in (".py", ".pyc", ".so") or (path / "__init__.py").exists():
                 return f"{path} has the name of a module of Python's"
         return ""
 
@@ -209,8 +210,9 @@ def _fork_ranks() -> None:
     link = json.loads(os.environ.pop(_LINK))
     control = socket.socket(fileno=link["control"])
     try:
-        sys.path[:] = [item for item in sys.path if item != str(_HERE)]
-        sys.path_importer_cache.pop(str(_HERE), None)
+        entry = os.path.dirname(__file__)
+        sys.path[:] = [item for item in sys.path if item != entry]
+        sys.path_importer_cache.pop(entry, None)
         hidden = _Hidden()
         control.send((hidden.why_unusable(link["beside"]) or "ready").encode())
         with open(os.devnull, "wb") as nothing:

@@ -80,6 +80,7 @@ def run_rank(
     parent: int,
     program: Sequence[str],
     options: Mapping[str, Any],
+    *,
     server: ForkServer | None = None,
 ) -> NoReturn:
     """Be the wrapper of the rank in this process's variables, and exit as its program does."""
