@@ -25,6 +25,8 @@ def attach(package: str, *variables: str, hidden: tuple[str, ...] = ()) -> None:
     def find(name: str) -> Any:
         if name in variables:
             return VARIABLES[name]()  # not stored, because it may change
+        if name in _START_WORKERS and "torch" not in sys.modules:
+            importlib.import_module("unisono.launchers.local").start_early()
         if name == "__all__":
             value: Any = public()
         elif (origin := origins().get(name)) is None:
@@ -70,6 +72,9 @@ def _registered_models() -> Any:
     return importlib.import_module("unisono.registry").registered_models()
 
 
+# Names whose users start workers soon: the process that workers are copied from imports torch
+# while this one does.
+_START_WORKERS = ("WorkerPool", "spawn")
 # Facts that are variables, as in idist, although they may change while a program runs.
 VARIABLES: dict[str, Callable[[], Any]] = {
     "has_native_dist_support": partial(_is_installed, "torch.distributed"),

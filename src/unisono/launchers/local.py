@@ -95,6 +95,13 @@ def launch(
     return job
 
 
+def start_early() -> None:
+    """Start the fork server that a program is about to need, unless the program is a rank."""
+    if _DEFAULT_METHOD == "forkserver" and "LOCAL_RANK" not in os.environ:
+        with contextlib.suppress(OSError, LaunchError), _lock:  # `launch` will raise it
+            _fork_server_for(_DEFAULT_METHOD)
+
+
 def begin(
     workers: Workers,
     infos: Sequence[RankInfo],

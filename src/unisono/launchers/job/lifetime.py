@@ -11,8 +11,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-import torch
-
 from unisono.at_exit import LastCalls
 from unisono.control.absent_ranks import stack_of, warn_after_s
 from unisono.deadlines import host_s
@@ -142,7 +140,9 @@ def output_redirected(target: int) -> Iterator[None]:
 def seed_generators() -> None:
     """Seed the generators that a fork has inherited."""
     # A fresh process seeds each again; a fork does so only for Python's own generator.
-    torch.default_generator.seed()
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        torch.default_generator.seed()
     numpy_random: Any = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
