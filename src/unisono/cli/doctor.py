@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
 
 from unisono.cli._tables import wrapped
+from unisono.launchers.script.forks import ForkServer, why_fresh
+from unisono.launchers.script.script import Script
 
 _FACTS = (
     "rank",
@@ -53,6 +57,7 @@ def doctor(
     report = diagnosis.diagnose()
     count = report["devices"]["count"] or report["host"]["cores"]
     use = {"backend": best_backend(), "launcher": "processes", "nproc_per_node": count}
+    use["fresh"] = _why_fresh()
     report = {"recommended": use, **report}
     problems = diagnosis.problems(report, backend, launcher)
     if as_json:
@@ -67,6 +72,18 @@ def doctor(
     return 0
 
 
+def _why_fresh() -> str | None:
+    """Return why `unisono run` starts a new interpreter for each rank here; None if it doesn't."""
+    script = Script((sys.executable, "-c", ""))
+    if why := why_fresh(script):
+        return why
+    server = ForkServer(script.program, os.environ)
+    try:
+        return server.why_unusable() or None
+    finally:
+        server.end()
+
+
 def _sections(report: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
     """Return the title and the lines of each section."""
     host, devices, use = report["host"], report["devices"], report["recommended"]
@@ -79,6 +96,8 @@ def _sections(report: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
         for name, each in report["interfaces"].items()
     ]
     environment = _findings(report["environment"], _VERDICTS, _FACTS)
+    why = use["fresh"]
+    ranks = f"new interpreters: {why}" if why else "copies of one interpreter, unless --fresh"
     alone = "none: no launcher's variables are set, so this process is alone"
     return [
         (
@@ -86,6 +105,7 @@ def _sections(report: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
             [
                 f"backend {backend}, as there is {accelerators}; ranks: {count}",
                 f"unisono run -n {count} script.py",
+                f"its ranks are {ranks}",
                 f'or in a program: idist.spawn("{backend}", fn, nproc_per_node={count})',
             ],
         ),

@@ -28,14 +28,15 @@ _OF_TOOLS = (
 
 def why_fresh(script: Script) -> str:
     """Return why each rank of a script is to be a new interpreter; empty if it may be a fork."""
+    # These reasons are known before the server starts; it adds its own, see `why_unusable`.
     if script.is_fresh:
         return "--fresh"
     if not (sys.platform == "linux" and "CS_GNU_LIBC_VERSION" in os.confstr_names):
-        return "it isn't Linux with glibc"
+        return "this isn't Linux with glibc"
     if script.program[:1] != (sys.executable,):
-        return "the program isn't a script of this Python"
+        return "it isn't a script of this Python"
     if script.stdin_rank is not None:
-        return "a rank has the terminal"
+        return "--stdin gives a rank the terminal"
     flags = sys.flags
     if flags.isolated or flags.ignore_environment or flags.no_site or sys.gettrace():
         return "this Python has other flags, or a debugger"
@@ -89,7 +90,7 @@ class Forked:
 
 
 class ForkServer:
-    """An interpreter that imports torch, and forks the ranks of a script; see ``hook``."""
+    """An interpreter that imports torch, and forks the ranks of a script: see `hook`."""
 
     def __init__(self, program: Sequence[str], environ: Mapping[str, str]) -> None:
         self.control, theirs = socket.socketpair()
@@ -106,21 +107,21 @@ class ForkServer:
                 start_new_session=True,
                 bufsize=0,
             )
-        self._is_ready: bool | None = None
+        self._answer: str | None = None
 
     control: socket.socket
 
-    def is_ready(self) -> bool:
-        """Wait until torch is imported; return whether forks are like new interpreters then."""
-        if self._is_ready is None:
+    def why_unusable(self) -> str:
+        """Wait until torch is imported; return why forks wouldn't be like new interpreters."""
+        if self._answer is None:
             pipes = Pipes()
             pipes.add(self._process)
             while pipes.open:
                 for target, line in pipes.read(1.0):
                     show(target, line)
             pipes.close()
-            self._is_ready = self.control.recv(4096) == b"ready"
-        return self._is_ready
+            self._answer = self.control.recv(4096).decode() or "importing torch has failed"
+        return "" if self._answer == "ready" else self._answer
 
     def fork(self, message: Mapping[str, Any], stdio: Sequence[int]) -> Forked:
         """Fork a process with these three streams; raise OSError if that fails."""

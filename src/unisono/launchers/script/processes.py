@@ -62,7 +62,7 @@ def _attempt(
     from unisono.launchers.script.rank.program import run_rank
     from unisono.launchers.script.supervisor import Supervisor
 
-    if server is not None and not server.is_ready():
+    if server is not None and server.why_unusable():
         server = None
     with ExitStack() as held, _terminal(script.stdin_rank) as lent:
         plan = _host_store(script.plan(), server, held)
