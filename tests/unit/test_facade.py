@@ -137,5 +137,36 @@ def test_likely_names_are_loaded_once_for_all_workers() -> None:
     assert likely <= set(unisono.spawn("gloo", _modules, nproc_per_node=1)[0])
 
 
+EARLY = """
+import sys, psutil, unisono
+
+class Children:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "torch" and not seen:
+            seen.append(len(psutil.Process().children()))
+
+seen = []
+sys.meta_path.insert(0, Children)
+unisono.WorkerPool
+print(seen[0])
+"""
+
+
+@pytest.mark.parametrize(("of_a_rank", "children"), [({}, 1), ({"LOCAL_RANK": "0"}, 0)])
+def test_workers_are_prepared_while_torch_is_imported_but_not_by_a_rank(
+    of_a_rank: dict[str, str], children: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in of_a_rank.items():
+        monkeypatch.setenv(name, value)
+    assert run_python("-c", EARLY).split() == [str(children)]
+
+
+def test_what_starts_a_script_needs_no_torch() -> None:
+    modules = "unisono.cli.run, unisono.launchers.script.processes"
+    modules += ", unisono.launchers.script.rank.program, unisono.launchers.script.supervisor"
+    run_python("-c", f"import sys; sys.modules['torch'] = None; import {modules}")
+
+
 def _modules(_local_rank: int) -> list[str]:
     return sorted(sys.modules)

@@ -26,6 +26,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
@@ -135,7 +136,9 @@ class Fork(subprocess.Popen[bytes]):
 
     def _execute_child(self, *arguments: Any) -> None:  # called by Popen to start its process
         pipes = arguments[10:16]  # three pairs, in each of which one end, or none, is the child's
-        self.pid = os.fork()
+        with warnings.catch_warnings():  # about threads, none of which holds a lock of ours
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.pid = os.fork()
         self._child_created = True  # Popen's destructor reads it
         if self.pid == 0:
             try:
