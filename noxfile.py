@@ -61,6 +61,7 @@ OF_VERSIONS = (
     *(f"tests/unit/test_{name}.py" for name in ("facade", "tracebacks", "at_exit")),
     *("tests/process/payload", "tests/process/test_spawn.py"),
     "tests/process/models/native/test_exit.py",
+    "tests/launch/test_forked_scripts.py",
     # And those of cloudpickle: what goes by value, and what errors say of it.
     *(f"tests/process/launchers/job/test_{name}.py" for name in ("pickling", "failure")),
 )
