@@ -330,6 +330,6 @@ def bench(session: nox.Session) -> None:
     main.run("python", "benchmarks/recording.py")
     for name in ("imports", "dispatch", "sessions", "exact", "tensors", "gradients", "calls"):
         main.run("python", f"benchmarks/{name}.py")
-    for name in ("payloads", "starts"):
+    for name in ("payloads", "starts", "scripts"):
         for size in ("2", "4"):
             main.run("python", f"benchmarks/{name}.py", "--nproc-per-node", size)
