@@ -61,6 +61,7 @@ OF_VERSIONS = (
     *(f"tests/unit/test_{name}.py" for name in ("facade", "tracebacks", "at_exit")),
     *("tests/process/payload", "tests/process/test_spawn.py"),
     "tests/process/models/native/test_exit.py",
+    "tests/launch/test_forked_scripts.py",
     # And those of cloudpickle: what goes by value, and what errors say of it.
     *(f"tests/process/launchers/job/test_{name}.py" for name in ("pickling", "failure")),
 )
@@ -329,6 +330,6 @@ def bench(session: nox.Session) -> None:
     main.run("python", "benchmarks/recording.py")
     for name in ("imports", "dispatch", "sessions", "exact", "tensors", "gradients", "calls"):
         main.run("python", f"benchmarks/{name}.py")
-    for name in ("payloads", "starts"):
+    for name in ("payloads", "starts", "scripts"):
         for size in ("2", "4"):
             main.run("python", f"benchmarks/{name}.py", "--nproc-per-node", size)

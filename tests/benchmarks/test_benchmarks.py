@@ -53,6 +53,10 @@ BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("--rounds", "1", "--nproc-per-node", "2"),
         ("first spawn", "a second spawn", "torchrun", "WorkerPool.run", "<= 2.000 ms"),
     ),
+    "scripts": (
+        ("--rounds", "1", "--nproc-per-node", "2"),
+        ("a script of torch.distributed", ">= 2.5 times", "a rank's end, CPU", "<= 60.0 ms"),
+    ),
     "sessions": (
         ("--rounds", "1", "--tests", "3", "--few", "2"),
         ("3 tests on threads", "3 tests on gloo", "DeepSpeed's pattern", "<= 3.000 s"),
@@ -88,6 +92,12 @@ def test_payloads_are_compared_drawn_and_counted(plot: tuple[str, ...]) -> None:
         is_section = figure["work"].startswith("one rank first")
         assert ("goal" in figure) is not is_section
         assert is_section or figure["goal"]["bound"]
+
+
+def test_programs_of_others_are_started_and_counted() -> None:
+    rows = json.loads(run("scripts", "--starts", "1", "--nproc-per-node", "2", "--json"))["figures"]
+    assert [row["by"] for row in rows] == ["unisono", "torchrun"] * 2
+    assert {row["exit code 0"] for row in rows if row["by"] == "unisono"} == {"1"}
 
 
 def test_hosts_sum_beside_gloo() -> None:
