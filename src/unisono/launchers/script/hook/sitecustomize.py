@@ -106,7 +106,6 @@ class _Hidden:
         importlib.invalidate_caches()
         for name in self._hidden:
             del sys.modules[name]
-        sys.modules.pop("__mp_main__", None)
         self._set_filters(self._filters)
         log: Any = logging
         log._startTime = time.time() if isinstance(log._startTime, float) else time.time_ns()
