@@ -149,13 +149,13 @@ def test_what_a_broken_launcher_leaves_is_ended(
 
 
 ENDS = """
-import os, signal, sys, tempfile
+import sys, tempfile
 from unisono import lifecycle, testing
 from unisono.testing import launchers
 
 def mine(entry, plan, *, environ=None):
     print("my cluster is gone", file=sys.stderr, flush=True)
-    {end}
+    sys.exit(1)
 
 lifecycle.find_launcher = launchers.find_launcher = lambda name: mine
 tempfile.tempdir = sys.argv[1]
@@ -163,26 +163,14 @@ print(testing.check_launcher("mine", laws=["a_signal_is_named"]))
 """
 
 
-@pytest.mark.parametrize(
-    ("end", "code"),
-    [
-        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
-        ("sys.exit(1)", 0),
-    ],
-)
-def test_what_a_launcher_printed_last_is_shown_where_it_ends_the_process(
-    end: str, code: int, tmp_path: Path
+def test_what_a_launcher_printed_last_is_shown_where_it_would_end_the_process(
+    tmp_path: Path,
 ) -> None:
-    words = [sys.executable, "-c", ENDS.format(end=end), str(tmp_path)]
+    words = [sys.executable, "-c", ENDS, str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=100)
-    assert done.returncode == code, done.stderr
-    if code:
-        named = "the process that checks it has ended in law a_signal_is_named"
-        words = [f"launcher mine with gloo: {named}", "  printed last:", "  my cluster is gone"]
-        assert done.stderr.splitlines()[-3:] == words
-    else:
-        assert "SystemExit(1)" in done.stdout
-        assert "my cluster is gone" in done.stdout
+    assert done.returncode == 0, done.stderr
+    assert "SystemExit(1)" in done.stdout
+    assert "my cluster is gone" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from unisono.observe.stacks import Stack, parse
 from unisono.observe.verdict import ObservedCall, Rank
 from unisono.recording import stack_signal
@@ -26,17 +28,15 @@ from unisono.recording.status_page import (
 from unisono.topology import EVERYBODY, members_of_pair
 
 _S = 1e9
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _N_AT_ONCE = 16  # ranks that are asked for their stacks at the same time
 STOPPED = "is stopped by a signal, so its stack cannot be read"
 _CONDITIONS = {
-    b"R": "running",
-    b"D": "disk",
-    b"T": "stopped",
-    b"t": "stopped",
-    b"Z": "dead",
-    b"X": "dead",
+    psutil.STATUS_RUNNING: "running",
+    psutil.STATUS_DISK_SLEEP: "disk",
+    psutil.STATUS_STOPPED: "stopped",
+    psutil.STATUS_TRACING_STOP: "stopped",
+    psutil.STATUS_ZOMBIE: "dead",
+    psutil.STATUS_DEAD: "dead",
 }
 
 
@@ -158,19 +158,22 @@ def _with_process_state(rank: Rank, meter: Meter, *, is_alone: bool) -> Rank:
     """Return a rank with the kernel's facts on its process; without them it stays dead."""
     thread_id = _thread_of(rank)
     try:
-        thread = _stat(f"/proc/{rank.pid}/task/{thread_id}/stat")
-        process = _stat(f"/proc/{rank.pid}/stat")
-        n_pages = int(Path(f"/proc/{rank.pid}/statm").read_bytes().split()[1])
-    except (OSError, IndexError, ValueError):  # there is no such process any more
+        condition = _CONDITIONS.get(psutil.Process(thread_id).status(), "sleeping")
+        process = psutil.Process(rank.pid)
+        threads, whole = process.threads(), process.cpu_times()
+        memory_bytes = process.memory_info().rss
+    except psutil.Error:  # there is no such process any more
         return rank
-    thread_percent = meter.percent(rank.pid, thread_id, _used_s(thread))
+    own_s = sum(each.user_time + each.system_time for each in threads if each.id == thread_id)
+    thread_percent = meter.percent(rank.pid, thread_id, own_s)
     # Ranks that share a process count the time of their own threads alone.
-    percent = meter.percent(rank.pid, 0, _used_s(process)) if is_alone else thread_percent
+    used_s = whole.user + whole.system
+    percent = meter.percent(rank.pid, 0, used_s) if is_alone else thread_percent
     return replace(
         rank,
-        condition=_CONDITIONS.get(thread[0], "sleeping"),
+        condition=condition,
         cpu_percent=percent,
-        memory_bytes=n_pages * _PAGE_BYTES,
+        memory_bytes=memory_bytes,
         thread_percent=thread_percent,
     )
 
@@ -179,15 +182,6 @@ def _thread_of(rank: Rank) -> int:
     """Return the id of a rank's own thread, or of the main one if it has ended."""
     thread_id = int(rank.facts.get("thread_id", 0))
     return thread_id if Path(f"/proc/{rank.pid}/task/{thread_id}").exists() else rank.pid
-
-
-def _stat(path: str) -> list[bytes]:
-    """Read the fields from the state on; the name before them may contain any character."""
-    return Path(path).read_bytes().rpartition(b")")[2].split()
-
-
-def _used_s(fields: list[bytes]) -> float:
-    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S  # utime and stime, see proc(5)
 
 
 def _calls(page: PageReader) -> Iterable[ObservedCall]:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -48,14 +47,7 @@ _END_S = 5.0  # time for all ranks to end after their job has ended
 _POLL_S = 0.05
 _TOO_LONG = signal.SIGVTALRM  # raises in a law that exceeds its limit
 _EXIT_CODE = 7
-_OUTPUT = "output"
 _SHOWN_LINES = 15
-# A shell script whose `read` returns when the process at the other end of its stdin has ended. A
-# process that finishes the law kills the script first.
-_WITNESS = f"""read -r _
-{{ echo "$1"; echo "  printed last:"; tail -n {_SHOWN_LINES} "$2/{_OUTPUT}" | sed 's/^/  /'; }} >&2
-rm -rf "$2"
-"""
 
 
 class _TookTooLongError(BaseException):
@@ -515,8 +507,7 @@ def check_launcher(
 ) -> list[Outcome]:
     """Check laws on a launcher with a number of ranks.
 
-    Each law has separate ranks. If the launcher's library ends this process during a law,
-    a helper process reports it on stderr, with the last lines of output.
+    Each law has separate ranks.
 
     Args:
         launcher: its name, as `spawn` takes it.
@@ -538,36 +529,17 @@ def check_launcher(
     for name in LAUNCHER_LAWS if laws is None else laws:
         with tempfile.TemporaryDirectory(prefix="unisono-laws-") as folder:
             trial = LauncherTrial(launcher, nproc, backend, options or {}, folder)
-            check = partial(_check, LAUNCHER_LAWS[name], trial, timeout_s)
-            with _witness(f"launcher {launcher} with {backend}", name, folder):
-                try:
-                    done.append(outcome_of(name, nproc, check))
-                finally:
-                    trial.clean_up()
+            try:
+                check = partial(_check, LAUNCHER_LAWS[name], trial, timeout_s)
+                done.append(outcome_of(name, nproc, check))
+            finally:
+                trial.clean_up()
     return done
-
-
-@contextlib.contextmanager
-def _witness(subject: str, law: str, folder: str) -> Iterator[None]:
-    """Print the last output from a separate process if this one ends within the block."""
-    # A library may end this process, as Ray does if its cluster has ended. The witness has its own
-    # session, so that Ctrl-C doesn't end it, and a stderr that the law doesn't redirect.
-    text = f"{subject}: the process that checks it has ended in law {law}"
-    with subprocess.Popen(
-        ("sh", "-c", _WITNESS, "sh", text, folder),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,
-    ) as process:
-        try:
-            yield
-        finally:
-            process.kill()  # a fork that a law left may hold the other end of its stdin
 
 
 def _check(law: Law, trial: LauncherTrial, timeout_s: float) -> None:
     """Check a law; if it is broken, the error has the last output of ranks and launcher."""
-    output = Path(trial.folder, _OUTPUT)
+    output = Path(trial.folder, "output")
     try:
         # Laws provoke failures, whose output would hide what `check_launcher` reports.
         with output.open("wb") as file, output_redirected(file.fileno()), _limited(timeout_s):

@@ -254,7 +254,7 @@ def _broken_law(error: LaunchError, names: Sequence[str], watch: _Watchdog) -> t
     for name in names:  # the text names the law even if the exception couldn't be pickled
         if f"law {name} doesn't hold" in str(error):
             return name, str(error)
-    last = watch.law_of(rank)  # empty for -1, which no entry has
+    last = next((entry.law for entry in watch.entries() if entry.rank == rank), "")
     # A replica that dies names no law, so the law that it entered last is the broken one.
     if last or watch.hung:
         return last, f"the replicas ended in it: {error}"  # after a hang `_run` replaces it
@@ -342,11 +342,8 @@ class _Watchdog:
         self._thread.join()
         self._folder.cleanup()
 
-    def law_of(self, rank: int) -> str:
-        """Return the law that a replica entered last; empty if none."""
-        return next((entry.law for entry in self._entries() if entry.rank == rank), "")
-
-    def _entries(self) -> list[_Entry]:
+    def entries(self) -> list[_Entry]:
+        """Return the current entry of each replica, by rank."""
         entries = []
         for path in Path(self.folder).glob("*.rank"):
             with contextlib.suppress(OSError):
@@ -355,7 +352,7 @@ class _Watchdog:
 
     def _watch(self) -> None:
         while not self._is_over.wait(_POLL_S):
-            entries, now = self._entries(), time.monotonic()
+            entries, now = self.entries(), time.monotonic()
             late = [each for each in entries if each.law and now - each.since_s > self._limit_s]
             if late:
                 # First the stacks, as killed replicas can't write theirs.

@@ -217,7 +217,7 @@ def evaluate(fn: Callable[[Any], Any], data: Any, dst: int | None = None, **kwar
     loader = auto_dataloader(data, shuffle=False, drop_last=False, **kwargs)
 
     def results() -> tuple[Columns, dict[str | None, Kind]]:
-        columns = _joined(_results(fn, loader))
+        columns = _results(fn, loader)
         return columns, {name: _kind(part) for name, part in columns.items()}
 
     # One miss only: a rank that is absent again has left evaluate, as its batch was too large.
@@ -255,25 +255,26 @@ def _check_sampler(loader: DataLoader[Any], size: int) -> None:
         )
 
 
-def _results(fn: Callable[[Any], Any], loader: Any) -> list[Columns]:
-    """Return the results of each batch by name."""
-    made: list[Columns] = []
+def _results(fn: Callable[[Any], Any], loader: Any) -> Columns:
+    """Return the results of all batches by name."""
+    parts: dict[str | None, list[Any]] = {}
     left = len(loader.sampler)  # of this rank; the last batch may be smaller than the others
     with torch.no_grad(), _in_evaluation_mode(fn):
-        for batch in loader:
+        for index, batch in enumerate(loader):
             count = min(loader.batch_size or 1, left)  # without a batch size, one sample
             left -= count
             results = fn(batch)
             named = results if isinstance(results, dict) else {None: results}
             for name, part in named.items():
                 _check_results(name, part, count)
-            if made and named.keys() != made[0].keys():
+            if parts and named.keys() != parts.keys():
                 raise ArgumentError(
-                    f"evaluate: batch {len(made)} returned results named {sorted(named, key=str)}, "
-                    f"earlier batches {sorted(made[0], key=str)}: return the same names each time"
+                    f"evaluate: batch {index} returned results named {sorted(named, key=str)}, "
+                    f"earlier batches {sorted(parts, key=str)}: return the same names each time"
                 )
-            made.append(named)
-    return made
+            for name, part in named.items():
+                parts.setdefault(name, []).append(part)
+    return {name: _joined(column) for name, column in parts.items()}
 
 
 def _check_results(name: str | None, part: Any, count: int) -> None:
@@ -297,16 +298,11 @@ def _check_results(name: str | None, part: Any, count: int) -> None:
     )
 
 
-def _joined(batches: list[Columns]) -> Columns:
-    """Concatenate the results of all batches by name."""
-    joined: Columns = {}
-    for name in batches[0] if batches else ():
-        parts = [batch[name] for batch in batches]
-        are_tensors = all(isinstance(part, Tensor) for part in parts)
-        joined[name] = (
-            torch.cat(parts) if are_tensors else [item for part in parts for item in part]
-        )
-    return joined
+def _joined(parts: list[Any]) -> Any:
+    """Concatenate the results of all batches: tensors, else lists."""
+    if all(isinstance(part, Tensor) for part in parts):
+        return torch.cat(parts)
+    return [item for part in parts for item in part]
 
 
 @contextmanager

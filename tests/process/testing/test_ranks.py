@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import MARK, marked, python, run_python
+from tests.support.processes import MARK, marked, python
 from tests.support.sessions import Sessions
 
 LEFT_S = 20.0  # time for a session's processes to end
@@ -475,24 +475,3 @@ def test_coverage_counts_what_ranks_ran(tmp_path: Path) -> None:
         result = sessions.run(tmp_path, "-p", "pytest_cov", "--cov=.", test_counted=COUNTS)
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["test_counted.py * 6 * 0 * 100%"])
-
-
-FORKS = """
-import os
-import signal
-
-from unisono.testing.launchers import _witness
-
-with _witness("mine", "a_law", "/nowhere"):
-    child = os.fork()
-    if not child:
-        signal.alarm(60)  # ends the fork if the test fails
-        signal.pause()
-os.kill(child, signal.SIGKILL)
-os.waitpid(child, 0)
-print("left")
-"""
-
-
-def test_a_fork_that_is_left_keeps_nobody_waiting() -> None:
-    assert run_python("-c", FORKS) == "left"

@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from signal import SIGCONT, SIGKILL, SIGTERM
@@ -184,26 +184,25 @@ def test_the_live_view_of_one_job_stays_when_that_ends() -> None:
         assert (view.jobs, view.report) == ([], None)
 
 
-def pressed(view: LiveView, keys: str) -> None:
-    for key in keys:
-        view.press(key)
+def answer(view: LiveView, key: str, typed: str) -> None:
+    """Press a key that asks, and type the answer."""
+    view.press(key)
+    assert view.question is not None
+    question, view.question = view.question, None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("builtins.input", lambda *_: typed)
+        question()
 
 
-@pytest.mark.parametrize("typed", ["", "0"])
-@pytest.mark.parametrize("other", [None, "job b"])
-def test_a_job_that_ends_while_the_live_view_asks_for_a_rank_has_ended(
-    typed: str, other: str | None
-) -> None:
+def test_the_live_view_shows_the_stacks_of_the_rank_that_is_typed() -> None:
     view = LiveView(None, 1.0)
-    with ExitStack() as stack:
-        with page(0):
-            view.look()
-            pressed(view, "s")
-        if other is not None:
-            stack.enter_context(page(0, other))
+    with page(0), page(2):
         view.look()
-        pressed(view, f"{typed}\r")
-    assert view.page == ["job job a has ended"]
+        for typed, rank in (("", 0), ("2", 2)):
+            answer(view, "s", typed)
+            assert view.page is not None
+            assert view.page[0].startswith(f"rank {rank}")
+            view.press("x")
 
 
 def test_the_live_view_stays_with_a_job_when_others_begin_and_end() -> None:
@@ -225,7 +224,11 @@ def test_the_live_view_ends_several_jobs(monkeypatch: pytest.MonkeyPatch) -> Non
     view = LiveView(None, 1.0)
     with page(0, "job a"), page(0, "job b"):
         view.look()
-        pressed(view, "ky\rnky\r")
+        answer(view, "k", "n")
+        assert sent == []
+        answer(view, "k", "y")
+        view.press("n")
+        answer(view, "k", "y")
         assert view._look_at(time.monotonic() + 60) < time.monotonic() + 10
         monkeypatch.setattr(time, "monotonic", lambda: math.inf)
         view.look()
