@@ -92,6 +92,9 @@ class Forked:
 class ForkServer:
     """An interpreter that imports torch, and forks the ranks of a script: see `hook`."""
 
+    control: socket.socket
+    """The server's control socket."""
+
     def __init__(self, program: Sequence[str], environ: Mapping[str, str]) -> None:
         self.control, theirs = socket.socketpair()
         link = {"control": theirs.fileno(), "beside": _folder(program)}
@@ -107,21 +110,24 @@ class ForkServer:
                 start_new_session=True,
                 bufsize=0,
             )
-        self._answer: str | None = None
-
-    control: socket.socket
+        self._answer = ""
 
     def why_unusable(self) -> str:
         """Wait until torch is imported; return why forks wouldn't be like new interpreters."""
-        if self._answer is None:
+        if not self._answer:
             pipes = Pipes()
             pipes.add(self._process)
-            while pipes.open:
+            pipes.wake(self.control, self._read_answer)
+            while not self._answer:
                 for target, line in pipes.read(1.0):
                     show(target, line)
+            for target, line in [*pipes.read(0.0), *pipes.rests()]:
+                show(target, line)
             pipes.close()
-            self._answer = self.control.recv(4096).decode() or "importing torch has failed"
         return "" if self._answer == "ready" else self._answer
+
+    def _read_answer(self) -> None:
+        self._answer = self.control.recv(4096).decode() or "importing torch has failed"
 
     def fork(self, message: Mapping[str, Any], stdio: Sequence[int]) -> Forked:
         """Fork a process with these three streams; raise OSError if that fails."""

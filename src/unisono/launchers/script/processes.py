@@ -41,8 +41,9 @@ def run(script: Script) -> ScriptOutcome:
         if not why_fresh(script):
             # What all ranks have in common: libraries read some of it while they are loaded.
             shared = {**share_of_cores(script.plan().info(0)), "PYTHONUNBUFFERED": "1", **base}
-            server = ForkServer(script.program, shared)
-            held.callback(server.end)
+            with contextlib.suppress(OSError):  # starting a rank will fail, too, and say so
+                server = ForkServer(script.program, shared)
+                held.callback(server.end)
         # All that isn't needed before is imported while the server imports torch.
         from unisono.launchers.script.supervisor import restart
 
@@ -65,10 +66,11 @@ def _attempt(
     if server is not None and server.why_unusable():
         server = None
     with ExitStack() as held, _terminal(script.stdin_rank) as lent:
-        plan = _host_store(script.plan(), server, held)
-        ranks = [plan.info(local_rank) for local_rank in range(script.nproc_per_node)]
-        supervisor = Supervisor(script, ranks)
+        supervisor: Supervisor | None = None
         try:
+            plan = _host_store(script.plan(), server, held)
+            ranks = [plan.info(local_rank) for local_rank in range(script.nproc_per_node)]
+            supervisor = Supervisor(script, ranks)
             for info in ranks:
                 environ = {**base, **env_for(info, attempt, script.max_restarts)}
                 if script.stdin_rank not in (None, info.rank):
@@ -79,9 +81,10 @@ def _attempt(
                 stdin = None if terminal else subprocess.DEVNULL
                 pipe = subprocess.PIPE
                 supervisor.add(Fork(wrap, stdin=stdin, stdout=pipe, stderr=pipe, bufsize=0))
-        except LaunchError:
-            supervisor.kill()
-            raise
+        except OSError as error:
+            if supervisor is not None:
+                supervisor.kill()
+            raise LaunchError(f"a rank can't be started: {error}") from error
         return supervisor.run()
 
 
@@ -102,7 +105,8 @@ def _host_store(plan: LaunchPlan, server: ForkServer | None, held: ExitStack) ->
         if server is not None:
             held.callback(server.fork({"store": where}, [listener.fileno(), 1, 2]).kill)
         else:
-            command = [sys.executable, RANK_WRAPPER, json.dumps({"store": where})]
+            options = {"store": where, "parent": os.getpid()}
+            command = [sys.executable, RANK_WRAPPER, json.dumps(options)]
             host = subprocess.Popen(command, stdin=listener.fileno(), start_new_session=True)
             held.enter_context(host)
             held.callback(host.kill)

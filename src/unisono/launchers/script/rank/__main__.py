@@ -34,13 +34,14 @@ def main() -> None:
     options, program = json.loads(sys.argv[1]), sys.argv[2:]
     _load_package()  # before all imports from it
     parent = options.pop("parent", 0)
-    if "exec" in options:  # a launcher, which ends with the process that requested it
-        from unisono.launchers.job.forkserver import end_with
+    from unisono.launchers.job.forkserver import die_with, end_with
 
+    if "exec" in options:  # a launcher, which ends with the process that requested it
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's "&" ignores it
         end_with(parent, options["exec"])
         os.execvp(program[0], program)
-    if "store" in options:
+    if "store" in options:  # the rendezvous of ranks, hosted for the process that starts them
+        die_with(parent)
         from unisono.control.stores import host_forever
 
         host_forever(*options["store"])
