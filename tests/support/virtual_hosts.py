@@ -8,6 +8,7 @@ whose other end is a descriptor here.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import heapq
 import itertools
@@ -34,6 +35,9 @@ _DEVICE = "/dev/net/tun"
 _TUNSETIFF = 0x400454CA  # Linux, if_tun.h
 _TAP_WITHOUT_HEADER = 0x1002
 _LONGEST_PACKET = 1 << 16
+_PR_SET_TIMERSLACK = 29  # Linux, prctl.h
+LONGEST_UNIT = 65000
+"""Of the wire's MTU: with it, 16 MB cost no more than on a bridge."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +151,8 @@ class Wire:
         self._thread.join()
 
     def _carry(self) -> None:
+        # Otherwise each packet may come 50 us late.
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # of this thread
         under_way: list[tuple[float, int, int, bytes]] = []
         number = itertools.count()
         other = dict(zip(self._ends, self._ends[::-1], strict=True))
@@ -174,7 +180,7 @@ def why_no_wire() -> str | None:
 
 
 @contextmanager
-def virtual_wire(folder: Path) -> Iterator[tuple[Hosts, Wire]]:
+def virtual_wire(folder: Path, mtu: int = 1500) -> Iterator[tuple[Hosts, Wire]]:
     """Make two hosts and the wire between them, and remove them at the end."""
     with (
         namespaces(folder, f"w{uuid.uuid4().hex[:4]}", 2) as hosts,
@@ -187,6 +193,7 @@ def virtual_wire(folder: Path) -> Iterator[tuple[Hosts, Wire]]:
             request = struct.pack("16sH", f"{name}t".encode(), _TAP_WITHOUT_HEADER)
             fcntl.ioctl(end, _TUNSETIFF, request)
             ip("link", "set", f"{name}t", "netns", name, "name", "eth0")
+            ip("-n", name, "link", "set", "eth0", "mtu", str(mtu))
             ends.append(end)
         bring_up(hosts)
         wire = Wire((ends[0], ends[1]))

@@ -110,24 +110,22 @@ class ForkServer:
                 start_new_session=True,
                 bufsize=0,
             )
-        self._answer = ""
+        self._answers: list[bytes] = []
 
     def why_unusable(self) -> str:
         """Wait until torch is imported; return why forks wouldn't be like new interpreters."""
-        if not self._answer:
+        if not self._answers:
             pipes = Pipes()
             pipes.add(self._process)
-            pipes.wake(self.control, self._read_answer)
-            while not self._answer:
+            pipes.wake(self.control, lambda: self._answers.append(self.control.recv(4096)))
+            while not self._answers:
                 for target, line in pipes.read(1.0):
                     show(target, line)
             for target, line in [*pipes.read(0.0), *pipes.rests()]:
                 show(target, line)
             pipes.close()
-        return "" if self._answer == "ready" else self._answer
-
-    def _read_answer(self) -> None:
-        self._answer = self.control.recv(4096).decode() or "importing torch has failed"
+        answer = self._answers[0].decode()
+        return "" if answer == "ready" else answer or "importing torch has failed"
 
     def fork(self, message: Mapping[str, Any], stdio: Sequence[int]) -> Forked:
         """Fork a process with these three streams; raise OSError if that fails."""
