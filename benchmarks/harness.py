@@ -430,7 +430,8 @@ def ratio_report(
 
 
 def _spread(timing: Timing) -> dict[str, Any]:
-    return {"median": timing.median, "quartiles": quartiles(timing)}
+    slow = sum(us > 1.5 * timing.median for us in timing.rounds)
+    return {"median": timing.median, "quartiles": quartiles(timing), "slow_rounds": slow}
 
 
 def _with_spread(timing: Timing) -> str:

@@ -83,10 +83,12 @@ def test_every_benchmark_prints_its_table(name: str) -> None:
 def test_payloads_are_compared_drawn_and_counted(plot: tuple[str, ...]) -> None:
     told = json.loads(run("payloads", "--rounds", "2", "--calls", "2", "--json", *plot))
     assert (told["title"], told["ranks"]) == ("Payloads", 2)
-    assert len(told["figures"]) == 14
+    assert len(told["figures"]) == 14 + 5
+    assert sum([*figure["peers"]] == ["a bare socket"] for figure in told["figures"]) == 5
     for figure in told["figures"]:
         assert len(figure["quartiles"]) == 2
-        assert "torch" in figure["peers"]
+        assert "torch" in figure["peers"] or figure["work"].endswith(", beside a socket")
+        assert 0 <= figure["slow_rounds"] <= 1
         for peer in figure["peers"].values():
             assert peer["quartiles"][0] <= peer["median"] <= peer["quartiles"][1]
         is_section = figure["work"].startswith("one rank first")

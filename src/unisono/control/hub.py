@@ -32,13 +32,11 @@ from unisono.control.signatures import describe
 from unisono.deadlines import host_s
 from unisono.errors import CollectiveError
 from unisono.host.arena import Arena
-from unisono.topology import usable_cores
 from unisono.tracebacks import hides
 
 __tracebackhide__ = hides
 
 _SPIN_S = 200e-6  # longer than a wake-up takes, or one slow round would make the next one slow
-_MAX_NAPS = 64
 # The rank above knows more about missing ranks, so it has time to warn or raise first.
 _WARN_LATER_S = 3.0
 _GRACE_S = 0.4
@@ -81,9 +79,6 @@ class Hub:
         self._ended: list[int] = []  # ranks of this host that aren't neighbours
         for fd in self._position_of:
             self._poll.register(fd, select.POLLIN)
-        # After a wait that has spun in vain the next ones sleep at once; their number doubles.
-        self._naps, self._next_naps = 0, 1
-        self._yields = len(peers.pids) >= usable_cores()  # ranks share cores
 
     @property
     def shares_memory(self) -> bool:
@@ -145,16 +140,9 @@ class Hub:
         """Wait for one message of `kind` from each of `positions`; return their blobs."""
         got: dict[int, Blobs] = {}
         self._kind, self.peers.waits = kind, (positions, got)
-        # After a wait that has spun in vain, the next `_naps` waits sleep at once.
-        if self._naps:
-            self._naps -= 1
-        else:
-            spin_until = time.monotonic() + _SPIN_S
-            for position in positions:
-                self._spin(position, spin_until)
-            has_arrived = len(got) == len(positions)
-            self._naps = 0 if has_arrived else self._next_naps
-            self._next_naps = 1 if has_arrived else min(2 * self._next_naps, _MAX_NAPS)
+        spin_until = time.monotonic() + _SPIN_S
+        for position in positions:
+            self._spin(position, spin_until)
         if len(got) < len(positions):
             later_s = _WARN_LATER_S if kind == ALL else 0.0  # the rank above warns first
             self._sleep(until, time.monotonic() + host_s(self.warn_after_s) + later_s)
@@ -165,15 +153,19 @@ class Hub:
         connection, (_, got) = self._connections[position], self.peers.waits
         mailbox = connection.mailbox  # with a mailbox, the socket is read only before sleeping
         take = connection.take if mailbox is None else mailbox.take
+        arena = self.arena
+        looks, give_way = (0, os.sched_yield) if arena is None else (arena.looks, arena.give_way)
         try:
             while position not in got:
                 frame = take()
                 if frame is not None:
                     self._accept(frame, position)
+                elif looks:
+                    looks -= 1
                 elif time.monotonic() > until:
                     break
-                elif self._yields:
-                    os.sched_yield()
+                else:
+                    give_way()  # the awaited rank may need this core
         except (ConnectionClosed, ValueError) as closed:
             raise self.peers.fail_gone(position, str(closed)) from None
 

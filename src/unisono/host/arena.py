@@ -11,6 +11,7 @@ others. The words of a rank's line:
     0  stamp   number of barriers that the rank has entered; only grows, written last
     1  nap     a futex: 1 while the rank sleeps in a barrier
     2  token   a word that the ranks compare
+    3  core    1 + the core that the rank was on when it looked last, 0 if it never has
 
 and of the last line: ranks, bytes of a block, longest tensor that isn't cut in slices, whether
 ranks share cores.
@@ -23,13 +24,14 @@ rank that falls asleep sleeps 200 us the first time, and looks again.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
 import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
-from typing import Any, TypeVar
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -39,17 +41,19 @@ from unisono.host import memory
 _LINE_BYTES = 64
 _WORD_BYTES = 8
 _LINE_WORDS = _LINE_BYTES // _WORD_BYTES
-_NAP, _TOKEN = 1, 2
+_NAP, _TOKEN, _CORE = 1, 2, 3
 _PAGE_BYTES = 4096
 _MIB = 1 << 20
 _SPIN_S = 300e-6  # a barrier of ranks that are all awake takes a tenth of that
-_LOOKS = 20  # before the first system call of a wait
+_LOOKS, _TURNS = 50, 3  # before a rank that waits gives way; from one look at cores to the next
+_CROWDED_LOOKS, _CROWDED_TURNS = 0, 64  # with more ranks than cores, each of which gives way often
 _FIRST_NAP_NS = 200_000
 _NAP_NS = 20_000_000  # between two checks for dead ranks
 _MAX_VIEWS = 256
 _SYS_FUTEX = 202  # on x86-64
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1  # not the private ones: the memory is shared
-T = TypeVar("T")
+Slots = list[list[Tensor]]
+"""Bytes of each rank's slot, by parity and position."""
 Check = Callable[[int], None]
 """Called with the position of a rank that hasn't arrived; it may raise to end the wait."""
 
@@ -152,18 +156,27 @@ class Arena:
         self._mine = position * _LINE_WORDS
         self._lines = [p * _LINE_WORDS for p in self.others]
         self._naps = [line + _NAP for line in self._lines]
-        self.slots: list[list[Tensor]] = [
+        self.slots: Slots = [
             [self._slot(shared, parity, p) for p in range(size)] for parity in (0, 1)
         ]
-        """The slot of each rank as bytes, by parity and position."""
-        # What `given`, `slices` and `cells` return, by dtype, count and kind. Entries can't become
-        # stale, as slots never move; `_cache_views` only limits their number.
-        self._views: dict[object, object] = {}
-        self._futex = ctypes.CDLL(None).syscall
+        # They don't keep the arena, so that its memory is freed with its last reference.
+        self.given: Callable[[torch.dtype, int], list[list[Tensor]]]
+        self.given = lru_cache(_MAX_VIEWS)(partial(_given, self.slots))
+        """Returns the first elements of each rank's input, by parity and position."""
+        self.slices: Callable[[torch.dtype, int], list[Slices]]
+        self.slices = lru_cache(_MAX_VIEWS)(partial(_slices, self.slots, position))
+        """Returns the views for reducing a block of so many elements, by parity."""
+        self.cells: Callable[[torch.dtype, int], list[list[tuple[Tensor, ...]]]]
+        self.cells = lru_cache(_MAX_VIEWS)(partial(_cells, self.slots))
+        """Returns each slot split into one cell of so many elements for each position."""
+        libc = ctypes.CDLL(None)
+        self._futex, self._core = libc.syscall, libc.sched_getcpu
+        self.looks: int = _CROWDED_LOOKS if plan.is_crowded else _LOOKS
+        """How often a rank that waits looks before it gives way."""
+        self._turns, self._turn = _CROWDED_TURNS if plan.is_crowded else _TURNS, 0
         # Filled by each `_sleep`: only one thread of a rank is in a barrier at a time.
         self._nap_time = _Timespec(0, _NAP_NS)
 
-    # Tensors created in inference mode can't be written to outside of it.
     @torch.inference_mode(False)
     def _slot(self, shared: mmap.mmap, parity: int, position: int) -> Tensor:
         slot_bytes = 2 * self.layout.block_bytes
@@ -196,16 +209,38 @@ class Arena:
 
     def _wait(self, line: int, interval: int, check: Check) -> None:
         """Wait until the rank of a line has entered an interval: spin first, then sleep."""
-        words, give_way = self._words, os.sched_yield
-        for _ in range(_LOOKS):
+        words = self._words
+        for _ in range(self.looks):
             if words[line] >= interval:
                 return
         end = time.monotonic() + _SPIN_S
         while time.monotonic() < end:
-            give_way()  # ranks may share a core, which the awaited rank needs
+            self.give_way()
             if words[line] >= interval:
                 return
         self._sleep(line, interval, check)
+
+    def give_way(self) -> None:
+        """Let other threads use this core; leave it if too many of these ranks are on it."""
+        # Threads that wake each other, or yield to each other every few microseconds, can stay on
+        # one core for seconds beside an idle one: the scheduler doesn't move hot threads.
+        self._turn = (self._turn + 1) % self._turns
+        if self._turn == 0:
+            words = self._words
+            words[self._mine + _CORE] = here = 1 + self._core()
+            cores = [words[p * _LINE_WORDS + _CORE] for p in range(self.size)]
+            if cores.count(here) > 1 and here not in cores[self.position + 1 :]:  # only the last
+                self._leave(here, cores)
+        os.sched_yield()
+
+    def _leave(self, here: int, cores: list[int]) -> None:
+        """Move to a core with at least two ranks less, if there is one."""
+        allowed = os.sched_getaffinity(0)  # of this thread
+        better = {core for core in allowed if cores.count(1 + core) < cores.count(here) - 1}
+        if better:
+            with contextlib.suppress(OSError):  # a sandbox may forbid it
+                os.sched_setaffinity(0, better)
+                os.sched_setaffinity(0, allowed)
 
     def _sleep(self, line: int, interval: int, check: Check) -> None:
         """Sleep until the rank of a line has entered an interval, and look for dead ranks."""
@@ -232,70 +267,43 @@ class Arena:
         """Release the memory."""
         self._words.release()
         self.slots.clear()
-        self._views.clear()
+        del self.given, self.slices, self.cells  # with the views that they keep
 
-    # Views of the slots, cached by shape
 
-    def given(self, dtype: torch.dtype, count: int) -> list[list[Tensor]]:
-        """Return `count` elements of each rank's input, by parity and position."""
-        views: Any = self._views.get((dtype, count))
-        return views or self._cache_views(
-            (dtype, count),
-            lambda: [[given[:count] for given, _ in slots] for slots in self._halves(dtype)],
-        )
+# Views of the slots. Tensors created in inference mode can't be written to outside of it.
 
-    def slices(self, dtype: torch.dtype, count: int) -> list[Slices]:
-        """Return the views for reducing a block of `count` elements, by parity."""
-        views: Any = self._views.get((dtype, count, "slices"))
-        return views or self._cache_views(
-            (dtype, count, "slices"),
-            lambda: [self._slices_of_block(slots, count) for slots in self._halves(dtype)],
-        )
 
-    def cells(self, dtype: torch.dtype, room: int) -> list[list[tuple[Tensor, ...]]]:
-        """Split each slot into one cell of `room` elements for each position."""
-        views: Any = self._views.get((dtype, room, "cells"))
-        used = self.size * room * dtype.itemsize
-        return views or self._cache_views(
-            (dtype, room, "cells"),
-            lambda: [
-                [torch.split(slot[:used].view(dtype), room) for slot in slots]
-                for slots in self.slots
-            ],
-        )
+@torch.inference_mode(False)
+def _given(slots: Slots, dtype: torch.dtype, count: int) -> list[list[Tensor]]:
+    return [[slot.view(2, -1).view(dtype)[0, :count] for slot in each] for each in slots]
 
-    def _halves(self, dtype: torch.dtype) -> list[list[tuple[Tensor, Tensor]]]:
-        """Return both halves of each slot, by parity and position, as [block] of `dtype`."""
-        end = self.layout.block_bytes
-        return [
-            [(slot[:end].view(dtype), slot[end:].view(dtype)) for slot in slots]
-            for slots in self.slots
-        ]
 
-    @torch.inference_mode(False)
-    def _cache_views(self, key: object, make: Callable[[], T]) -> T:
-        """Build views and cache them for the next call, which may be in another mode."""
-        # Shapes may be ever new. A view that is dropped is built again when it is needed.
-        if len(self._views) > _MAX_VIEWS:
-            self._views.clear()
-        self._views[key] = views = make()
-        return views
+@torch.inference_mode(False)
+def _cells(slots: Slots, dtype: torch.dtype, room: int) -> list[list[tuple[Tensor, ...]]]:
+    used = len(slots[0]) * room * dtype.itemsize
+    return [[torch.split(slot[:used].view(dtype), room) for slot in each] for each in slots]
 
-    def _slices_of_block(self, slots: list[tuple[Tensor, Tensor]], count: int) -> Slices:
-        """Return the views for a block of `count` elements in slots of one parity."""
-        width = -(-count // self.size)
-        ends = [(min(p * width, count), min((p + 1) * width, count)) for p in range(self.size)]
-        begin, end = ends[self.position]
-        given, reduced = slots[self.position]
-        return Slices(
+
+@torch.inference_mode(False)
+def _slices(slots: Slots, position: int, dtype: torch.dtype, count: int) -> list[Slices]:
+    size = len(slots[0])
+    width = -(-count // size)
+    ends = [(min(p * width, count), min((p + 1) * width, count)) for p in range(size)]
+    begin, end = ends[position]
+    # Of each slot the input and the slice; in a short block the last ranks have no slice.
+    halves = [[slot.view(2, -1).view(dtype) for slot in each] for each in slots]
+    return [
+        Slices(
             sizes=[begin, end - begin, count - end],
-            before=given[:begin],
-            after=given[end:count],
-            parts=[other[begin:end] for other, _ in slots],
-            reduced=reduced[: end - begin],
+            before=each[position][0, :begin],
+            after=each[position][0, end:count],
+            parts=[half[0, begin:end] for half in each],
+            reduced=each[position][1, : end - begin],
             results=[
-                (slice(*ends[p]), slots[p][1][: ends[p][1] - ends[p][0]])
-                for p in self.others
-                if ends[p][1] > ends[p][0]  # in a short block the last ranks have no slice
+                (slice(first, last), half[1, : last - first])
+                for p, (half, (first, last)) in enumerate(zip(each, ends, strict=True))
+                if p != position and last > first
             ],
         )
+        for each in halves
+    ]

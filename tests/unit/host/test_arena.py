@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -281,3 +282,27 @@ def test_an_arena_is_read_as_it_was_made_and_no_other_memory(size: int) -> None:
         arena.read(mmap.mmap(-1, 64), 2, 1)
     with pytest.raises(OSError, match="isn't laid out"):
         arena.read(mmap.mmap(-1, 1 << 20), 2, 1)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads can't be moved here")
+def test_the_last_of_the_ranks_on_one_core_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed = os.sched_getaffinity(0)
+    core, moves = min(allowed), list[set[int]]()
+    free = max(allowed) + 1
+    shared = mmap.mmap(-1, SMALL.size_bytes)
+    ends = [Arena(shared, rank, replace(SMALL, is_crowded=False)) for rank in range(SMALL.size)]
+    os.sched_setaffinity(0, {core})
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "sched_getaffinity", lambda pid: {core, free})
+            patch.setattr(os, "sched_setaffinity", lambda pid, cores: moves.append(cores))
+            for end in (ends[0], ends[1], ends[0]):
+                for _ in range(arena._TURNS):
+                    end.give_way()
+            assert moves == [{free}, {core, free}]  # rank 1 alone, which may use all cores again
+            patch.setattr(os, "sched_getaffinity", lambda pid: {core})
+            for _ in range(arena._TURNS):
+                ends[1].give_way()
+            assert len(moves) == 2  # no core is better
+    finally:
+        os.sched_setaffinity(0, allowed)
