@@ -1,8 +1,8 @@
 """How long it takes until replicas have met in one barrier: the first time, again, and in a pool.
 
 Every start is a fresh program that times its own calls; the peers take turns. torchrun is a program
-and is timed as a whole, so our whole program is shown too, in which torch is imported twice, one
-after the other: by the caller, and by the process that workers are copied from.
+and is timed as a whole, so our whole program is shown too, in which torch is imported twice at the
+same time: by the caller, and by the process that workers are copied from.
 
     python benchmarks/starts.py [--nproc-per-node 4] [--rounds 3] [--json | --markdown]
 """
@@ -20,10 +20,8 @@ from pathlib import Path
 
 from harness import Timing, Work, parser, ratio_report
 
-FIRST = (
-    "One import of torch by the process that workers are copied from; torch is imported already "
-)
-FIRST += "where ours begins, but not in the whole program."
+FIRST = "One import of torch by the process that workers are copied from, and one beside it by the "
+FIRST += "caller."
 AGAIN = "Copies of a process, torch's store and gloo's connections: each pair of ranks makes one."
 POOL = "A message to each worker and back, and the kernel's turns where workers outnumber cores."
 PROGRAMS = {
