@@ -138,7 +138,7 @@ class Fork(subprocess.Popen[bytes]):
         pipes = arguments[10:16]  # three pairs, in each of which one end, or none, is the child's
         with warnings.catch_warnings():  # about threads, none of which holds a lock of ours
             warnings.simplefilter("ignore", DeprecationWarning)
-            self.pid = os.fork()
+            self.pid: int = os.fork()
         self._child_created = True  # Popen's destructor reads it
         if self.pid == 0:
             try:

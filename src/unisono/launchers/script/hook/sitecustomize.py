@@ -47,7 +47,7 @@ def _load_forkserver() -> Any:
     return module
 
 
-forkserver = _load_forkserver()
+_forkserver = _load_forkserver()
 
 
 def _effects() -> object:
@@ -67,7 +67,7 @@ class _Hidden:
         gc.disable()
         import torch
 
-        forkserver.prepare_for_forks()
+        _forkserver.prepare_for_forks()
         gc.enable()
         self._torch: Any = torch
         self._new_filters = [item for item in warnings.filters if item not in self._filters]
@@ -78,8 +78,7 @@ class _Hidden:
             for name in names
             if name.partition(".")[0] not in {*self._standard, "__mp_main__"}
         }
-        self._spec: object = None  # of the module that is being imported
-        self._at_load = forkserver.at_load(os.environ)
+        self._at_load = _forkserver.at_load(os.environ)
 
     def why_unusable(self, beside: str) -> str:
         """Return why forks of this process would differ from new interpreters; empty if not."""
@@ -101,7 +100,7 @@ class _Hidden:
 
     def hide(self) -> None:
         """Make this fork a process that hasn't imported torch."""
-        if forkserver.at_load(os.environ) != self._at_load:
+        if _forkserver.at_load(os.environ) != self._at_load:
             raise OSError("other variables than the server's")
         importlib.invalidate_caches()
         for name in self._hidden:
@@ -146,7 +145,7 @@ class _Hidden:
             return None
         spec = copy.copy(self._hidden[name].__spec__)
         assert spec is not None
-        spec.loader = self
+        spec.loader, spec.loader_state = self, self._hidden[name].__spec__
         return spec
 
     def create_module(self, spec: Any) -> ModuleType:
@@ -156,20 +155,20 @@ class _Hidden:
         if top == "torch":
             sys.meta_path.remove(self)
             self._set_filters([*self._new_filters, *warnings.filters])
-        for name, module in self._hidden.items():
+        for name, hidden in self._hidden.items():
             if top in ("torch", name.partition(".")[0]):
-                sys.modules.setdefault(name, module)
-        found: ModuleType = self._hidden[spec.name]
-        self._spec = found.__spec__
-        return found
+                sys.modules.setdefault(name, hidden)
+        module: ModuleType = self._hidden[spec.name]
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
         """Restore the module's own spec, which the import has replaced."""
-        module.__spec__ = self._spec  # type: ignore[assignment]
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
 
     def _check_is_in_time(self, name: str) -> None:
         """Start again as a new interpreter if an import would do something else there."""
-        changed = {variable for variable, _ in forkserver.at_load(os.environ) ^ self._at_load}
+        changed = {variable for variable, _ in _forkserver.at_load(os.environ) ^ self._at_load}
         if "." not in name:
             found = importlib.machinery.PathFinder.find_spec(name)
             ours = self._hidden[name].__spec__
@@ -189,7 +188,7 @@ def _become_rank(channel: int, server: int, hidden: _Hidden) -> None:
     """Make this fork a rank of the script, or host the ranks' store and never return."""
     with socket.socket(fileno=channel) as sock, sock.makefile() as file:
         request = json.load(file)
-    forkserver.die_with(server)
+    _forkserver.die_with(server)
     if "store" in request:
         sys.path.insert(0, str(_HERE.parents[3]))
         from unisono.control.stores import host_forever
@@ -218,7 +217,7 @@ def _fork_ranks() -> None:
             os.dup2(nothing.fileno(), 1)
             os.dup2(nothing.fileno(), 2)
         server = os.getpid()
-        channel = forkserver.serve(control, 0, may_fork=True)
+        channel = _forkserver.serve(control, 0, may_fork=True)
         if channel is None:
             os._exit(0)
         _become_rank(channel, server, hidden)
@@ -230,7 +229,7 @@ _fork_ranks()
 del sys.modules[__name__]
 try:
     importlib.import_module("sitecustomize")  # the next one in sys.path, the user's
-except ImportError as error:
-    if error.name == "sitecustomize":  # as if there had been none
+except ImportError as _error:
+    if _error.name == "sitecustomize":  # as if there had been none
         raise ImportError("none", name="sitecustomize") from None
     raise
