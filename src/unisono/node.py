@@ -67,7 +67,7 @@ def count_ranks(name: str, text: str) -> int:
     if text.isascii() and text.isdigit() and 0 < int(text) < 2**31:
         return int(text)
     # Not at the top: it imports torch, which takes a second.
-    n_devices: int = load("unisono.accelerators:accelerator_count")()
+    n_devices: int = load("unisono.accelerators").accelerator_count()
     kind = text.lower()
     if kind == "cpu" or (kind == "auto" and n_devices == 0):
         return usable_cores()

@@ -85,7 +85,7 @@ def test_it_says_which_node_it_takes_this_for(
     options: dict[str, Any],
     says: str,
 ) -> None:
-    monkeypatch.setattr("unisono.node.accelerator_count", lambda: 0)
+    monkeypatch.setattr("unisono.accelerators.accelerator_count", lambda: 0)
     monkeypatch.setattr("unisono.node.usable_cores", lambda: 3)
     on(monkeypatch, f"{name}.node1", **changes)
     caplog.set_level(logging.INFO, "unisono.parallel")
@@ -344,7 +344,7 @@ def test_how_many_ranks_a_node_gets(
     world_size: int | None,
     count: int | None,
 ) -> None:
-    monkeypatch.setattr("unisono.node.accelerator_count", lambda: 4)
+    monkeypatch.setattr("unisono.accelerators.accelerator_count", lambda: 4)
     monkeypatch.setattr("unisono.node.usable_cores", lambda: 3)
     info = NodeInfo(0, nnodes, nnodes, None, PORT, said, "kubeflow")
     assert _ranks_to_start(info, world_size) == count
