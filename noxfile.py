@@ -55,13 +55,19 @@ REAL = {  # what must be there, and the tests, of which those with the library's
     "horovod": ("horovod", "tests/real/test_horovod.py", LAWS, "tests/faults"),
     "xla": ("xla", "tests/real/test_xla.py", LAWS),
 }
+# What a script sees, and how it ends, as a fork of an interpreter that has imported torch.
+FORKED = (
+    "a_fork_sees_what_a_new_interpreter_does[script]",
+    "scripts_that_pass_end_as_in_new_interpreters",
+    "scripts_that_fail_end_as_in_new_interpreters",
+)
 # What Python's and torch's versions decide: the oldest and the newest pair run it and the laws.
 OF_VERSIONS = (
     *(f"tests/unit/{room}" for room in ("payload", "models", "host")),
     *(f"tests/unit/test_{name}.py" for name in ("facade", "tracebacks", "at_exit")),
     *("tests/process/payload", "tests/process/test_spawn.py"),
     "tests/process/models/native/test_exit.py",
-    "tests/launch/test_forked_scripts.py",
+    *(f"tests/launch/test_forked_scripts.py::test_{name}" for name in FORKED),
     # And those of cloudpickle: what goes by value, and what errors say of it.
     *(f"tests/process/launchers/job/test_{name}.py" for name in ("pickling", "failure")),
 )
