@@ -132,13 +132,6 @@ class Screen:
         os.write(self.leader, keys.encode())
         return self.wait_for(*words, hidden=hidden) if words else ""
 
-    def answer(self, key: str, question: str, typed: str, *words: str) -> str:
-        """Press a key that asks on the plain terminal, type the answer, and wait as `press`."""
-        begin = len(self.written)
-        self.press(key)
-        until(lambda: self.read() and question in self.written[begin:], _LIMIT_S)
-        return self.press(typed, *words)
-
     def rest(self) -> str:
         """Read until the command has ended."""
         while self.read():

@@ -10,12 +10,11 @@ import termios
 import time
 import tty
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.prompt import Confirm, IntPrompt
 from rich.text import Text
 
 from unisono.cli._jobs import NO_JOB, chosen, columns_and_rows, grouped, headline, verdict_lines
@@ -46,7 +45,9 @@ class LiveView:
         self.jobs: list[ObservedJob] = []
         self.report: Mapping[str, Any] | None = None
         self.index = 0  # of the job that is shown
-        self.question: Callable[[], None] | None = None  # asked once the view is left for it
+        self.prompt = ""  # the question at the bottom, followed by the text typed
+        self.typed = ""
+        self.answer: Callable[[str], None] | None = None  # None while no question is open
         self.page: list[str] | None = None  # stacks, in place of the table
         self.scrolled = 0
         self.ending: list[tuple[ObservedJob, float]] = []  # jobs, and when they are sent SIGKILL
@@ -54,27 +55,19 @@ class LiveView:
 
     def run(self) -> int:
         """Run the view until the user quits."""
-        fd = sys.stdin.fileno()
-        while not self.is_over:
-            with _keys(fd), Live(console=self.console, screen=True, auto_refresh=False) as live:
-                while not (self.is_over or self.question):
-                    self.look()
-                    self._refresh(live, fd)
-            question, self.question = self.question, None
-            if question is not None:
-                with suppress(EOFError):  # Ctrl-D leaves it without an answer
-                    question()
+        with (
+            _keys(sys.stdin.fileno()) as fd,
+            Live(console=self.console, screen=True, auto_refresh=False) as live,
+        ):
+            while not self.is_over:
+                self.look()
+                # A key redraws the screen at once, without another look at the jobs.
+                until = time.monotonic() + self.every_s
+                while not self.is_over and (left_s := self._look_at(until) - time.monotonic()) > 0:
+                    live.update(self.screen(), refresh=True)
+                    for key in _pressed(fd, left_s):
+                        self.press(key)
         return 0
-
-    def _refresh(self, live: Live, fd: int) -> None:
-        """Redraw the screen at each key until the next look at the jobs."""
-        until = time.monotonic() + self.every_s
-        while (left_s := self._look_at(until) - time.monotonic()) > 0:
-            live.update(self.screen(), refresh=True)
-            for key in _pressed(fd, left_s):
-                self.press(key)
-            if self.is_over or self.question:
-                return
 
     def _look_at(self, until: float) -> float:
         """Return the time of the next look: `until`, or earlier if a job must be killed."""
@@ -101,17 +94,31 @@ class LiveView:
 
     def press(self, key: str) -> None:
         """Process a key."""
-        if self.page is not None:
+        if self.answer is not None:
+            self._type(key)  # keys are text while a question is open
+        elif self.page is not None:
             self._scroll(key)
         elif key == "q":
             self.is_over = True
         elif key == "n" and self.jobs:
             self.index = (self.index + 1) % len(self.jobs)
             self.report = report_of(self.jobs[self.index], self.stacks)
-        elif key == "a" and self.report is not None:
-            self._show_all()
-        elif key in ("s", "k") and self.report is not None:
-            self.question = self._ask_rank if key == "s" else self._ask_end
+        elif self.report is not None:
+            keys = {"s": self._ask_rank, "a": self._show_all, "k": self._ask_end}
+            keys.get(key, lambda: None)()
+
+    def _type(self, key: str) -> None:
+        """Edit or end the answer to the open question."""
+        if key == _ESCAPE:
+            self.answer = None
+        elif key in ("\r", "\n"):
+            answer, self.answer = self.answer, None
+            if answer is not None:
+                answer(self.typed)
+        elif key in ("\x7f", "\b"):
+            self.typed = self.typed[:-1]
+        elif key.isprintable():
+            self.typed += key
 
     def _scroll(self, key: str) -> None:
         if key in _SCROLLS and self.page is not None:
@@ -119,22 +126,31 @@ class LiveView:
         else:
             self.page = None
 
+    def _ask(self, prompt: str, answer: Callable[[str], None]) -> None:
+        """Open a question; `answer` gets the text typed."""
+        self.prompt, self.typed, self.answer = prompt, "", answer
+
     def _ask_rank(self) -> None:
         """Ask for a rank, and show its stacks."""
-        job, report = self.jobs[self.index], self.report or {}
-        # The first culprit, or without one the first rank; a report has at least one rank.
+        # `press` calls this only with a report, which has at least one rank.
+        name, report = self.jobs[self.index].name, self.report or {}
+        # The first culprit, or without one the first rank.
         suspect = int([*report["culprits"], *report["ranks"]][0]["rank"])
-        rank = IntPrompt.ask(
-            "stacks of which rank?",
-            console=self.console,
-            choices=[str(each.rank) for each in job.ranks],
-            show_choices=False,
-            default=suspect,
-        )
-        # Later reports ask all ranks again: a user who wants stacks accepts interrupted waits.
-        self.stacks = StackCache()
-        wanted = [each for each in job.ranks if each.rank == rank]
-        self._show(_stack_lines(job, wanted, all_threads=True))
+
+        def answer(typed: str) -> None:
+            job = self.jobs[self.index] if self.jobs else None
+            # The jobs are updated while the user types, so this one may have ended.
+            if job is None or job.name != name:
+                self._show([f"job {name} has ended"])
+                return
+            # Later reports ask all ranks again: a user who wants stacks accepts interrupted waits.
+            self.stacks = StackCache()
+            rank = int(typed) if typed.isdecimal() else suspect
+            wanted = [each for each in job.ranks if each.rank == rank]
+            lines = _stack_lines(job, wanted, all_threads=True)
+            self._show(lines or [f"there isn't a rank {rank} here"])
+
+        self._ask(f"stacks of which rank? [{suspect}] ", answer)
 
     def _show_all(self) -> None:
         job = self.jobs[self.index]
@@ -146,10 +162,14 @@ class LiveView:
     def _ask_end(self) -> None:
         """Ask whether to end the job, and send it SIGTERM; `look` sends SIGKILL later."""
         job = self.jobs[self.index]
-        text = f"end the {len(job.ranks)} ranks of job {job.name} on this host?"
-        if Confirm.ask(text, console=self.console, default=False):
-            send(job, signal.SIGTERM)
-            self.ending.append((job, time.monotonic() + _GRACE_S))
+
+        def answer(typed: str) -> None:
+            # This is the job of the question, even if another one is shown by now.
+            if typed.strip().lower() in ("y", "yes"):
+                send(job, signal.SIGTERM)
+                self.ending.append((job, time.monotonic() + _GRACE_S))
+
+        self._ask(f"end the {len(job.ranks)} ranks of job {job.name} on this host? y/[n] ", answer)
 
     def screen(self) -> RenderableType:
         """Return the contents of the screen."""
@@ -158,6 +178,8 @@ class LiveView:
             lines = self.page[self.scrolled : self.scrolled + room]
             return Group(*(Text(line, no_wrap=True) for line in lines), Text(_BACK, "reverse"))
         bottom = Text(_KEYS, "reverse")
+        if self.answer is not None:
+            bottom = Text(f"{self.prompt}{self.typed}", "bold")
         if self.report is None:
             return Group(Text(NO_JOB), bottom)
         return Group(*self._job(self.report), bottom)
@@ -181,12 +203,12 @@ def _stack_lines(job: ObservedJob, ranks: Sequence[Rank], *, all_threads: bool) 
 
 
 @contextmanager
-def _keys(fd: int) -> Iterator[None]:
+def _keys(fd: int) -> Iterator[int]:
     """Set the terminal to deliver each key at once, without echo."""
     before = termios.tcgetattr(fd)
     try:
         tty.setcbreak(fd)
-        yield
+        yield fd
     finally:
         termios.tcsetattr(fd, termios.TCSADRAIN, before)
 

@@ -34,7 +34,7 @@ from unisono.observe.report import StackCache, report_of, reports
 pytestmark = pytest.mark.usefixtures("own_pages")
 SHOWN, HIDDEN = "\x1b[?1049h", "\x1b[?1049l"
 NO_JOB = "no job of this user was found"
-NAMED, WHICH = "culprit: rank 1", "stacks of which rank?"
+NAMED, WHICH = "culprit: rank 1", "stacks of which rank? [1]"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -150,17 +150,21 @@ def test_keys_show_stacks_and_end_the_job_and_the_terminal_is_as_it_was() -> Non
             text = screen.wait_for(NAMED, "rank 1 is idle", "waits for rank 1")
             assert re.search(r"hangs\.py:\d+ locked", text)
             assert "q quit" in text
-            assert "in locked" in screen.answer("s", WHICH, "\n", "rank 1:", "in work")
+            screen.press("s", WHICH)
+            assert "in locked" in screen.press("\n", "rank 1:", "in work")
             screen.press("x", NAMED)
-            screen.answer("s", WHICH, "7\n0\n", "rank 0:", "in barrier of all ranks")
+            screen.press("s", WHICH)
+            screen.press("7\r", "there isn't a rank 7 here")
             screen.press("x", NAMED)
             screen.press("a", "ranks 0, 2:", "in barrier of all ranks")
             text = screen.press("\x1b[B", "rank 1:", "in locked", hidden="ranks 0, 2:")
             assert "ranks 0, 2:" not in text  # one line down
             screen.press("x", NAMED)
             assert "culprit:" in picture(screen.frame())
-            screen.answer("k", "end the 3 ranks of job", "\n", NAMED)  # the default is no
-            screen.answer("k", "end the 3 ranks of job", "y\n", NO_JOB)
+            screen.press("k", "end the 3 ranks of job")
+            screen.press("\r", NAMED)  # the default is no
+            screen.press("k", "end the 3 ranks of job")
+            screen.press("y\r", NO_JOB)
         screen.press("q")
         written = screen.rest()
         assert screen.process.wait() == 0

@@ -184,25 +184,26 @@ def test_the_live_view_of_one_job_stays_when_that_ends() -> None:
         assert (view.jobs, view.report) == ([], None)
 
 
-def answer(view: LiveView, key: str, typed: str) -> None:
-    """Press a key that asks, and type the answer."""
-    view.press(key)
-    assert view.question is not None
-    question, view.question = view.question, None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("builtins.input", lambda *_: typed)
-        question()
+def pressed(view: LiveView, keys: str) -> None:
+    for key in keys:
+        view.press(key)
 
 
-def test_the_live_view_shows_the_stacks_of_the_rank_that_is_typed() -> None:
+@pytest.mark.parametrize("typed", ["", "0"])
+@pytest.mark.parametrize("other", [None, "job b"])
+def test_a_job_that_ends_while_the_live_view_asks_for_a_rank_has_ended(
+    typed: str, other: str | None
+) -> None:
     view = LiveView(None, 1.0)
-    with page(0), page(2):
+    with ExitStack() as stack:
+        with page(0):
+            view.look()
+            pressed(view, "s")
+        if other is not None:
+            stack.enter_context(page(0, other))
         view.look()
-        for typed, rank in (("", 0), ("2", 2)):
-            answer(view, "s", typed)
-            assert view.page is not None
-            assert view.page[0].startswith(f"rank {rank}")
-            view.press("x")
+        pressed(view, f"{typed}\r")
+    assert view.page == ["job job a has ended"]
 
 
 def test_the_live_view_stays_with_a_job_when_others_begin_and_end() -> None:
@@ -224,11 +225,7 @@ def test_the_live_view_ends_several_jobs(monkeypatch: pytest.MonkeyPatch) -> Non
     view = LiveView(None, 1.0)
     with page(0, "job a"), page(0, "job b"):
         view.look()
-        answer(view, "k", "n")
-        assert sent == []
-        answer(view, "k", "y")
-        view.press("n")
-        answer(view, "k", "y")
+        pressed(view, "ky\rnky\r")
         assert view._look_at(time.monotonic() + 60) < time.monotonic() + 10
         monkeypatch.setattr(time, "monotonic", lambda: math.inf)
         view.look()
