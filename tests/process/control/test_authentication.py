@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
-import psutil
 import pytest
 import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -159,10 +158,10 @@ def test_a_stranger_at_the_store_is_no_rank_of_spawn(
 
 
 SCRIPT = """
-import sys, unisono
+import os, sys, unisono
 from pathlib import Path
 from tests.support.processes import say, until
-say(sys.argv[1], "here")
+say(sys.argv[1], os.environ["MASTER_PORT"])
 until(Path(sys.argv[2]).exists, 60)
 unisono.initialize("gloo", timeout=30)
 print("SAW", unisono.all_gather(unisono.get_rank()), flush=True)
@@ -178,10 +177,8 @@ def test_a_stranger_at_the_store_is_no_rank_of_a_script(pwned: Path, tmp_path: P
         words += [said.path, str(go_on)]
         job = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env)
         try:
-            said.read(2)
-            sockets = psutil.Process(job.pid).net_connections()
-            port = next(each.laddr.port for each in sockets if each.status == "LISTEN")
-            with stranger_at(port, pwned):
+            port, _ = said.read(2)
+            with stranger_at(int(port), pwned):
                 go_on.touch()
                 out, _ = job.communicate(timeout=60)
         finally:
