@@ -69,6 +69,20 @@ print("READY", os.getpid(), os.getppid(), flush=True)
 while True:
     signal.pause()
 """
+SAVES = """
+import signal, sys
+
+def save(number, frame):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the wrapper passes on its own, too
+    print("SAVED", flush=True)
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, save)
+signal.signal(signal.SIGUSR1, lambda number, frame: None)
+print("READY", flush=True)
+while True:
+    signal.pause()
+"""
 FAILS_ONCE = """
 import os, sys
 print("SERVER", os.getppid(), flush=True)
@@ -291,8 +305,13 @@ def test_children_end_with_their_rank_and_daemons_dont(way: str, tmp_path: Path)
     assert gone([daemon], 0.0) == [daemon]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda each: each.name)
-@pytest.mark.parametrize("target", ["launcher", "wrapper", "rank", "server"])
+@pytest.mark.parametrize(
+    ("target", "number"),
+    [
+        *[(target, signal.SIGTERM) for target in ("launcher", "wrapper", "rank")],
+        *[(target, signal.SIGKILL) for target in ("launcher", "wrapper", "rank", "server")],
+    ],
+)
 def test_nothing_outlives_what_is_ended(
     target: str, number: signal.Signals, tmp_path: Path
 ) -> None:
@@ -317,6 +336,37 @@ def test_nothing_outlives_what_is_ended(
         "server": "error: rank ",
     }
     assert named.get(target, "") in error
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_signal_to_all_processes_lets_ranks_save(way: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SAVES)
+    with started(words(str(script), n=2, way=way)) as job:
+        job.wait_for("READY", 2)
+        launcher = psutil.Process(job.process.pid)
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            for process in (launcher, *launcher.children(recursive=True)):
+                process.send_signal(number)
+        assert job.process.wait(LIMIT_S) == 0
+        nobody_is_left(job.mark)
+        assert job.out().count("SAVED") == 2
+
+
+def test_a_script_that_has_changed_its_folder_starts_again_where_it_began(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    script = "import os\nos.chdir('below')\nos.environ['OMP_NUM_THREADS'] = '1'\nimport torch\n"
+    done = run_script(tmp_path, script + "print(torch.get_num_threads(), os.getcwd())")
+    assert (done.code, done.out) == (0, f"[0] 1 {tmp_path / 'below'}\n"), done.err
+
+
+def test_ctrl_c_is_for_ranks_though_a_shell_has_ignored_it(tmp_path: Path) -> None:
+    ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell's "&" does
+    try:
+        done = run_script(tmp_path, "import signal; print(signal.getsignal(signal.SIGINT))")
+    finally:
+        signal.signal(signal.SIGINT, ignored)
+    assert "default_int_handler" in done.out
 
 
 def test_ranks_start_again_as_forks_of_the_same_server(tmp_path: Path) -> None:

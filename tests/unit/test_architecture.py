@@ -169,7 +169,6 @@ SPELLS_VARIABLES = {
     "control.addresses": "the host that ranks meet at says which interface leads there",
     "launchers.horovod": "horovodrun's own",
     "launchers.job.lifetime": "torchrun's ranks, in a worker's title",
-    "launchers.local": "a rank is about to start no workers",
     "launchers.mpi": "Open MPI refuses root without; and what each rank is told",
     "launchers.script.rank.program": "what each rank is told",
     "launchers.script.remote_workers": "the attempt of torchrun that this is",

@@ -153,7 +153,11 @@ print(seen[0])
 """
 
 
-@pytest.mark.parametrize(("of_a_rank", "children"), [({}, 1), ({"LOCAL_RANK": "0"}, 0)])
+OF_A_RANK = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+OF_A_RANK |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(("of_a_rank", "children"), [({}, 1), (OF_A_RANK, 0)])
 def test_workers_are_prepared_while_torch_is_imported_but_not_by_a_rank(
     of_a_rank: dict[str, str], children: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

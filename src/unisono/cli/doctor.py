@@ -57,7 +57,7 @@ def doctor(
     report = diagnosis.diagnose()
     count = report["devices"]["count"] or report["host"]["cores"]
     use = {"backend": best_backend(), "launcher": "processes", "nproc_per_node": count}
-    use["fresh"] = _why_fresh()
+    use["why_new_interpreters"] = _why_fresh()
     report = {"recommended": use, **report}
     problems = diagnosis.problems(report, backend, launcher)
     if as_json:
@@ -96,7 +96,7 @@ def _sections(report: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
         for name, each in report["interfaces"].items()
     ]
     environment = _findings(report["environment"], _VERDICTS, _FACTS)
-    why = use["fresh"]
+    why = use["why_new_interpreters"]
     ranks = f"new interpreters: {why}" if why else "copies of one interpreter, unless --fresh"
     alone = "none: no launcher's variables are set, so this process is alone"
     return [

@@ -39,6 +39,8 @@ def host_store(addr: str, port: int, *, is_one_host: bool, **options: Any) -> TC
 
 def host_forever(addr: str, port: int) -> NoReturn:
     """Host torch's store at the listener that is this process's standard input."""
+    # Ranks that save after a signal to all processes of a job may still need it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     store = store_at(addr, port, is_master=True, wait_for_workers=False, master_listen_fd=0)
     while True:
         signal.pause()

@@ -224,8 +224,8 @@ class Arena:
         """Let other threads use this core; leave it if too many of these ranks are on it."""
         # Threads that wake each other, or yield to each other every few microseconds, can stay on
         # one core for seconds beside an idle one: the scheduler doesn't move hot threads.
-        self._turn = (self._turn + 1) % self._turns
-        if self._turn == 0:
+        self._turn += 1
+        if self._turns and self._turn % self._turns == 0:  # not once it is closed
             words = self._words
             words[self._mine + _CORE] = here = 1 + self._core()
             cores = [words[p * _LINE_WORDS + _CORE] for p in range(self.size)]
@@ -238,9 +238,9 @@ class Arena:
         allowed = os.sched_getaffinity(0)  # of this thread
         better = {core for core in allowed if cores.count(1 + core) < cores.count(here) - 1}
         if better:
-            with contextlib.suppress(OSError):  # a sandbox may forbid it
-                os.sched_setaffinity(0, better)
-                os.sched_setaffinity(0, allowed)
+            for cores_now in (better, allowed):
+                with contextlib.suppress(OSError):  # a sandbox may forbid it
+                    os.sched_setaffinity(0, cores_now)
 
     def _sleep(self, line: int, interval: int, check: Check) -> None:
         """Sleep until the rank of a line has entered an interval, and look for dead ranks."""
@@ -267,7 +267,9 @@ class Arena:
         """Release the memory."""
         self._words.release()
         self.slots.clear()
-        del self.given, self.slices, self.cells  # with the views that they keep
+        self._turns = 0
+        for views in ("given", "slices", "cells"):  # with the tensors that they keep
+            self.__dict__.pop(views, None)
 
 
 # Views of the slots. Tensors created in inference mode can't be written to outside of it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing
 import os
 import signal
 import socket
@@ -27,6 +28,7 @@ from unisono.launchers.job.store import hold
 from unisono.launchers.job.worker import task_message, work
 from unisono.launchers.job.worker_handles import Worker, Workers
 from unisono.launchers.variables import share_of_cores
+from unisono.plugins import read_environment
 from unisono.topology import PREFIXED, PRIVATE_STORE, LaunchPlan, RankInfo
 from unisono.tracebacks import hides
 
@@ -97,9 +99,13 @@ def launch(
 
 def start_early() -> None:
     """Start the fork server that a program is about to need, unless the program is a rank."""
-    if _DEFAULT_METHOD == "forkserver" and "LOCAL_RANK" not in os.environ:
-        with contextlib.suppress(OSError, LaunchError), _lock:  # `launch` will raise it
-            _fork_server_for(_DEFAULT_METHOD)
+    if _DEFAULT_METHOD != "forkserver" or multiprocessing.parent_process() is not None:
+        return
+    # `launch` will raise what is wrong; an embedded interpreter may have no `sys.executable`.
+    with contextlib.suppress(OSError, TypeError, UnisonoError):
+        if read_environment(os.environ) is None:
+            with _lock:
+                _fork_server_for(_DEFAULT_METHOD)
 
 
 def begin(

@@ -26,6 +26,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -146,9 +147,16 @@ class Fork(subprocess.Popen[bytes]):
                     if fd != -1:
                         os.dup2(fd, target)
                 self._run()
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(1)
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+def adopt_orphans() -> None:
+    """Let processes that workers leave behind be children of this process, and not of init."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 class _Orphans:
@@ -156,7 +164,6 @@ class _Orphans:
 
     def __init__(self, group: int) -> None:
         self._group = group  # of the workers and their children, except daemons
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # otherwise they would be children of init
         self.are_ending: bool = False
         self._spared: set[int] = set()  # left by workers that still run or have ended well
         self._signalled: set[int] = set()
@@ -241,6 +248,8 @@ def serve(control: socket.socket, parent: int, *, may_fork: bool) -> int | None:
     wake = wake_by_signals()
     workers: dict[socket.socket, int] = {}
     orphans, accepts_requests = _Orphans(os.getpgrp()), True  # until the parent closes `control`
+    if parent:  # what ranks of a script leave behind is their wrappers' to end
+        adopt_orphans()
     while accepts_requests or workers or orphans.are_ending:
         by_fd = {status.fileno(): status for status in workers}
         ready = _ready([wake[0], *by_fd, *([control.fileno()] if accepts_requests else [])])
@@ -269,6 +278,7 @@ def supervise(status: socket.socket, pid: int, parent: int) -> int:
     # is forked before `_Orphans` is created, after which this process would have to reap it.
     cancel = guard(pid)
     orphans = _Orphans(pid)
+    adopt_orphans()
     ended: list[int] = []
     wake_read, _ = wake_by_signals()
     _send(status, f"{pid}p")

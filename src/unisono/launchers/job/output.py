@@ -136,7 +136,7 @@ class Pipes:
                 self.selector.register(pipe, selectors.EVENT_READ, target)
 
     def wake(self, source: Any, read: Callable[[], object]) -> None:
-        """Let `read` be called by the method `read` whenever a source is readable."""
+        """Let the method `read` call this one whenever a source is readable, until it is True."""
         self.selector.register(source, selectors.EVENT_READ, read)
 
     @property
@@ -156,7 +156,8 @@ class Pipes:
         found = []
         for key, _ in self.selector.select(max(0.0, timeout_s)):
             if callable(key.data):
-                key.data()
+                if key.data() is True:
+                    self.selector.unregister(key.fileobj)
                 continue
             chunk = os.read(key.fd, 65536)
             if not chunk:  # the pipe's end, at which `_lines` returns an unfinished line

@@ -31,7 +31,7 @@ def why_fresh(script: Script) -> str:
     # These reasons are known before the server starts; it adds its own, see `why_unusable`.
     if script.is_fresh:
         return "--fresh"
-    if not (sys.platform == "linux" and "CS_GNU_LIBC_VERSION" in os.confstr_names):
+    if sys.platform != "linux":
         return "this isn't Linux with glibc"
     if script.program[:1] != (sys.executable,):
         return "it isn't a script of this Python"
@@ -56,12 +56,12 @@ class Forked:
         self.stopped_by: int | None = None
         """The signal that has stopped the process, until the caller resets it."""
 
-    def read_status(self, flags: int = socket.MSG_DONTWAIT) -> None:
-        """Read the server's reports of the process, if there are any; 0 waits for one."""
+    def read_status(self, flags: int = socket.MSG_DONTWAIT) -> bool:
+        """Read the server's reports, if there are any; 0 waits. Return whether it has ended."""
         try:
             received = self.status.recv(4096, flags)
         except BlockingIOError:
-            return
+            return False
         for number, kind in STATUS.findall(received):
             if kind == b"p":
                 self.pid = int(number)
@@ -71,6 +71,7 @@ class Forked:
                 self.returncode = os.waitstatus_to_exitcode(int(number))
         if not received and self.returncode is None:
             self.returncode = -signal.SIGKILL  # as the server was, and its forks with it
+        return self.returncode is not None
 
     def poll(self) -> int | None:
         """Return the exit code, None if the process runs."""
@@ -136,6 +137,8 @@ class ForkServer:
                 fds = [*stdio, their_channel.fileno(), their_status.fileno()]
                 socket.send_fds(self.control, [b"fork"], fds)
             channel.sendall(json.dumps(message).encode())
+            channel.shutdown(socket.SHUT_WR)
+            channel.recv(1)  # returns once the fork has closed its end: it has a group of its own
         forked = Forked(status)
         forked.read_status(0)
         if not forked.pid:
@@ -159,7 +162,7 @@ class ForkServer:
         """End the server; the kernel ends with it what it has forked."""
         self.control.close()
         self._process.kill()
-        atexit.register(self._process.wait)  # later, as its memory takes 20 ms to go
+        atexit.register(self._process.wait)  # later, as freeing its memory takes 20 ms
 
 
 def _folder(program: Sequence[str]) -> str:

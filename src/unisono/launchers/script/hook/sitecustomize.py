@@ -17,12 +17,12 @@ import atexit  # noqa: E402
 import copy  # noqa: E402
 import ctypes  # noqa: E402
 import gc  # noqa: E402
-import importlib.machinery  # noqa: E402
 import importlib.util  # noqa: E402
 import json  # noqa: E402
 import logging  # noqa: E402
 import multiprocessing  # noqa: E402
 import os  # noqa: E402
+import signal  # noqa: E402
 import socket  # noqa: E402
 import threading  # noqa: E402
 import time  # noqa: E402
@@ -33,6 +33,13 @@ from typing import Any  # noqa: E402
 
 _LINK = "UNISONO_LINK"
 _HERE = Path(__file__).resolve().parent
+# Signals to all processes of a job, such as those of a time limit, are for its ranks: the server
+# ends with the launcher, and lets the ranks save.
+_BLOCKED = signal.valid_signals() - {
+    *(signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGTRAP),
+    *(signal.SIGSYS, signal.SIGCHLD, signal.SIGCONT, signal.SIGTSTP, signal.SIGTTIN),
+    *(signal.SIGTTOU, signal.SIGSTOP, signal.SIGKILL),
+}
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/infiniband")
 
 
@@ -79,9 +86,16 @@ class _Hidden:
             if name.partition(".")[0] not in {*self._standard, "__mp_main__"}
         }
         self._at_load = _forkserver.at_load(os.environ)
+        self._is_late = False
 
     def why_unusable(self, beside: str) -> str:
         """Return why forks of this process would differ from new interpreters; empty if not."""
+        if not hasattr(ctypes.CDLL(None), "on_exit"):
+            return "this isn't Linux with glibc"
+        try:
+            _effects()
+        except (OSError, StopIteration):
+            return "/proc doesn't show what a process has written and started"
         # OpenBLAS's threads end at the first fork, and only there.
         if (pid := os.fork()) == 0:
             os._exit(0)
@@ -123,7 +137,7 @@ class _Hidden:
         libc: Any = ctypes.CDLL(None)
         libc.on_exit(libc._exit, None)
         libc["__cxa_atexit"](libc.fflush, None, None)
-        self._environ, self._seen = dict(os.environ), _effects()
+        self._environ, self._folder, self._seen = dict(os.environ), os.getcwd(), _effects()
         sys.meta_path.insert(0, self)
 
     def _leave(self) -> None:
@@ -170,33 +184,42 @@ class _Hidden:
         """Start again as a new interpreter if an import would do something else there."""
         changed = {variable for variable, _ in _forkserver.at_load(os.environ) ^ self._at_load}
         if "." not in name:
-            found = importlib.machinery.PathFinder.find_spec(name)
+            finders = [finder for finder in sys.meta_path if finder is not self]
+            specs = (finder.find_spec(name, None) for finder in finders)
+            found = next(filter(None, specs), None)
             ours = self._hidden[name].__spec__
             if found is None or ours is None or found.origin != ours.origin:
                 changed.add("sys.path")
-        if not changed:
+        if not changed or self._is_late:
             return
         if _effects() == self._seen:
+            os.chdir(self._folder)
             os.execve(sys.executable, sys.orig_argv, self._environ)
+        self._is_late = True  # said once
         words = ", ".join(sorted(changed))
         sys.stderr.write(
             f"unisono run: {words} was changed after torch was loaded: use unisono run --fresh\n"
         )
 
 
-def _become_rank(channel: int, server: int, hidden: _Hidden) -> None:
+def _become_rank(channel: socket.socket, server: int, mask: set[Any], hidden: _Hidden) -> None:
     """Make this fork a rank of the script, or host the ranks' store and never return."""
-    with socket.socket(fileno=channel) as sock, sock.makefile() as file:
-        request = json.load(file)
-    _forkserver.die_with(server)
+    with channel:  # until it is closed, the launcher waits: no signal may come before `setpgid`
+        with channel.makefile() as file:
+            request = json.load(file)
+        _forkserver.die_with(server)
+        if "store" not in request:
+            os.setpgid(0, 0)
+            os.environ.clear()
+            os.environ.update(request["environ"])
     if "store" in request:
         sys.path.insert(0, str(_HERE.parents[3]))
         from unisono.control.stores import host_forever
 
         host_forever(*request["store"])
-    os.environ.clear()
-    os.environ.update(request["environ"])
-    os.setpgid(0, 0)
+    # A new interpreter has this handler, too: a shell's "&" has made the server ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:
         hidden.hide()
     except Exception:  # this Python or torch is other than expected
@@ -205,6 +228,7 @@ def _become_rank(channel: int, server: int, hidden: _Hidden) -> None:
 
 def _fork_ranks() -> None:
     """Serve as this process; return only in forks that are ranks."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
     link = json.loads(os.environ.pop(_LINK))
     control = socket.socket(fileno=link["control"])
     try:
@@ -212,7 +236,10 @@ def _fork_ranks() -> None:
         sys.path[:] = [item for item in sys.path if item != entry]
         sys.path_importer_cache.pop(entry, None)
         hidden = _Hidden()
-        control.send((hidden.why_unusable(link["beside"]) or "ready").encode())
+        answer = hidden.why_unusable(link["beside"]) or "ready"
+        control.send(answer.encode())
+        if answer != "ready":
+            os._exit(0)
         with open(os.devnull, "wb") as nothing:
             os.dup2(nothing.fileno(), 1)
             os.dup2(nothing.fileno(), 2)
@@ -220,7 +247,7 @@ def _fork_ranks() -> None:
         channel = _forkserver.serve(control, 0, may_fork=True)
         if channel is None:
             os._exit(0)
-        _become_rank(channel, server, hidden)
+        _become_rank(socket.socket(fileno=channel), server, mask, hidden)
     except BaseException:  # `site` would print it, and the interpreter run the script
         os._exit(1)
 
