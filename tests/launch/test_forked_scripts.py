@@ -78,7 +78,7 @@ def save(number, frame):
     sys.exit(0)
 
 signal.signal(signal.SIGTERM, save)
-signal.signal(signal.SIGUSR1, lambda number, frame: None)
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 print("READY", flush=True)
 while True:
     signal.pause()
