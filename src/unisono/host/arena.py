@@ -221,7 +221,7 @@ class Arena:
         self._sleep(line, interval, check)
 
     def give_way(self) -> None:
-        """Let other threads use this core; leave it if too many of these ranks are on it."""
+        """Yield this core to other threads; leave it if too many of these ranks are on it."""
         # Threads that wake each other, or yield to each other every few microseconds, can stay on
         # one core for seconds beside an idle one: the scheduler doesn't move hot threads.
         self._turn += 1

@@ -147,7 +147,7 @@ class Fork(subprocess.Popen[bytes]):
                     if fd != -1:
                         os.dup2(fd, target)
                 self._run()
-            except BaseException:
+            except BaseException:  # a fork must not return into its parent's code
                 traceback.print_exc()
             finally:
                 os._exit(1)
@@ -155,7 +155,7 @@ class Fork(subprocess.Popen[bytes]):
 
 
 def adopt_orphans() -> None:
-    """Let processes that workers leave behind be children of this process, and not of init."""
+    """Make this process, and not init, the parent of processes that workers leave behind."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -346,7 +346,7 @@ def _become_worker(
         for target, fd in enumerate(fds):  # all above 2, as the server's own streams are open
             os.dup2(fd, target)
             os.close(fd)
-    except BaseException:
+    except BaseException:  # a fork must not return into the server's loop
         os._exit(1)
     return channel
 
@@ -425,12 +425,13 @@ def prepare_for_forks() -> None:
 def run(control: socket.socket, parent: int, work: Callable[[int, int], None] | None) -> NoReturn:
     """Serve as this process, and run `work` in each fork."""
     server = os.getpid()
-    try:
-        channel = serve(control, parent, may_fork=work is not None)
-        if channel is not None and work is not None:
+    channel = serve(control, parent, may_fork=work is not None)
+    if channel is not None and work is not None:
+        try:
             work(channel, server)
-    finally:
-        os._exit(0 if os.getpid() == server else 1)  # a worker gets here only by an exception
+        finally:
+            os._exit(1)  # reached only after an exception, as `work` ends the process
+    os._exit(0)
 
 
 def main(control_fd: int, parent: int, preload: bool) -> None:

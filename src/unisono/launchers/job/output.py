@@ -136,7 +136,7 @@ class Pipes:
                 self.selector.register(pipe, selectors.EVENT_READ, target)
 
     def wake(self, source: Any, read: Callable[[], object]) -> None:
-        """Let the method `read` call this one whenever a source is readable, until it is True."""
+        """Call a function in `read` whenever a source is readable, until it returns True."""
         self.selector.register(source, selectors.EVENT_READ, read)
 
     @property
