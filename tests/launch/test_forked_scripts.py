@@ -254,6 +254,14 @@ def test_some_starts_need_new_interpreters(
     assert (done.code, done.out, done.err) == (0, "[0] NEW None\n", "")
 
 
+def test_stdout_may_be_closed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import sys\nsys.exit('reached')")
+    done = run(["sh", "-c", '"$@" >&-', "sh", *words(str(tmp_path / "train.py"))])
+    assert done.code == 1
+    assert "SystemExit" not in done.err
+    assert "[0] reached" in done.err
+
+
 def test_a_script_may_not_import_torch(tmp_path: Path) -> None:
     done = run_script(tmp_path, KIND, n=2)
     assert (done.code, done.err) == (0, "")

@@ -214,7 +214,8 @@ def run(
         max_restarts=max_restarts or 0,
         timeout_s=timeout,
         log_dir=None if log_dir is None else str(log_dir),
-        is_coloured=sys.stdout.isatty() and not os.environ.get("NO_COLOR"),
+        # None if the shell has closed it.
+        is_coloured=bool(sys.stdout) and sys.stdout.isatty() and not os.environ.get("NO_COLOR"),
         options=_options(option or (), name),
         stdin_rank=stdin,
         grace_s=grace,
