@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from unisono.deadlines import DEFAULT_TIMEOUT_S
@@ -27,6 +26,7 @@ from unisono.launchers.job.process_state import check_streams, inherited, search
 from unisono.launchers.job.store import hold
 from unisono.launchers.job.worker import task_message, work
 from unisono.launchers.job.worker_handles import Worker, Workers
+from unisono.launchers.job.wrapper import boot
 from unisono.launchers.variables import share_of_cores
 from unisono.plugins import read_environment
 from unisono.topology import PREFIXED, PRIVATE_STORE, LaunchPlan, RankInfo
@@ -118,14 +118,21 @@ def begin(
     """Request processes of this host as ranks of a job; their tasks are sent once it is joined."""
     if method == "fork":  # outside the lock, which the fork would inherit locked
         ours, theirs = socket.socketpair()
+        parent = os.getpid()
+
+        def serve() -> None:
+            # Collecting torch's groups here would join threads that exist only in the parent.
+            forkserver.prepare_for_forks()
+            ours.close()  # this copy would hide the end of the control socket
+            forkserver.run(theirs, parent, work)
+
         with theirs:
-            serve = partial(_serve, theirs, ours, os.getpid())
-            server = _ForkServer(ours, forkserver.Fork(serve), os.getpid())
+            server = _ForkServer(ours, forkserver.Fork(serve), parent)
         held.callback(_end, server)
-        _request(server, method, infos, workers)
+        _request(server, infos, workers)
     else:
         with _lock:  # otherwise a server may be retired before it has all requests
-            _request(_fork_server_for(method), method, infos, workers)
+            _request(_fork_server_for(method), infos, workers)
     for worker, info in zip(workers.workers, infos, strict=True):
         worker.task = task_of(info)
 
@@ -149,42 +156,18 @@ def _fork_server_for(method: str) -> _ForkServer:
         # A different key means that its state is outdated; an empty peek means that it has ended.
         if known.key == key and peek(known.control) != b"":
             return known
-        _retire(known)
-    _fork_servers[method] = known = _start_fork_server(method, key)
-    return known
-
-
-def _start_fork_server(method: str, key: tuple[object, ...]) -> _ForkServer:
-    """Start a fork server; for method "forkserver" it imports torch, once for all workers."""
+        with contextlib.suppress(OSError), known.control:  # closing isn't enough: forks have copies
+            known.control.shutdown(socket.SHUT_RDWR)
+        _retired.append(known)
     ours, theirs = socket.socketpair()
-    # The server loads its file without the package, so that it starts without importing torch.
-    code = (
-        f"import sys; sys.path[:] = {search_path()!r}\n"
-        "import importlib.util as u\n"
-        f"s = u.spec_from_file_location('unisono_forkserver', {forkserver.__file__!r})\n"
-        "m = u.module_from_spec(s); s.loader.exec_module(m)\n"
-        f"m.main({theirs.fileno()}, {os.getpid()}, {method == 'forkserver'})"
-    )
-    command, fds = [*forkserver.interpreter(), "-c", code], [theirs.fileno()]
+    # For method "forkserver" it imports torch, once for all workers.
+    arguments = f"{theirs.fileno()}, {os.getpid()}, {method == 'forkserver'}"
+    command = boot(f"from unisono.launchers.job.forkserver import main; main({arguments})")
     with theirs:
+        fds = [theirs.fileno()]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)
-    return _ForkServer(ours, process, os.getpid(), key)
-
-
-def _serve(control: socket.socket, ours: socket.socket, parent: int) -> None:
-    """Be the fork server of one job, as a fork of the process that launches it."""
-    # Collecting torch's groups here would join threads that exist only in the parent.
-    forkserver.prepare_for_forks()
-    ours.close()  # this copy would hide the end of the control socket
-    forkserver.run(control, parent, work)
-
-
-def _retire(server: _ForkServer) -> None:
-    """Close the control socket of a fork server, which then ends with its last worker."""
-    with contextlib.suppress(OSError), server.control:  # closing isn't enough: forks have copies
-        server.control.shutdown(socket.SHUT_RDWR)
-    if server.process.poll() is None:
-        _retired.append(server)
+    _fork_servers[method] = known = _ForkServer(ours, process, os.getpid(), key)
+    return known
 
 
 @atexit.register
@@ -206,7 +189,7 @@ def _end(server: _ForkServer) -> None:
     server.control.close()
 
 
-def _request(server: _ForkServer, method: str, infos: Sequence[RankInfo], workers: Workers) -> None:
+def _request(server: _ForkServer, infos: Sequence[RankInfo], workers: Workers) -> None:
     """Request a worker for each rank from a fork server, and add it to `workers`."""
     server.process.send_signal(signal.SIGCONT)  # a stopped server wouldn't answer
     for info in infos:
@@ -215,11 +198,10 @@ def _request(server: _ForkServer, method: str, infos: Sequence[RankInfo], worker
         with their_channel, their_status:
             # Before the request, so that Ctrl-C ends this worker, too.
             workers.workers.append(Worker(info.rank, channel, status))
-            request = b"exec" if method == "spawn" else b"fork"
             fds = [0, 1, 2, their_channel.fileno(), their_status.fileno()]
             server.control.settimeout(_REQUEST_S)
             try:
-                socket.send_fds(server.control, [request], fds)
+                socket.send_fds(server.control, [b"."], fds)
             finally:
                 server.control.settimeout(None)
     workers.fork_server = server.process  # which `Workers` wakes if it is stopped

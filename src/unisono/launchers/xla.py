@@ -28,14 +28,13 @@ from unisono.deadlines import limit_of
 from unisono.errors import ArgumentError, CollectiveTimeoutError, LaunchError, WorkerFailedError
 from unisono.launchers.job import channel as messages
 from unisono.launchers.job.failure import signal_name
-from unisono.launchers.job.forkserver import die_with
+from unisono.launchers.job.forkserver import die_with, seed_generators
 from unisono.launchers.job.job import Job
 from unisono.launchers.job.lifetime import (
     begin_rank,
     flush,
     join_threads,
     run_exit_handlers,
-    seed_generators,
 )
 from unisono.launchers.job.pickling import load_from_parent
 from unisono.launchers.job.worker import describe, receive_task

@@ -181,13 +181,25 @@ class _Threads(Workers):
         ends, statuses = [], []
         for rank in range(size):
             (ours, theirs), (status, their_status) = socket.socketpair(), socket.socketpair()
-            self.workers.append(Worker(rank, ours, status, pid=os.getpid()))
+            self.workers.append(Worker(rank, ours, status))
+            self.workers[-1].pid = os.getpid()
             ends.append(theirs)
-            # `_spawn` closes this socket once the replicas are over, which tells `status` of it.
+            # `spawn` closes this socket once the replicas are over, which tells `status` of it.
             statuses.append(their_status)
-        arguments = (backend, size, options, ends, statuses, self._models, self._errors)
-        name = "unisono-pool-spawn"
-        threading.Thread(target=_spawn, args=arguments, name=name, daemon=True).start()
+        # Without `self`: this thread lives as long as the replicas, and would keep a pool that was
+        # dropped.
+        models, errors = self._models, self._errors
+
+        def spawn() -> None:
+            try:
+                start(backend, inside.serve, (os.getpid(), ends, models), None, size, **options)
+            except BaseException as error:  # `poll` raises it in the pool's call
+                errors.append(error.with_traceback(None))  # frames would keep their variables
+            finally:
+                for sock in (*ends, *statuses):
+                    sock.close()
+
+        threading.Thread(target=spawn, name="unisono-pool-spawn", daemon=True).start()
 
     def abort(self) -> None:
         """End the contexts of all replicas."""
@@ -205,15 +217,12 @@ class _Threads(Workers):
         """End the replicas; a thread that computes ends once its call is over."""
         self._is_ending = True
         self.abort()
-        for worker in self.workers:
-            if not worker.has_ended:
-                with suppress(OSError):  # closing alone has no effect if a fork holds it open
-                    worker.channel.shutdown(socket.SHUT_RDWR)
-                worker.channel.close()
-                worker.is_silent = True  # so that `poll` leaves out the closed channel
-        until = time.monotonic() + _QUIT_S
-        while time.monotonic() < until and not all(worker.has_ended for worker in self.workers):
-            self.poll(job, until)
+        for worker in self.running:
+            with suppress(OSError):  # closing alone has no effect if a fork holds it open
+                worker.channel.shutdown(socket.SHUT_RDWR)
+            worker.channel.close()
+            worker.is_silent = True  # so that `poll` leaves out the closed channel
+        self.wait_for_ends(job, _QUIT_S)
         for worker in self.workers:
             worker.close()
 
@@ -221,26 +230,6 @@ class _Threads(Workers):
         """Return the error of replicas that ended by themselves."""
         del job, rank
         return LaunchError("the replicas of the pool have ended")
-
-
-def _spawn(
-    backend: str | None,
-    size: int,
-    options: dict[str, Any],
-    ends: list[socket.socket],
-    statuses: list[socket.socket],
-    models: dict[int, ComputationModel],
-    errors: list[BaseException],
-) -> None:
-    """Start the replicas, and wait for their end, without a reference to their pool."""
-    # This thread lives as long as they do, so a reference would keep a pool that was dropped.
-    try:
-        start(backend, inside.serve, (os.getpid(), ends, models), None, size, **options)
-    except BaseException as error:  # `poll` raises it in the pool's call
-        errors.append(error.with_traceback(None))  # frames would keep their variables
-    finally:
-        for sock in (*ends, *statuses):
-            sock.close()
 
 
 def _end(job: Job[Any], owner: int) -> None:

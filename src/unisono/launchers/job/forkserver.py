@@ -3,12 +3,11 @@
 Once the control socket is closed, the server starts no more workers and ends with the last one.
 Its workers are ranks of a function, or of a script: see ``script/hook/sitecustomize.py``.
 
-It is run by its path, not imported as part of the package, so that it starts fast: it imports only
-the standard library before its first request. Each request on the control socket is
-``fork`` or ``exec``, with five file descriptors: stdin, stdout and stderr of the worker,
-its channel to the parent, and its status socket. On the status socket the parent writes signal
-numbers, one byte each, and reads ``{process id}p`` once the worker exists, or ``{errno}x`` if it
-can't be created; ``{signal}s`` when the worker is stopped, ``{signal}c`` when it continues, and
+The hook loads this file by its path, so it imports only the standard library. Each request on the
+control socket is one byte with five file descriptors: stdin, stdout and stderr of the worker, its
+channel to the parent, and its status socket. On the status socket the parent writes signal numbers,
+one byte each, and reads ``{process id}p`` once the worker exists, or ``{errno}x`` if it can't be
+created; ``{signal}s`` when the worker is stopped, ``{signal}c`` when it continues, and
 ``{wait status}e`` once it has ended. Closing the status socket ends the worker. Processes that a
 failed worker leaves behind in the process group are ended.
 """
@@ -32,9 +31,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
-WORKER = "from unisono.launchers.job.worker import work; work({channel}, {parent})"
-STATUS = re.compile(rb"([0-9]+)([psecx])")
-"""A report on a status socket."""
+_REPORT = re.compile(rb"([0-9]+)([psecx])")
 # Names of the facade that a rank is likely to use: their modules are loaded once for all ranks.
 LIKELY = ("Parallel", "all_gather", "all_reduce", "barrier", "broadcast", "one_rank_only", "send")
 # Prefixes of variables that libraries read only when they are loaded, found by tracing getenv and
@@ -43,6 +40,13 @@ _AT_LOAD = (
     *("ACC_", "COMPILE_STROBELIGHT_", "DNNL_", "FX_", "GFORTRAN_", "GOMP_", "GOTO_", "KINETO_"),
     *("KMP_", "MKL", "NPY_", "NUMPY_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTORCH_", "TORCH"),
 )
+# Signals for ranks: all but those for one process alone, which are its own faults, its children's,
+# and those that stop it.
+OF_RANKS = signal.valid_signals() - {
+    signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGPIPE, signal.SIGSEGV,
+    signal.SIGSYS, signal.SIGTRAP, signal.SIGXFSZ, signal.SIGCHLD, signal.SIGCONT, signal.SIGKILL,
+    signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU,
+}  # fmt: skip
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_S = 0.5  # between checks of the parent, whose children may keep the control socket open
 _TERM_S = 1.0  # from SIGTERM to SIGKILL, for a worker's children: some remove their files
@@ -154,9 +158,50 @@ class Fork(subprocess.Popen[bytes]):
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
-def adopt_orphans() -> None:
-    """Make this process, and not init, the parent of processes that workers leave behind."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+class Forked:
+    """A process that another one has made for this one, and whose state it reports."""
+
+    def __init__(self, status: socket.socket) -> None:
+        self.status = status
+        self.pid: int = 0  # until it has been made
+        self.refusal: int | None = None  # the errno if it couldn't be made
+        self.wait_status: int | None = None
+        self.has_ended: bool = False
+        self.stopped_by: int | None = None
+        """The signal that has stopped the process."""
+        self._unread = b""  # an incomplete report
+
+    def read_status(self, flags: int = socket.MSG_DONTWAIT) -> bool:
+        """Read the reports that have arrived; 0 waits. Return whether the process has ended."""
+        try:
+            received = self.status.recv(4096, flags)
+        except BlockingIOError:
+            return self.has_ended
+        except OSError:
+            received = b""
+        reports = _REPORT.findall(self._unread + received)
+        self._unread = _REPORT.sub(b"", self._unread + received)
+        for number, kind in reports:
+            if kind == b"p":
+                self.pid = int(number)
+            elif kind == b"x":
+                self.refusal = int(number)
+            elif kind == b"e":
+                self.wait_status = int(number)
+            else:
+                self.stopped_by = int(number) if kind == b"s" else None
+            self.has_ended = self.has_ended or kind in b"ex"
+        if not received:  # closed: the process that would report the end is gone
+            self.has_ended = True
+        return self.has_ended
+
+    def poll(self) -> int | None:
+        """Return the exit code, None if the process runs."""
+        if not (self.has_ended or self.read_status()):
+            return None
+        # Without a report the kernel has killed it, as it does when the fork server ends.
+        status = signal.SIGKILL if self.wait_status is None else self.wait_status
+        return os.waitstatus_to_exitcode(status)
 
 
 class _Orphans:
@@ -232,8 +277,8 @@ def _signal(pids: Iterable[int], *numbers: int) -> None:
                 os.kill(pid, number)
 
 
-def serve(control: socket.socket, parent: int, *, may_fork: bool) -> int | None:
-    """Start workers until `control` is closed and all have ended; in a fork, return its channel.
+def serve(control: socket.socket, parent: int) -> int | None:
+    """Fork workers until `control` is closed and all have ended; in a fork, return its channel.
 
     The workers also end with the process `parent`, unless it is 0.
     """
@@ -249,22 +294,17 @@ def serve(control: socket.socket, parent: int, *, may_fork: bool) -> int | None:
     workers: dict[socket.socket, int] = {}
     orphans, accepts_requests = _Orphans(os.getpgrp()), True  # until the parent closes `control`
     if parent:  # what ranks of a script leave behind is their wrappers' to end
-        adopt_orphans()
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     while accepts_requests or workers or orphans.are_ending:
-        by_fd = {status.fileno(): status for status in workers}
-        ready = _ready([wake[0], *by_fd, *([control.fileno()] if accepts_requests else [])])
-        _drain(wake[0])
+        ready = _attend(workers, wake[0], *([control.fileno()] if accepts_requests else []))
         if orders or (parent and os.getppid() != parent):  # it ends only after it has reaped them
             accepts_requests = False
             _signal(workers.values(), signal.SIGKILL)
         elif control.fileno() in ready:
-            # Both requests, fork and exec, have 4 bytes; they come with 5 descriptors.
-            request, fds, _, _ = socket.recv_fds(control, 4, 5)
+            request, fds, _, _ = socket.recv_fds(control, 1, 5)
             accepts_requests = bool(request)
-            if request and _start_worker(fds, workers, may_fork and request == b"fork"):
+            if request and _fork_worker(fds, workers):
                 return _become_worker(fds, [control, *workers], wake, previous)
-        for status in [by_fd[fd] for fd in ready if fd in by_fd]:
-            _forward_signals(status, workers[status])
         orphans.reap(workers)
     return None
 
@@ -278,17 +318,14 @@ def supervise(status: socket.socket, pid: int, parent: int) -> int:
     # is forked before `_Orphans` is created, after which this process would have to reap it.
     cancel = guard(pid)
     orphans = _Orphans(pid)
-    adopt_orphans()
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     ended: list[int] = []
     wake_read, _ = wake_by_signals()
     _send(status, f"{pid}p")
     while not (ended := ended + orphans.reap(workers)) or orphans.are_ending:
-        ready = _ready([wake_read, *(each.fileno() for each in workers)])
-        _drain(wake_read)
+        _attend(workers, wake_read)
         if os.getppid() != parent:
             _signal(workers.values(), signal.SIGKILL)
-        if status.fileno() in ready:
-            _forward_signals(status, pid)
     if ended[0] == 0:  # processes that a successful worker left may stay
         with contextlib.suppress(OSError):  # the guard may be gone
             os.write(cancel, b"-")
@@ -306,18 +343,24 @@ def wake_by_signals() -> tuple[int, int]:
     return wake_read, wake_write
 
 
-def _drain(wake_read: int) -> None:
+def _attend(workers: dict[socket.socket, int], wake_read: int, *others: int) -> set[int]:
+    """Wait for a change, and forward signals to workers; return the readable descriptors."""
+    by_fd = {status.fileno(): status for status in workers}
+    ready = _ready([wake_read, *by_fd, *others])
     with contextlib.suppress(BlockingIOError):
         os.read(wake_read, 4096)
+    for status in [by_fd[fd] for fd in ready & by_fd.keys()]:
+        _forward_signals(status, workers[status])
+    return ready
 
 
-def _start_worker(fds: list[int], workers: dict[socket.socket, int], is_fork: bool) -> bool:
-    """Start a worker; return whether this process is the worker, a fork."""
+def _fork_worker(fds: list[int], workers: dict[socket.socket, int]) -> bool:
+    """Fork a worker; return whether this process is the worker."""
     status = socket.socket(fileno=fds.pop())
     try:
-        pid = os.fork() if is_fork else _exec(fds)
-    except (OSError, subprocess.SubprocessError) as error:  # other workers need this process
-        _send(status, f"{getattr(error, 'errno', 0) or 0}x")
+        pid = os.fork()
+    except OSError as error:  # other workers need this process
+        _send(status, f"{error.errno or 0}x")
         status.close()
     else:
         workers[status] = pid  # in the fork, too, which closes its copy
@@ -357,24 +400,6 @@ def _ready(fds: list[int], limit_s: float | None = _POLL_S) -> set[int]:
     for fd in fds:
         watched.register(fd, select.POLLIN)
     return {fd for fd, _ in watched.poll(None if limit_s is None else limit_s * 1000)}
-
-
-def _exec(fds: list[int]) -> int:
-    """Start a worker in a fresh interpreter; return its process id."""
-    stdin, stdout, stderr, channel = fds
-    parent = os.getpid()
-    code = f"import sys; sys.path[:] = {sys.path!r}; "
-    code += WORKER.format(channel=channel, parent=parent)
-    worker = subprocess.Popen(
-        [*interpreter(), "-c", code],
-        stdin=stdin,
-        stdout=stdout,
-        stderr=stderr,
-        pass_fds=[channel],
-        preexec_fn=lambda: die_with(parent),  # safe, as this process has one thread
-    )
-    worker.returncode = 0  # `_reap` waits for the process, so Popen must not
-    return worker.pid
 
 
 def _forward_signals(status: socket.socket, pid: int) -> None:
@@ -422,11 +447,22 @@ def prepare_for_forks() -> None:
     gc.freeze()
 
 
-def run(control: socket.socket, parent: int, work: Callable[[int, int], None] | None) -> NoReturn:
+def seed_generators() -> None:
+    """Seed the generators that a fork has inherited."""
+    # A fresh process seeds each again; a fork does so only for Python's own generator.
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        torch.default_generator.seed()
+    numpy_random: Any = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+
+
+def run(control: socket.socket, parent: int, work: Callable[[int, int], object]) -> NoReturn:
     """Serve as this process, and run `work` in each fork."""
     server = os.getpid()
-    channel = serve(control, parent, may_fork=work is not None)
-    if channel is not None and work is not None:
+    channel = serve(control, parent)
+    if channel is not None:
         try:
             work(channel, server)
         finally:
@@ -434,11 +470,20 @@ def run(control: socket.socket, parent: int, work: Callable[[int, int], None] | 
     os._exit(0)
 
 
+def _work_afresh(channel: int, parent: int) -> None:
+    """Become a worker in a fresh interpreter."""
+    die_with(parent)
+    os.set_inheritable(channel, True)
+    code = f"import sys; sys.path[:] = {sys.path!r}; "
+    code += f"from unisono.launchers.job.worker import work; work({channel}, {parent})"
+    os.execv(sys.executable, [*interpreter(), "-c", code])
+
+
 def main(control_fd: int, parent: int, preload: bool) -> None:
     """Run the fork server as this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     control = socket.socket(fileno=control_fd)
-    work: Callable[[int, int], None] | None = None
+    work: Callable[[int, int], object] = _work_afresh
     if preload:
         gc.disable()  # the import makes objects that `prepare_for_forks` freezes anyway
         from unisono.launchers.job.worker import work

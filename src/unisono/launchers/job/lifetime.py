@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from unisono.at_exit import LastCalls
 from unisono.control.absent_ranks import stack_of, warn_after_s
@@ -135,17 +135,6 @@ def output_redirected(target: int) -> Iterator[None]:
             os.dup2(target, fd)
         stack.callback(flush)
         yield
-
-
-def seed_generators() -> None:
-    """Seed the generators that a fork has inherited."""
-    # A fresh process seeds each again; a fork does so only for Python's own generator.
-    torch: Any = sys.modules.get("torch")
-    if torch is not None:
-        torch.default_generator.seed()
-    numpy_random: Any = sys.modules.get("numpy.random")
-    if numpy_random is not None:
-        numpy_random.seed()
 
 
 def traceback_of(error: BaseException) -> str:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any, TextIO
 
 from unisono.errors import LaunchError
@@ -129,11 +129,22 @@ class Pipes:
         self.add(process)
         return process
 
-    def add(self, process: Any) -> None:
+    def add(self, process: subprocess.Popen[bytes]) -> None:
         """Read the pipes of a process."""
         for target, pipe in ((1, process.stdout), (2, process.stderr)):
             if pipe is not None:
                 self.selector.register(pipe, selectors.EVENT_READ, target)
+
+    @contextlib.contextmanager
+    def ends(self) -> Iterator[list[int]]:
+        """Yield the ends of two new pipes for a process's stdout and stderr."""
+        with contextlib.ExitStack() as held:
+            pipes = [os.pipe() for _ in range(2)]
+            for target, (reader, writer) in enumerate(pipes, 1):
+                held.callback(os.close, writer)
+                pipe = open(reader, "rb", buffering=0)  # noqa: SIM115 - to its end
+                self.selector.register(pipe, selectors.EVENT_READ, target)
+            yield [writer for _, writer in pipes]
 
     def wake(self, source: Any, read: Callable[[], object]) -> None:
         """Call a function in `read` whenever a source is readable, until it returns True."""

@@ -16,14 +16,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from unisono.launchers.job.forkserver import OF_RANKS
+
 TO_SAVE = (signal.SIGTERM, signal.SIGHUP)
 TO_END = (signal.SIGINT, *TO_SAVE)
-_OF_ONE = {  # for one process alone: its own faults, its children, and stopping it
-    signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGPIPE, signal.SIGSEGV,
-    signal.SIGSYS, signal.SIGTRAP, signal.SIGXFSZ, signal.SIGCHLD, signal.SIGCONT, signal.SIGKILL,
-    signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU,
-}  # fmt: skip
-OTHERS = tuple(sorted(signal.valid_signals() - _OF_ONE - {*TO_END}))
+OTHERS = tuple(sorted(OF_RANKS - {*TO_END}))
 END_S = 1.0  # until programs without time to save are killed
 _SIGACTION_BYTES = 256  # no less than the size of C's struct
 # A second signal within this time is a repeat: Slurm and systemd signal all processes of a job.

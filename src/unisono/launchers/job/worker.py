@@ -20,13 +20,12 @@ from unisono.at_exit import LastCalls
 from unisono.errors import CollectiveError, PayloadError, PeerFailedError, WorkerFailedError
 from unisono.launchers.job import channel as messages
 from unisono.launchers.job.failure import Failure
-from unisono.launchers.job.forkserver import die_with
+from unisono.launchers.job.forkserver import die_with, seed_generators
 from unisono.launchers.job.lifetime import (
     PEERS_S,
     begin_rank,
     flush,
     run_exit_handlers,
-    seed_generators,
     traceback_of,
 )
 from unisono.launchers.job.pickling import load_from_parent

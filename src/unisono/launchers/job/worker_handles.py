@@ -13,14 +13,13 @@ import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from unisono.errors import LaunchError, WorkerFailedError
 from unisono.launchers.job import channel as messages
 from unisono.launchers.job.failure import signal_name
-from unisono.launchers.job.forkserver import STATUS
+from unisono.launchers.job.forkserver import Forked
 from unisono.launchers.job.job import Job, JobRanks
 from unisono.launchers.job.signals import TO_SAVE
 from unisono.tracebacks import hides
@@ -36,29 +35,23 @@ _TICK_S = 1.0  # between checks of time limits, which make no socket readable
 _STATUS_S = 2.0  # from the end of a channel to the report of its process's end
 _MAKE_S = 300.0  # until all ranks have started; the first one may have to import torch
 _STOP_GRACE_S = 1.0  # for the more precise errors of ranks that wait for a stopped one
+_NO_TASK = memoryview(b"")
 
 
-@dataclass(slots=True)
-class Worker:
-    """One worker process: its channel, its status socket, and its state."""
+class Worker(Forked):
+    """One worker process: its channel, its task, and its state."""
 
-    rank: int
-    channel: socket.socket
-    status: socket.socket
-    task: memoryview = field(default_factory=lambda: memoryview(b""))
-    inbox: messages.Inbox = field(init=False)
-    unread: bytes = b""  # an incomplete report of the status socket
-    asked_at: float = field(default_factory=time.monotonic)  # when its process was requested
-    pid: int | None = None
-    refusal: int | None = None  # the errno if its process couldn't be made
-    wait_status: int | None = None
-    has_ended: bool = False
-    is_silent: bool = False  # its channel has ended
-    stopped_by: int | None = None  # the signal that stopped its process
-    stopped_s: float = 0.0  # since then
-
-    def __post_init__(self) -> None:
-        self.inbox = messages.Inbox(self.channel)
+    def __init__(
+        self, rank: int, channel: socket.socket, status: socket.socket, task: memoryview = _NO_TASK
+    ) -> None:
+        super().__init__(status)
+        self.rank = rank
+        self.channel = channel
+        self.inbox: messages.Inbox = messages.Inbox(channel)
+        self.task = task  # what hasn't been sent of it
+        self.asked_at: float = time.monotonic()  # when its process was requested
+        self.is_silent: bool = False  # its channel has ended
+        self.stopped_s: float = 0.0  # since a signal stopped its process
 
     def signal(self, *numbers: int) -> None:
         """Send the worker signals, through its parent process."""
@@ -111,28 +104,29 @@ class Workers(JobRanks):
     def signal(self, number: int) -> None:
         """Signal all workers that still run, stopped ones too."""
         # A stopped process receives a signal other than SIGKILL only once it continues.
-        self._signal(number, signal.SIGCONT)
+        for worker in self.running:
+            worker.signal(number, signal.SIGCONT)
 
     def wait_for_exits(self, job: Job[Any]) -> None:
         """Wait for the workers to exit, after their `LastCalls`."""
-        self._wait_for_ends(job, _EXIT_S)
+        self.wait_for_ends(job, _EXIT_S)
 
     def end(self, job: Job[Any]) -> None:
         """End all workers that still run, within seconds."""
         self._woken_at = 0.0  # wake the fork server at once: a stopped one forwards no signals
-        for worker in self._running:
+        for worker in self.running:
             with contextlib.suppress(OSError):
                 worker.channel.setblocking(False)  # a worker may not read
                 messages.send(worker.channel, messages.END)
         if job.orders.received:  # the ranks have had the signal and their grace time
-            self._signal(signal.SIGKILL)
-        self._wait_for_ends(job, _FLUSH_S)
+            self.signal(signal.SIGKILL)
+        self.wait_for_ends(job, _FLUSH_S)
         for worker in self.workers:  # a worker that hasn't started ends with its sockets
-            worker.has_ended = worker.has_ended or worker.pid is None
+            worker.has_ended = worker.has_ended or not worker.pid
         self.signal(signal.SIGTERM)
-        self._wait_for_ends(job, _TERM_S)
-        self._signal(signal.SIGKILL)
-        self._wait_for_ends(job, _KILL_S)
+        self.wait_for_ends(job, _TERM_S)
+        self.signal(signal.SIGKILL)
+        self.wait_for_ends(job, _KILL_S)
         self._abandon(job)
         for worker in self.workers:
             worker.close()
@@ -167,15 +161,16 @@ class Workers(JobRanks):
         )
 
     @property
-    def _running(self) -> list[Worker]:
+    def running(self) -> list[Worker]:
+        """The workers whose processes haven't ended."""
         return [worker for worker in self.workers if not worker.has_ended]
 
     def _abandon(self, job: Job[Any]) -> None:
         """Warn about workers that survive SIGKILL, or that their fork server can't reap."""
-        if self.fork_server is not None and self._running:
+        if self.fork_server is not None and self.running:
             self.fork_server.kill()  # the kernel ends its children with it
-        self._wait_for_ends(job, _STATUS_S)
-        left = self._running
+        self.wait_for_ends(job, _STATUS_S)
+        left = self.running
         for worker in left:
             worker.has_ended = True  # nothing waits for it any more
         if left:
@@ -184,14 +179,11 @@ class Workers(JobRanks):
                 [worker.rank for worker in left], self.world_size, [w.pid for w in left],
             )  # fmt: skip
 
-    def _wait_for_ends(self, job: Job[Any], limit_s: float) -> None:
+    def wait_for_ends(self, job: Job[Any], limit_s: float) -> None:
+        """Wait for all workers' processes to end."""
         limit = time.monotonic() + limit_s
-        while self._running and time.monotonic() < limit:
+        while self.running and time.monotonic() < limit:
             self.poll(job, limit)
-
-    def _signal(self, *numbers: int) -> None:
-        for worker in self._running:
-            worker.signal(*numbers)
 
     def _register(self, job: Job[Any], selector: selectors.BaseSelector) -> None:
         """Register each worker's sockets with the functions that read them."""
@@ -201,7 +193,7 @@ class Workers(JobRanks):
                 selector.register(worker.status, selectors.EVENT_READ, read_status)
             if not worker.is_silent:  # as an ended channel is always readable
                 events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.task else 0)
-                selector.register(worker.channel, events, partial(self._exchange, job, worker))
+                selector.register(worker.channel, events, partial(self._receive, job, worker))
 
     def _check_limits(self, job: Job[Any]) -> None:
         """Wake a stopped fork server, and stop the job once a worker's time is over."""
@@ -213,8 +205,11 @@ class Workers(JobRanks):
             if worker.stopped_by is not None:
                 worker.stopped_s += passed
                 if worker.stopped_s > self._stop_limit_s and worker.rank not in job.results:
-                    job.stop(self._stopped_error(worker, worker.stopped_by))
-        unmade = [w.rank for w in self._running if w.pid is None and now > w.asked_at + _MAKE_S]
+                    name = signal_name(worker.stopped_by)
+                    text = f"rank {worker.rank} of {self.world_size} was stopped by {name}, and "
+                    text += f"hasn't continued for {worker.stopped_s:.3g} s"
+                    job.stop(WorkerFailedError(text, worker.rank, signal=name))
+        unmade = [w.rank for w in self.running if not w.pid and now > w.asked_at + _MAKE_S]
         if unmade:
             who = f"ranks {unmade} of {self.world_size}"
             job.stop(LaunchError(f"{who} didn't start within {_MAKE_S:g} s"))
@@ -223,13 +218,9 @@ class Workers(JobRanks):
             with contextlib.suppress(OSError):
                 self.fork_server.send_signal(signal.SIGCONT)  # nothing else would continue it
 
-    def _exchange(self, job: Job[Any], worker: Worker) -> None:
-        """Send the rest of a worker's task, and record a message of the worker."""
-        worker.send_task()
-        self._receive(job, worker)
-
     def _receive(self, job: Job[Any], worker: Worker) -> bool:
-        """Record one message, and return whether a whole one had arrived."""
+        """Send the rest of a task; record one message, and return whether a whole one had come."""
+        worker.send_task()
         try:
             message = worker.inbox.take()
         except EOFError:
@@ -252,52 +243,18 @@ class Workers(JobRanks):
             job.fail(worker.rank, None)
 
     def _read_status(self, job: Job[Any], worker: Worker) -> None:
-        """Record the state of a worker's process: started, stopped, continued or ended."""
-        received = b""
-        with contextlib.suppress(OSError):
-            received = worker.status.recv(4096, socket.MSG_DONTWAIT)
-        worker.unread += received
-        reports = STATUS.findall(worker.unread)
-        worker.unread = STATUS.sub(b"", worker.unread)
-        for number, kind in reports:
-            self._record_status(job, worker, int(number), kind)
-        # Closed: the process that would report the worker's end is gone.
-        if not received and not worker.has_ended:
-            self._record_end(job, worker, None)
-
-    def _record_status(self, job: Job[Any], worker: Worker, number: int, kind: bytes) -> None:
-        """Record one report: its number is a process id, a signal, an errno or a wait status."""
-        if kind == b"p":
-            worker.pid = number
-        elif kind == b"s":
-            worker.stopped_by, worker.stopped_s = number, 0.0
+        """Record whether a worker's process was stopped, or has ended, after its last messages."""
+        before = worker.stopped_by
+        worker.read_status()
+        if worker.stopped_by not in (None, before):
+            worker.stopped_s = 0.0
             _log.warning(
                 "rank %d of %d was stopped by %s, and continues after SIGCONT",
-                worker.rank, self.world_size, signal_name(number),
+                worker.rank, self.world_size, signal_name(worker.stopped_by),
             )  # fmt: skip
-        elif kind == b"c":
-            worker.stopped_by = None
-        elif kind == b"x":
-            worker.refusal = number
-            self._record_end(job, worker, None)
-        else:
-            self._record_end(job, worker, number)
-
-    def _record_end(self, job: Job[Any], worker: Worker, wait_status: int | None) -> None:
-        """Record the end of a worker's process, after its last messages."""
-        # All messages have arrived. The channel's end may not arrive, since a child process of the
-        # worker may hold the channel open.
-        while not worker.is_silent and self._receive(job, worker):
-            pass
-        worker.wait_status = wait_status
-        worker.has_ended = True
-        self._record_silence(job, worker)
-
-    def _stopped_error(self, worker: Worker, number: int) -> WorkerFailedError:
-        name = signal_name(number)
-        return WorkerFailedError(
-            f"rank {worker.rank} of {self.world_size} was stopped by {name}, and hasn't "
-            f"continued for {worker.stopped_s:.3g} s",
-            worker.rank,
-            signal=name,
-        )
+        if worker.has_ended:
+            # All messages have arrived. The channel's end may not arrive, since a child process of
+            # the worker may hold the channel open.
+            while not worker.is_silent and self._receive(job, worker):
+                pass
+            self._record_silence(job, worker)

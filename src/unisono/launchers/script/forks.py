@@ -5,15 +5,14 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from unisono.launchers.job.forkserver import STATUS
+from unisono.launchers.job.forkserver import Forked
 from unisono.launchers.job.output import Pipes, show
 from unisono.launchers.script.script import Script
 from unisono.launchers.variables import LINK
@@ -44,52 +43,6 @@ def why_fresh(script: Script) -> str:
     return f"{tool} is set" if tool else ""
 
 
-class Forked:
-    """A process that a fork server has made for this one, with the methods of ``Popen``."""
-
-    def __init__(self, status: socket.socket) -> None:
-        self.status = status
-        self.pid: int = 0
-        self.returncode: int | None = None
-        self.stdout: IO[bytes] | None = None
-        self.stderr: IO[bytes] | None = None
-        self.stopped_by: int | None = None
-        """The signal that has stopped the process, until the caller resets it."""
-
-    def read_status(self, flags: int = socket.MSG_DONTWAIT) -> bool:
-        """Read the server's reports, if there are any; 0 waits. Return whether it has ended."""
-        try:
-            received = self.status.recv(4096, flags)
-        except BlockingIOError:
-            return False
-        for number, kind in STATUS.findall(received):
-            if kind == b"p":
-                self.pid = int(number)
-            elif kind == b"s":
-                self.stopped_by = int(number)
-            elif kind == b"e":
-                self.returncode = os.waitstatus_to_exitcode(int(number))
-        if not received and self.returncode is None:
-            self.returncode = -signal.SIGKILL  # as the server was, and its forks with it
-        return self.returncode is not None
-
-    def poll(self) -> int | None:
-        """Return the exit code, None if the process runs."""
-        if self.returncode is None:
-            self.read_status()
-        return self.returncode
-
-    def wait(self) -> int:
-        """Wait for the end of the process; return its exit code."""
-        while self.returncode is None:
-            self.read_status(0)
-        return self.returncode
-
-    def kill(self) -> None:
-        """End the process."""
-        self.status.close()
-
-
 class ForkServer:
     """An interpreter that imports torch, and forks the ranks of a script: see `hook`."""
 
@@ -98,7 +51,10 @@ class ForkServer:
 
     def __init__(self, program: Sequence[str], environ: Mapping[str, str]) -> None:
         self.control, theirs = socket.socketpair()
-        link = {"control": theirs.fileno(), "beside": _folder(program)}
+        # The folder that the script can import from; none for an archive.
+        file = Path.cwd() if program[1] == "-m" else Path(program[1]).resolve()
+        folder = "" if file.suffix == ".pyz" else str(file if file.is_dir() else file.parent)
+        link = {"control": theirs.fileno(), "beside": folder}
         path = os.pathsep.join(filter(None, (_HOOK, environ.get("PYTHONPATH"))))
         with theirs:
             self._process = subprocess.Popen(
@@ -119,10 +75,10 @@ class ForkServer:
             pipes = Pipes()
             pipes.add(self._process)
             pipes.wake(self.control, lambda: self._answers.append(self.control.recv(4096)))
+            lines = []
             while not self._answers:
-                for target, line in pipes.read(1.0):
-                    show(target, line)
-            for target, line in [*pipes.read(0.0), *pipes.rests()]:
+                lines += pipes.read(1.0)
+            for target, line in [*lines, *pipes.read(0.0), *pipes.rests()]:
                 show(target, line)
             pipes.close()
         answer = self._answers[0].decode()
@@ -135,7 +91,7 @@ class ForkServer:
         with channel:
             with their_channel, their_status:
                 fds = [*stdio, their_channel.fileno(), their_status.fileno()]
-                socket.send_fds(self.control, [b"fork"], fds)
+                socket.send_fds(self.control, [b"."], fds)
             channel.sendall(json.dumps(message).encode())
             channel.shutdown(socket.SHUT_WR)
             channel.recv(1)  # returns once the fork has closed its end: it has a group of its own
@@ -145,28 +101,8 @@ class ForkServer:
             raise OSError("the fork server has ended, or can't fork")
         return forked
 
-    def fork_rank(self, environ: Mapping[str, str]) -> Forked:
-        """Start a rank of the script; raise OSError if that fails."""
-        (out, their_out), (err, their_err) = os.pipe(), os.pipe()
-        with (
-            open(os.devnull, "r+b") as nothing,
-            os.fdopen(their_out, "wb", 0),
-            os.fdopen(their_err, "wb", 0),
-        ):
-            pipes = os.fdopen(out, "rb", 0), os.fdopen(err, "rb", 0)
-            rank = self.fork({"environ": dict(environ)}, [nothing.fileno(), their_out, their_err])
-        rank.stdout, rank.stderr = pipes
-        return rank
-
     def end(self) -> None:
         """End the server; the kernel ends with it what it has forked."""
         self.control.close()
         self._process.kill()
         atexit.register(self._process.wait)  # later, as freeing its memory takes 20 ms
-
-
-def _folder(program: Sequence[str]) -> str:
-    """Return the folder that a script can import from; empty for an archive."""
-    _, *words = program
-    path = Path.cwd() if words[0] == "-m" else Path(words[0]).resolve()
-    return str(path if path.is_dir() else path.parent) if path.suffix != ".pyz" else ""

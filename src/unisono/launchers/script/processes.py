@@ -66,11 +66,11 @@ def _attempt(
     if server is not None and server.why_unusable():
         server = None
     with ExitStack() as held, _terminal(script.stdin_rank) as lent:
-        supervisor: Supervisor | None = None
         try:
             plan = _host_store(script.plan(), server, held)
             ranks = [plan.info(local_rank) for local_rank in range(script.nproc_per_node)]
             supervisor = Supervisor(script, ranks)
+            held.callback(supervisor.kill)
             for info in ranks:
                 environ = {**base, **env_for(info, attempt, script.max_restarts)}
                 if script.stdin_rank not in (None, info.rank):
@@ -82,8 +82,6 @@ def _attempt(
                 pipe = subprocess.PIPE
                 supervisor.add(Fork(wrap, stdin=stdin, stdout=pipe, stderr=pipe, bufsize=0))
         except OSError as error:
-            if supervisor is not None:
-                supervisor.kill()
             raise LaunchError(f"a rank can't be started: {error}") from error
         return supervisor.run()
 
@@ -103,7 +101,8 @@ def _host_store(plan: LaunchPlan, server: ForkServer | None, held: ExitStack) ->
     where = addr, listener.getsockname()[1]
     with listener:
         if server is not None:
-            held.callback(server.fork({"store": where}, [listener.fileno(), 1, 2]).kill)
+            host_status = server.fork({"store": where}, [listener.fileno(), 1, 2]).status
+            held.callback(host_status.close)  # which ends it
         else:
             options = {"store": where, "parent": os.getpid()}
             command = [sys.executable, RANK_WRAPPER, json.dumps(options)]

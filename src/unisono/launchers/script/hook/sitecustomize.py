@@ -33,28 +33,15 @@ from typing import Any  # noqa: E402
 
 _LINK = "UNISONO_LINK"
 _HERE = Path(__file__).resolve().parent
-# Signals to all processes of a job, such as those of a time limit, are for its ranks: the server
-# ends with the launcher, and lets the ranks save.
-_BLOCKED = signal.valid_signals() - {
-    *(signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGTRAP),
-    *(signal.SIGSYS, signal.SIGCHLD, signal.SIGCONT, signal.SIGTSTP, signal.SIGTTIN),
-    *(signal.SIGTTOU, signal.SIGSTOP, signal.SIGKILL),
-}
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/infiniband")
 
 
-def _load_forkserver() -> Any:
-    """Load the fork server by its path, as the package may be missing from sys.path."""
-    path = _HERE.parents[1] / "job" / "forkserver.py"
-    spec = importlib.util.spec_from_file_location("unisono_forkserver", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-_forkserver = _load_forkserver()
+# By its path, as the package may be missing from sys.path.
+_spec: Any = importlib.util.spec_from_file_location(
+    "unisono_forkserver", _HERE.parents[1] / "job" / "forkserver.py"
+)
+_forkserver: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_forkserver)
 
 
 def _effects() -> object:
@@ -76,8 +63,8 @@ class _Hidden:
 
         _forkserver.prepare_for_forks()
         gc.enable()
-        self._torch: Any = torch
         self._new_filters = [item for item in warnings.filters if item not in self._filters]
+        self._torch: Any = torch
         names = [name for name in sys.modules if name not in _BEFORE]
         self._standard = {name.partition(".")[0] for name in names} & sys.stdlib_module_names
         self._hidden: dict[str, Any] = {
@@ -117,6 +104,7 @@ class _Hidden:
         if _forkserver.at_load(os.environ) != self._at_load:
             raise OSError("other variables than the server's")
         importlib.invalidate_caches()
+        _forkserver.seed_generators()
         for name in self._hidden:
             del sys.modules[name]
         self._set_filters(self._filters)
@@ -125,18 +113,15 @@ class _Hidden:
         main: Any = threading.main_thread()
         main._set_native_id()  # a fork keeps its parent's
         multiprocessing.current_process().authkey = os.urandom(32)
-        self._torch.default_generator.seed()
-        if (numpy_random := self._hidden.get("numpy.random")) is not None:
-            numpy_random.seed()
         # Frozen by `prepare_for_forks`, its objects would never be finalized, nor files flushed.
         script = ctypes.py_object(vars(sys.modules["__main__"]))
         ctypes.pythonapi.PyObject_GC_UnTrack(script)
         ctypes.pythonapi.PyObject_GC_Track(script)
-        # At exit, destructors of the libraries loaded so far would copy every page. `on_exit` keeps
-        # the exit code; the C library's buffers are written before.
+        # Handlers run in reverse order. `_exit`, which gets the exit code, skips those before it:
+        # the destructors of the libraries loaded so far, which would copy every page.
         libc: Any = ctypes.CDLL(None)
         libc.on_exit(libc._exit, None)
-        libc["__cxa_atexit"](libc.fflush, None, None)
+        libc["__cxa_atexit"](libc.fflush, None, None)  # writes the C library's buffers
         self._environ, self._folder, self._seen = dict(os.environ), os.getcwd(), _effects()
         sys.meta_path.insert(0, self)
 
@@ -158,7 +143,6 @@ class _Hidden:
         if name not in self._hidden:
             return None
         spec = copy.copy(self._hidden[name].__spec__)
-        assert spec is not None
         spec.loader, spec.loader_state = self, self._hidden[name].__spec__
         return spec
 
@@ -175,9 +159,8 @@ class _Hidden:
         module: ModuleType = self._hidden[spec.name]
         return module
 
-    def exec_module(self, module: ModuleType) -> None:
+    def exec_module(self, module: Any) -> None:
         """Restore the module's own spec, which the import has replaced."""
-        assert module.__spec__ is not None
         module.__spec__ = module.__spec__.loader_state
 
     def _check_is_in_time(self, name: str) -> None:
@@ -208,15 +191,14 @@ def _become_rank(channel: socket.socket, server: int, mask: set[Any], hidden: _H
         with channel.makefile() as file:
             request = json.load(file)
         _forkserver.die_with(server)
-        if "store" not in request:
-            os.setpgid(0, 0)
-            os.environ.clear()
-            os.environ.update(request["environ"])
+        os.setpgid(0, 0)
     if "store" in request:
         sys.path.insert(0, str(_HERE.parents[3]))
         from unisono.control.stores import host_forever
 
         host_forever(*request["store"])
+    os.environ.clear()
+    os.environ.update(request["environ"])
     # A new interpreter has this handler, too: a shell's "&" has made the server ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -228,7 +210,9 @@ def _become_rank(channel: socket.socket, server: int, mask: set[Any], hidden: _H
 
 def _fork_ranks() -> None:
     """Serve as this process; return only in forks that are ranks."""
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
+    # Signals to all processes of a job, such as those of a time limit, are for its ranks: the
+    # server ends with the launcher, and lets the ranks save.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _forkserver.OF_RANKS)
     link = json.loads(os.environ.pop(_LINK))
     control = socket.socket(fileno=link["control"])
     try:
@@ -244,7 +228,7 @@ def _fork_ranks() -> None:
             os.dup2(nothing.fileno(), 1)
             os.dup2(nothing.fileno(), 2)
         server = os.getpid()
-        channel = _forkserver.serve(control, 0, may_fork=True)
+        channel = _forkserver.serve(control, 0)
         if channel is None:
             os._exit(0)
         _become_rank(socket.socket(fileno=channel), server, mask, hidden)
@@ -254,9 +238,5 @@ def _fork_ranks() -> None:
 
 _fork_ranks()
 del sys.modules[__name__]
-try:
-    importlib.import_module("sitecustomize")  # the next one in sys.path, the user's
-except ImportError as _error:
-    if _error.name == "sitecustomize":  # as if there had been none
-        raise ImportError("none", name="sitecustomize") from None
-    raise
+# The next one in sys.path, the user's; `site` ignores the error if there is none.
+importlib.import_module("sitecustomize")

@@ -14,25 +14,19 @@ import os
 import signal
 import sys
 from pathlib import Path
-
-
-def _load_package() -> None:
-    """Load the package that this file is part of, by its path."""
-    # This file is run by its path, so the package may be missing from sys.path.
-    folder = Path(__file__).resolve().parents[3]
-    spec = importlib.util.spec_from_file_location(
-        "unisono", folder / "__init__.py", submodule_search_locations=[str(folder)]
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    package = sys.modules["unisono"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(package)
+from typing import Any
 
 
 def main() -> None:
     """Run the program of the command line, and exit as it does."""
     options, program = json.loads(sys.argv[1]), sys.argv[2:]
-    _load_package()  # before all imports from it
+    # This file is run by its path, so the package may be missing from sys.path.
+    folder = Path(__file__).resolve().parents[3]
+    spec: Any = importlib.util.spec_from_file_location(
+        "unisono", folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    package = sys.modules["unisono"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(package)
     parent = options.pop("parent", 0)
     from unisono.launchers.job.forkserver import die_with, end_with
 

@@ -20,12 +20,12 @@ from typing import Any, NoReturn
 
 from unisono.errors import UnisonoError
 from unisono.launchers.job.failure import signal_name
-from unisono.launchers.job.forkserver import die_with, guard, wake_by_signals
+from unisono.launchers.job.forkserver import Forked, die_with, guard, wake_by_signals
 from unisono.launchers.job.output import Pipes
 from unisono.launchers.job.process_state import name_process
 from unisono.launchers.job.signals import OTHERS, TO_END, TO_SAVE, Orders, handled
 from unisono.launchers.job.wrapper import end_like
-from unisono.launchers.script.forks import Forked, ForkServer
+from unisono.launchers.script.forks import ForkServer
 from unisono.launchers.script.rank.report import Report, encode
 from unisono.launchers.variables import node_variables, rank_variables, share_of_cores
 from unisono.plugins import read_environment
@@ -172,25 +172,26 @@ class _Running:
 
         self._wake, _ = wake_by_signals()  # before the start, as its end may follow at once
         environ = variables(self._info, os.environ, bool(self._prefix))
-        if server is not None:
-            with server.control, contextlib.suppress(OSError):  # without it, as a new process
-                self._process = server.fork_rank(environ)
-                return
-        out, err = self._terminal or (subprocess.PIPE, subprocess.PIPE)
-        self._process = subprocess.Popen(
-            program,
-            stdin=None if self._terminal else subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            env=environ,
-            close_fds=False,  # MPI's launchers pass descriptors
-            preexec_fn=in_child,
-            bufsize=0,
-        )
+        with contextlib.ExitStack() as held:
+            nothing = held.enter_context(open(os.devnull, "r+b"))
+            stdin = 0 if self._terminal else nothing.fileno()
+            out, err = self._terminal or held.enter_context(self._pipes.ends())
+            if server is not None:
+                with server.control, contextlib.suppress(OSError):  # without it, as a new process
+                    self._process = server.fork({"environ": environ}, (stdin, out, err))
+                    return
+            self._process = subprocess.Popen(
+                program,
+                stdin=stdin,
+                stdout=out,
+                stderr=err,
+                env=environ,
+                close_fds=False,  # MPI's launchers pass descriptors
+                preexec_fn=in_child,
+            )
 
     def wait(self) -> int:
         """Print the program's lines until it ends, and report a failure."""
-        self._pipes.add(self._process)
         self._pipes.wake(self._wake, partial(os.read, self._wake, 4096))
         if isinstance(self._process, Forked):
             self._pipes.wake(self._process.status, self._process.read_status)
@@ -214,12 +215,10 @@ class _Running:
         if isinstance(self._process, Forked):
             number, self._process.stopped_by = self._process.stopped_by, None
         elif self._process.returncode is None and hasattr(os, "waitid"):
-            # Without WEXITED, so that Popen reaps the program.
-            kinds = os.WSTOPPED | os.WCONTINUED | os.WNOHANG
             with contextlib.suppress(ChildProcessError):
-                status = os.waitid(os.P_PID, self._process.pid, kinds)
-                is_stop = status is not None and status.si_code == os.CLD_STOPPED
-                number = status.si_status if status is not None and is_stop else None
+                # Without WEXITED, so that Popen reaps the program.
+                status = os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOHANG)
+                number = None if status is None else status.si_status
         if number is not None:
             name = signal_name(number)
             self._warn(f"was stopped by {name}, and continues after SIGCONT")
@@ -288,7 +287,8 @@ class _Running:
 
     def _finish(self) -> int:
         """End the program's children, and report its failure; return its exit code."""
-        code = self._process.wait()
+        code = self._process.poll()
+        assert code is not None
         was_sent = -code in self._sent or code - _SIGNALLED in self._sent
         self._signal(signal.SIGKILL)  # ends the children that it left behind
         stopped_at = self._orders.began_at
@@ -299,7 +299,6 @@ class _Running:
         return code
 
     def _report(self, code: int) -> Report:
-        info = self._info
         text = b"".join(self._last).decode(errors="replace")
         # With any other exit code, lines after a traceback show that the program has caught it.
         raised, place = last_exception(text, _MOST_AFTER if code == _UNCAUGHT else 0)
@@ -308,21 +307,17 @@ class _Running:
         lines = [] if self._terminal else text.splitlines(keepends=True)
         if not self._is_hidden:  # all lines were printed, so one at most is repeated
             lines = [] if raised else lines[-1:]
-        where: dict[str, Any] = {}
-        if info is not None:
-            where = {"local_rank": info.local_rank, "node_rank": info.node_rank}
-        return Report(
-            info.rank if info else -1,
-            info.world_size if info else -1,
-            socket.gethostname(),
+        if isinstance(self._process, Forked) and self._process.wait_status is None:
+            lines = ["its fork server has ended, and the rank with it"]
+        return Report.of(
+            self._info,
             self._process.pid,
             code,
-            int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0),
-            raised,
-            place,
-            "".join(lines),
+            attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0),
+            raised=raised,
+            place=place,
+            words="".join(lines),
             has_terminal=bool(self._terminal),
-            **where,
         )
 
 

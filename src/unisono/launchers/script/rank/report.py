@@ -9,10 +9,13 @@ from __future__ import annotations
 import base64
 import json
 import re
+import socket
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from unisono.errors import WorkerFailedError
 from unisono.launchers.job.failure import SECONDARY, exit_code_of, signal_name
+from unisono.topology import RankInfo
 
 _PIECE = 600  # characters: a launcher may split longer lines
 _MARK = "\x1e"
@@ -41,6 +44,14 @@ class Report:
     node_rank: int | None = None
     has_terminal: bool = False
     is_lost: bool = False
+
+    @classmethod
+    def of(cls, info: RankInfo | None, pid: int, code: int, **facts: Any) -> Report:
+        """Build the report of a rank of this host; `info` is None for one that isn't known."""
+        if info is None:
+            return cls(-1, -1, socket.gethostname(), pid, code, **facts)
+        facts |= {"local_rank": info.local_rank, "node_rank": info.node_rank}
+        return cls(info.rank, info.world_size, socket.gethostname(), pid, code, **facts)
 
     @property
     def exit_code(self) -> int:
