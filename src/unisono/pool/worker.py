@@ -12,6 +12,7 @@ from contextlib import suppress
 from unisono import context
 from unisono.errors import CollectiveError, PayloadError
 from unisono.launchers.job import channel
+from unisono.launchers.job.failure import chain
 from unisono.launchers.job.lifetime import flush, forks_end_here
 from unisono.launchers.job.pickling import load_from_parent
 from unisono.launchers.job.worker import describe
@@ -70,10 +71,5 @@ def _outcome(local_rank: int, body: bytes, is_process: bool) -> tuple[bytes, byt
 
 def leaves_out_of_step(error: BaseException | None) -> bool:
     """Return whether an error, or one that led to it, left the ranks out of step."""
-    seen: set[int] = set()  # a program may link errors in a circle
-    while error is not None and id(error) not in seen:
-        if isinstance(error, CollectiveError) and not error.is_in_step:
-            return True
-        seen.add(id(error))
-        error = error.__cause__ or error.__context__
-    return False
+    errors = chain(error, with_contexts=True)
+    return any(isinstance(each, CollectiveError) and not each.is_in_step for each in errors)

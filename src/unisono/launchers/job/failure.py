@@ -6,7 +6,7 @@ import contextlib
 import pickle
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -25,6 +25,15 @@ class Fault(Protocol):
 
     def error(self, rank: int, world_size: int) -> LaunchError:
         """Return the parent's error for this failure."""
+
+
+def chain(error: BaseException | None, *, with_contexts: bool = False) -> Iterator[BaseException]:
+    """Yield an exception and its causes, each once, as users may set causes in a cycle."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        yield error
+        seen.add(id(error))
+        error = error.__cause__ or (error.__context__ if with_contexts else None)
 
 
 def signal_name(number: int) -> str:

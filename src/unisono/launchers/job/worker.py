@@ -19,7 +19,7 @@ from typing import NoReturn
 from unisono.at_exit import LastCalls
 from unisono.errors import CollectiveError, PayloadError, PeerFailedError, WorkerFailedError
 from unisono.launchers.job import channel as messages
-from unisono.launchers.job.failure import Failure
+from unisono.launchers.job.failure import Failure, chain
 from unisono.launchers.job.forkserver import die_with, seed_generators
 from unisono.launchers.job.lifetime import (
     PEERS_S,
@@ -178,18 +178,8 @@ def describe(error: BaseException) -> Failure:
         summary=summary(error),
         traceback=traceback_of(error),
         exit_code=WorkerFailedError.exit_code_of(error),
-        is_secondary=_is_about_a_peer(error),
+        # About another rank's failure.
+        is_secondary=any(isinstance(each, PeerFailedError) for each in chain(error)),
         cause=cause,
         line=WorkerFailedError.line_of(error),
     )
-
-
-def _is_about_a_peer(error: BaseException | None) -> bool:
-    """Return whether an exception, or its cause, is about another rank's failure."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:  # users may set causes in a cycle
-        if isinstance(error, PeerFailedError):
-            return True
-        seen.add(id(error))
-        error = error.__cause__
-    return False
