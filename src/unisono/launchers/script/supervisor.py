@@ -11,11 +11,11 @@ import math
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from unisono.errors import (
@@ -25,7 +25,7 @@ from unisono.errors import (
     PeerFailedError,
     WorkerFailedError,
 )
-from unisono.launchers.job.failure import exit_code_of
+from unisono.launchers.job.failure import chain, exit_code_of
 from unisono.launchers.job.job import Job, JobRanks
 from unisono.launchers.job.output import Pipes, show
 from unisono.launchers.job.process_state import TITLE
@@ -43,6 +43,7 @@ _DRAIN_S = 2.0  # for the last output of processes that have ended
 _OTHERS_S = 1.0  # for other ranks' reports, if a launcher restarts all ranks
 _MOST_ALSO = 8  # lines about further ranks
 _OF_A_RANK = re.compile(rb"(?:^|\W|\dm)\[(?:\d+|\?)\] ")  # the end of a rank's prefix in a line
+_WITH_WRAPPER = "its wrapper process ended so, and the rank with it"
 _LAUNCHER = -1  # in place of a rank's number, for a launcher's process
 
 
@@ -277,26 +278,15 @@ class Supervisor(Programs):
 
     def _signal(self, number: int) -> None:
         for process in self.processes:
-            if process.poll() is None:
-                with contextlib.suppress(OSError):
-                    os.kill(process.pid, number)
+            with contextlib.suppress(OSError):
+                process.send_signal(number)
 
     def _lost(self) -> list[Report]:
         """Return reports of ranks whose wrapper failed by itself, and without a report."""
         reported = {report.rank for report in self.reports}
         # A code of None is of a process that ran until `end` signalled it.
         return [
-            Report(
-                info.rank,
-                info.world_size,
-                socket.gethostname(),
-                process.pid,
-                code,
-                words="its wrapper process ended so, and the rank with it",
-                local_rank=info.local_rank,
-                node_rank=info.node_rank,
-                is_lost=True,
-            )  # fmt: skip
+            Report.of(info, process.pid, code, words=_WITH_WRAPPER, is_lost=True)
             for process, info, code in zip(self.processes, self._infos, self._codes, strict=False)
             if code and info.rank not in reported
         ]
@@ -384,35 +374,18 @@ class ScriptEndedError(SystemExit):
         super().__init__(code)
         self.report = report
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.code, self.report)
 
-
-@dataclass(frozen=True, slots=True)
-class _Rank:
-    """A function that runs the script as one replica."""
-
-    script: Script
-    environ: Mapping[str, str]
-
-    def __call__(self, info: RankInfo) -> None:
-        """Run the script as this rank; raise its failure."""
-        pipes, reader, report = Pipes(), Reader(self.script.token), None
-        environ = {**without(os.environ, OF_TORCH), **self.environ, **env_for(info)}
-        # Reports arrive only on stderr, so stdout needs no pipe.
-        process = pipes.start(self.script.rank_argv(os.getpid()), environ, stdout=None)
-        while pipes.open:
-            for target, line in pipes.read(1.0):
-                found = reader.read(line)
-                report = found if isinstance(found, Report) else report
-                if not found:
-                    show(target, line)
-        code = process.wait()
-        if code != 0:
-            # By this cause, `describe` marks the failure as a consequence of another rank's.
-            is_secondary = report is not None and report.is_secondary
-            cause = PeerFailedError("another rank failed") if is_secondary else None
-            raise ScriptEndedError(exit_code_of(code), report) from cause
+def _run_rank(script: Script, environ: Mapping[str, str], info: RankInfo) -> None:
+    """Run the script as this rank; raise its failure."""
+    supervisor = Supervisor(script, [info])
+    variables = {**without(os.environ, OF_TORCH), **environ, **env_for(info)}
+    supervisor.start(script.rank_argv(os.getpid()), variables)
+    found = supervisor.run()
+    if found.code != 0:
+        # By this cause, `describe` marks the failure as a consequence of another rank's.
+        is_secondary = found.failed is not None and found.failed.is_secondary
+        cause = PeerFailedError("another rank failed") if is_secondary else None
+        raise ScriptEndedError(found.code, found.failed) from cause
 
 
 def run_as_function(script: Script, launch: Callable[..., Any]) -> ScriptOutcome:
@@ -423,7 +396,7 @@ def run_as_function(script: Script, launch: Callable[..., Any]) -> ScriptOutcome
     # Once, as a second exception would interrupt the launcher while it ends its ranks.
     with signals(is_once=True) as seen:
         try:
-            launch(_Rank(script, run_variables(os.environ)), script.plan())
+            launch(partial(_run_rank, script, run_variables(os.environ)), script.plan())
         except BaseException as error:  # a launcher may convert the exception that a signal raises
             if not seen:
                 return _outcome_of(error, script.world_size)
@@ -434,11 +407,9 @@ def run_as_function(script: Script, launch: Callable[..., Any]) -> ScriptOutcome
 
 def _outcome_of(error: BaseException, world_size: int) -> ScriptOutcome:
     """Return the outcome of a failed script from its report; raise other errors."""
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in chain(error, with_contexts=True):  # the launcher's error may wrap it
         if isinstance(cause, ScriptEndedError) and cause.report is not None:
             return verdict([cause.report])
-        cause = cause.__cause__ or cause.__context__  # the launcher's error may wrap it
     if not isinstance(error, WorkerFailedError) or not error.exit_code:
         raise error
     # The error names neither the host nor the process.
