@@ -74,6 +74,8 @@ class MpiModel(ComputationModel):
     launcher: ClassVar[str] = "mpi"
     options: ClassVar[frozenset[str]] = frozenset({"timeout", "device"})
     dtypes: frozenset[torch.dtype] = frozenset(DATATYPES)
+    topology: Topology = Topology(0, 1)
+    device: torch.device = torch.device("cpu")
     transport_device: torch.device = torch.device("cpu")  # no property: collectives read it
     largest_count: ClassVar[int] = 2**31 - 1
     """Elements in one MPI call, which MPI 3 counts with a C int; more are sent in several calls."""
@@ -88,8 +90,8 @@ class MpiModel(ComputationModel):
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
         self._mpi = mpi
-        self._topology = topology
-        self._device = device
+        self.topology = topology
+        self.device = device
         is_direct = device.type == "cuda" and world.is_cuda_aware(mpi)
         self.transport_device = device if is_direct else torch.device("cpu")
         self._end = world.EndOfJob.install(mpi)
@@ -113,7 +115,7 @@ class MpiModel(ComputationModel):
         # A second instance would duplicate the world again, and wait for ranks that have only one.
         if not (isinstance(adopted, cls) and adopted.is_alive()):
             adopted = cls._adopted = cls(mpi, topology, world.choose_device(None, None))
-        adopted._topology = topology  # the hint may have changed
+        adopted.topology = topology  # the hint may have changed
         return adopted
 
     @classmethod
@@ -149,18 +151,10 @@ class MpiModel(ComputationModel):
         """Close the context; the job ends when this process has printed its error and exits."""
         self.control.close(how="")
         self._is_live = False
-        self._end.end_at_exit(f"rank {self._topology.rank}: the context was aborted")
+        self._end.end_at_exit(f"rank {self.topology.rank}: the context was aborted")
 
     def is_alive(self) -> bool:
         return self._is_live and not self._mpi.Is_finalized()
-
-    @property
-    def topology(self) -> Topology:
-        return self._topology
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
 
     def _communicator(self, group: Group | None) -> Any:
         """Return a group's communicator; the first call for all ranks duplicates the world."""
@@ -185,7 +179,7 @@ class MpiModel(ComputationModel):
         return [flat[at : at + size] for at in range(0, count, size)]
 
     def _is_too_large(self, row: Tensor, group: Group | None) -> bool:
-        return row.numel() * self._topology.size(group) > self.largest_count
+        return row.numel() * self.topology.size(group) > self.largest_count
 
     @staticmethod
     def _is_fold_of_device_memory(tensor: Tensor) -> bool:
@@ -196,10 +190,10 @@ class MpiModel(ComputationModel):
         return self.control.exchange(blob, group)
 
     def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
-        rows = tensor.new_empty((self._topology.size(group), *tensor.shape))
+        rows = tensor.new_empty((self.topology.size(group), *tensor.shape))
         if self._is_too_large(tensor, group):
-            rows[self._topology.position(group)] = tensor
-            for row, rank in zip(rows, self._topology.members(group), strict=True):
+            rows[self.topology.position(group)] = tensor
+            for row, rank in zip(rows, self.topology.members(group), strict=True):
                 self.broadcast(row, rank, group)
             return rows
         self._run("Allgather", group, tensor, rows)
@@ -226,7 +220,7 @@ class MpiModel(ComputationModel):
         return calls.start("Iallreduce", group, comm, tensor, in_place, tensor, native)
 
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
-        root = self._topology.position(group, src)
+        root = self.topology.position(group, src)
         for piece in self._pieces(tensor):
             self._run("Bcast", group, piece, root)
         return tensor
@@ -237,7 +231,7 @@ class MpiModel(ComputationModel):
         if self._is_fold_of_device_memory(tensor):
             return super().reduce(tensor, dst, op, group)
         native = self._calls.native_op(op, tensor.dtype)
-        is_root, root = self._topology.rank == dst, self._topology.position(group, dst)
+        is_root, root = self.topology.rank == dst, self.topology.position(group, dst)
         for piece in self._pieces(tensor):
             # MPI allows IN_PLACE only at the root, and a target only there.
             buffers = (self._mpi.IN_PLACE, piece) if is_root else (piece, None)
@@ -249,7 +243,7 @@ class MpiModel(ComputationModel):
     ) -> Tensor:
         if self._is_too_large(into, group):
             return super().scatter(rows, into, src, group)
-        root = self._topology.position(group, src)
+        root = self.topology.position(group, src)
         self._run("Scatter", group, rows, into, root)
         return into
 
@@ -272,10 +266,10 @@ class MpiModel(ComputationModel):
         self._calls.run(name, group, self._communicator(group), *args)
 
     def send(self, tensor: Tensor, dst: int, group: Group | None = None) -> None:
-        self._message("Send", tensor, (self._topology.rank, dst), dst, group)
+        self._message("Send", tensor, (self.topology.rank, dst), dst, group)
 
     def recv(self, into: Tensor, src: int, group: Group | None = None) -> Tensor:
-        self._message("Recv", into, (src, self._topology.rank), src, group)
+        self._message("Recv", into, (src, self.topology.rank), src, group)
         return into
 
     def _message(
@@ -284,7 +278,7 @@ class MpiModel(ComputationModel):
         # An adopted world itself is used, because only all ranks together could duplicate it.
         comm = self._message_comm if group is None else group.handle
         both = replace(pair(*ends), timeout_s=allowed_s(None, group))
-        position = self._topology.position(group, peer)
+        position = self.topology.position(group, peer)
         for piece in self._pieces(tensor):
             self._calls.run(name, both, comm, piece, position, _TAG)
 
@@ -292,7 +286,7 @@ class MpiModel(ComputationModel):
         """Create a communicator of some ranks; other ranks return at once."""
         # Collective at creation, over the members.
         timeout_s = only_timeout_s("new_group on mpi4py", options)
-        if self._topology.rank not in ranks:
+        if self.topology.rank not in ranks:
             return Group(ranks)
         name = f"new_group({list(ranks)})"
         parent = self._message_comm

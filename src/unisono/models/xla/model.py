@@ -96,25 +96,27 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
     launcher: ClassVar[str] = "xla"
     replicas_are_threads: ClassVar[bool] = True
     dtypes: frozenset[torch.dtype] = _EVERYWHERE
+    topology: Topology = Topology(0, 1)
+    device: torch.device = torch.device("cpu")
     transport_device: torch.device = torch.device("cpu")
 
     def __init__(
         self, graph: Any, topology: Topology, is_owner: bool, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> None:
         self._graph = graph
-        self._topology = topology
+        self.topology = topology
         self._is_owner = is_owner
         self._timeout_s = timeout_s
         self._is_live = True
         self._groups_made: dict[tuple[int, ...], int] = {}  # how many of the same ranks
         self._n_replicas = graph.n_replicas()  # compared by `is_alive`
-        self._device: torch.device = graph.device()
+        self.device = graph.device()
         self._are_threads = graph.replicas_are_threads()
         self._kind: str = graph.device_type()
         is_cpu = self._kind == "CPU"
         self.dtypes = _ON_CPU if is_cpu else _EVERYWHERE
-        self.transport_device = torch.device("cpu") if is_cpu else self._device
-        cut = partial(graph.cut, str(self._device))
+        self.transport_device = torch.device("cpu") if is_cpu else self.device
+        cut = partial(graph.cut, str(self.device))
         self.control: ControlPlane = _ControlPlane(self, self._are_threads, cut)
 
     @classmethod
@@ -157,10 +159,10 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
     def finalize(self) -> None:
         self._is_live = False
         if self._is_owner:
-            REPLICAS.leave(self._topology.rank, "has finalized its context")
+            REPLICAS.leave(self.topology.rank, "has finalized its context")
 
     def abort(self) -> None:
-        REPLICAS.leave(self._topology.rank, "has failed")
+        REPLICAS.leave(self.topology.rank, "has failed")
 
     def is_alive(self) -> bool:
         # Replicas that start later take the place of a single replica.
@@ -169,14 +171,6 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
     @property
     def backend(self) -> str:
         return f"xla-{self._kind.lower()}"
-
-    @property
-    def topology(self) -> Topology:
-        return self._topology
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
 
     @classmethod
     def worker_environ(cls, plan: LaunchPlan) -> dict[str, str]:
@@ -190,7 +184,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         return setup.environment(backend, plan)
 
     def exchange(self, blob: bytes, group: Group | None = None) -> list[bytes]:
-        if self._topology.size(group) == 1:
+        if self.topology.size(group) == 1:
             return [blob]
         if self._are_threads:
             return self._swap("an exchange", blob, group)
@@ -219,7 +213,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         return None if settle is None else settle()
 
     def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
-        n = self._topology.size(group)
+        n = self.topology.size(group)
         if n == 1:
             return tensor.unsqueeze(0)
         if tensor.numel() == 0:  # XLA fails on empty tensors
@@ -241,7 +235,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
             return super().broadcast(tensor, src, group)
         # The other ranks add zeros, to the bits as integers. This is exact for any dtype, and takes
         # n times less memory than all_gather.
-        if self._topology.rank != src:
+        if self.topology.rank != src:
             tensor = torch.zeros(tensor.shape, dtype=tensor.dtype)
         build = partial(self._graph.all_reduce, kind="sum", as_bits=True)
         return self._run(f"broadcast from {src}", tensor, build)
@@ -260,10 +254,10 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
         if options:
             raise ArgumentError(f"groups of XLA take no options: {', '.join(sorted(options))}")
-        if not self._are_threads and 1 < len(ranks) < self._topology.world_size:
+        if not self._are_threads and 1 < len(ranks) < self.topology.world_size:
             raise UnsupportedOperation(
                 self.name,
-                f"group {ranks} of {self._topology.world_size} replicas in several processes",
+                f"group {ranks} of {self.topology.world_size} replicas in several processes",
                 "XLA's graphs need every replica; use all ranks, or backend 'nccl' or 'gloo'",
             )
         # The count gives each group of the same ranks its own rounds.
@@ -271,14 +265,14 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         return Group(ranks, name=f"{ranks} {count}")
 
     def _is_everybody(self, group: Group | None) -> bool:
-        return self._topology.size(group) == self._topology.world_size
+        return self.topology.size(group) == self.topology.world_size
 
     def _is_native(self, tensor: Tensor, op: ReduceOp, group: Group | None) -> bool:
         """Return whether XLA itself computes this operation."""
         return (
             op in _REDUCTIONS
             and tensor.numel() > 0
-            and self._topology.world_size > 1
+            and self.topology.world_size > 1
             and self._is_everybody(group)
         )
 
@@ -290,16 +284,16 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
                 self._swap(what, None, None)
 
         try:
-            result: Tensor = self._graph.run(tensor.to(self._device), build, wait_for_all)
+            result: Tensor = self._graph.run(tensor.to(self.device), build, wait_for_all)
             return result.to(self.transport_device)
         except UnisonoError:  # it may be a RuntimeError, too
             raise
         except (RuntimeError, ValueError) as error:
-            where = f"{what} on rank {self._topology.rank}"
+            where = f"{what} on rank {self.topology.rank}"
             raise CollectiveError(f"XLA failed in {where}: {error}") from error
 
     def _swap(self, call: str, item: T, group: Group | None) -> list[T]:
-        ranks, rank = self._topology.members(group), self._topology.rank
+        ranks, rank = self.topology.members(group), self.topology.rank
         return REPLICAS.swap(name_of(group), ranks, rank, call, item, self._timeout_s)
 
 
