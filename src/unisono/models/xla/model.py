@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from unisono.arguments import only_timeout_s
 from unisono.control.plane import ControlPlane
@@ -95,6 +94,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
     capabilities: ClassVar[frozenset[str]] = frozenset({"groups"})
     launcher: ClassVar[str] = "xla"
     replicas_are_threads: ClassVar[bool] = True
+    averages_in_step: bool = True
     dtypes: frozenset[torch.dtype] = _EVERYWHERE
     topology: Topology = Topology(0, 1)
     device: torch.device = torch.device("cpu")
@@ -194,23 +194,13 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
     def wrap_module(self, module: nn.Module, wrapper: str, **options: Any) -> nn.Module | None:
         if wrapper != "ddp":
             return None
-        # The optimizer averages the gradients, so that the module itself needs no wrapper.
+        # The step averages the gradients, as backward only records a graph, and may run in a
+        # thread of autograd's, which isn't a replica. So the module itself needs no wrapper.
         with torch.no_grad():
             for item in (*module.parameters(), *module.buffers()):
                 mine = item.detach().to(self.transport_device).contiguous()
                 item.copy_(self.broadcast(mine, 0).to(item.device))
         return module
-
-    def wrap_optimizer(
-        self, optimizer: Optimizer, *, is_averaged: bool, **options: Any
-    ) -> Optimizer | None:
-        if options or is_averaged:
-            return None
-        return _averaging(self, optimizer)
-
-    def settle_gradients(self, optimizer: Optimizer) -> Callable[[], None] | None:
-        settle: Callable[[], Callable[[], None]] | None = getattr(optimizer, "settle", None)
-        return None if settle is None else settle()
 
     def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
         n = self.topology.size(group)
@@ -304,61 +294,3 @@ def _bucket(size_bytes: int) -> int:
 
 def _describe(call: str, tensor: Tensor) -> str:
     return f"{call} {tensor.dtype} {list(tensor.shape)}"
-
-
-def _averaging(model: XlaModel, optimizer: Optimizer) -> Optimizer:
-    """Make an optimizer average the gradients before each step, and run the graph after it."""
-    # The step is collective over all ranks. Backward can't average: it only records a graph, and
-    # may run in a thread of autograd's, which isn't a replica. A class, as copies of an optimizer
-    # have its class, but not its hooks.
-    kind = type(optimizer)
-
-    class Averaging(kind):  # type: ignore[misc, valid-type]
-        is_settled = False  # whether the gradients are averaged already
-
-        def settle(self) -> Callable[[], None]:
-            _average(model, self)
-            self.is_settled = True
-            return self._unsettle
-
-        def _unsettle(self) -> None:
-            self.is_settled = False
-
-        def step(self, closure: Any = None) -> Any:
-            if not self.is_settled:
-                _average(model, self)
-            result = kind.step(self) if closure is None else kind.step(self, closure)
-            # Without this, operations of all steps would be recorded in one growing graph.
-            model.control.settle()
-            return result
-
-    # Else torch would call the step's hooks here, too: before the gradients are averaged.
-    Averaging.step.hooked = True  # type: ignore[attr-defined]
-    Averaging.__name__ = Averaging.__qualname__ = kind.__name__
-    optimizer.__class__ = Averaging
-    return optimizer
-
-
-def _average(model: ComputationModel, optimizer: Any) -> None:
-    """Average gradients, in one collective for each dtype. Collective over all ranks."""
-    # A gradient that only some ranks have counts as zero on the others.
-    size = model.topology.world_size
-    parameters = [each for entry in optimizer.param_groups for each in entry["params"]]
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    with torch.no_grad():
-        for dtype in sorted({parameter.dtype for parameter in trained}, key=str):
-            members = [parameter for parameter in trained if parameter.dtype == dtype]
-            grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in members]
-            # Summed beside the gradients, these count the ranks that have each gradient.
-            has = torch.tensor([p.grad is not None for p in members])
-            wide = torch.float64 if dtype is torch.float64 else torch.float32
-            parts = [grad.detach().reshape(-1).to(wide) for grad in grads]
-            flat = torch.cat([*parts, has.to(wide).to(parts[0].device)])
-            total = model.all_reduce(flat.to(model.transport_device), ReduceOp.SUM)
-            sizes = [*(grad.numel() for grad in grads), len(members)]
-            *sums, counts = torch.split(total, sizes)
-            holders = counts.tolist()
-            for parameter, part, count in zip(members, sums, holders, strict=True):
-                if count:  # 0: no rank has a gradient
-                    mean = (part / size).to(dtype).view(parameter.shape)
-                    parameter.grad = mean.to(parameter.device)
