@@ -288,7 +288,8 @@ class TestSpawn:
         with pytest.raises(WorkerFailedError, match="rank 0 of 2 raised") as caught:
             idist.spawn("mpi4py", stays_away, nproc_per_node=2, timeout=2.0)
         assert isinstance(caught.value.__cause__, CollectiveTimeoutError)
-        assert "waited 2 s in Allreduce" in str(caught.value).replace("2.0", "2")
+        assert "in stays_away" in str(caught.value)
+        assert "Allreduce: not done after 2 s" in str(caught.value)
 
     @pytest.mark.parametrize(
         ("options", "part"),

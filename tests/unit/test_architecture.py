@@ -217,7 +217,7 @@ STATE = {
     "launchers.xla: _child": "this process is one of XLA's children",
     "models.horovod.model: HorovodModel._current": "Horovod has one context in a process",
     "models.horovod.setup: _scopes": "Horovod has one context in a process",
-    "models.mpi.liveness: _held _sending _sent": "what MPI may still read",
+    "models.mpi.barrier: _held": "what MPI may still read",
     "models.mpi.model: MpiModel._has_started_mpi cls._adopted": "MPI is initialised once",
     "models.mpi.operations: _held _numbers": "what MPI may still read",
     "models.native.torch_backend: _alive": "groups that a fork lets go of, and that an exit leaves",

@@ -18,6 +18,8 @@ class TrainingHooks:
     """Hooks that ``training`` calls on a model that inherits it, beside the contract."""
 
     device: Any
+    averages_in_step: bool = False
+    """Whether `auto_optim` makes the step of optimizers average, because backward can't."""
 
     def wrap_module(self, module: nn.Module, wrapper: str, **options: Any) -> nn.Module | None:
         """Wrap a module so that it trains on all replicas, in the library's own way.
@@ -64,7 +66,8 @@ class TrainingHooks:
             A function that lets the step average again, called after a step and at the next
             gradient; None if the step doesn't average.
         """
-        return None
+        settle: Callable[[], Callable[[], None]] | None = getattr(optimizer, "settle", None)
+        return None if settle is None else settle()
 
     def wrap_loader(self, loader: Any) -> Any:
         """Adapt a data loader to the library, such as one that feeds a device."""

@@ -144,10 +144,11 @@ class ThreadsModel(ComputationModel, LaunchHooks):
     capabilities: ClassVar[frozenset[str]] = frozenset({"groups", "send_recv", "launch"})
     replicas_are_threads: ClassVar[bool] = True
     dtypes: frozenset[torch.dtype] = COMMON_DTYPES
+    topology: Topology = Topology(0, 1)
 
     def __init__(self, world: _World, rank: int) -> None:
         self._world = world
-        self._topology = Topology(rank, world.size, rank, world.size, 0, 1)
+        self.topology = Topology(rank, world.size, rank, world.size, 0, 1)
         self._groups_made: dict[tuple[int, ...], int] = {}  # how many of the same ranks
         self.control: ControlPlane = _ControlPlane(self, world)
 
@@ -163,15 +164,11 @@ class ThreadsModel(ComputationModel, LaunchHooks):
         return
 
     @property
-    def topology(self) -> Topology:
-        return self._topology
-
-    @property
     def device(self) -> torch.device:
         return torch.device("cpu")
 
     def abort(self) -> None:
-        self._world.fail(self._topology.rank, "it left the job")
+        self._world.fail(self.topology.rank, "it left the job")
 
     @classmethod
     def launch(cls, entry: Callable[[Self], T], plan: LaunchPlan, **options: Any) -> list[T]:
@@ -212,7 +209,7 @@ class ThreadsModel(ComputationModel, LaunchHooks):
         return [results[rank] for rank in range(world.size)]
 
     def _swap(self, call: str, item: T, group: Group | None) -> list[T]:
-        ranks, rank = self._topology.members(group), self._topology.rank
+        ranks, rank = self.topology.members(group), self.topology.rank
         timeout_s = allowed_s(self._world.timeout_s, group)
         return self._world.swap(name_of(group), ranks, rank, call, item, timeout_s)
 
@@ -234,19 +231,19 @@ class ThreadsModel(ComputationModel, LaunchHooks):
 
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
         # Only the source's part is read, so the other ranks needn't clone theirs.
-        part = tensor.clone() if src == self._topology.rank else tensor
+        part = tensor.clone() if src == self.topology.rank else tensor
         parts = self._swap_tensors(f"broadcast from {src}", part, group)
-        return parts[self._topology.position(group, src)].clone()  # all ranks have got one tensor
+        return parts[self.topology.position(group, src)].clone()  # all ranks have got one tensor
 
     def all_to_all(self, rows: Tensor, group: Group | None = None) -> Tensor:
         parts = self._swap_tensors("all_to_all", rows.clone(), group)
-        return torch.stack([part[self._topology.position(group)] for part in parts])
+        return torch.stack([part[self.topology.position(group)] for part in parts])
 
     def send(self, tensor: Tensor, dst: int, group: Group | None = None) -> None:
-        self._world.post((name_of(group), self._topology.rank, dst), tensor.clone())
+        self._world.post((name_of(group), self.topology.rank, dst), tensor.clone())
 
     def recv(self, into: Tensor, src: int, group: Group | None = None) -> Tensor:
-        rank = self._topology.rank
+        rank = self.topology.rank
         return self._world.fetch(
             (name_of(group), src, rank), rank, allowed_s(self._world.timeout_s, group)
         )

@@ -32,6 +32,7 @@ from unisono.training.batchnorm import convert_sync_batchnorm
 from unisono.training.data_parallel import Replicated, owners
 from unisono.training.ddp_hook import average_gradients
 from unisono.training.states import remember_wrapper
+from unisono.training.step_averaging import average_in_step
 
 Wrapper = Callable[..., nn.Module]
 _DDP = nn.parallel.DistributedDataParallel
@@ -246,11 +247,14 @@ def auto_optim(optimizer: Optimizer, **kwargs: Any) -> Optimizer:
     model = communicator().model
     members = [item for entry in optimizer.param_groups for item in entry["params"]]
     wrappers = owners(members)
-    made = hooks_of(model).wrap_optimizer(optimizer, is_averaged=bool(wrappers), **kwargs)
+    hooks = hooks_of(model)
+    made = hooks.wrap_optimizer(optimizer, is_averaged=bool(wrappers), **kwargs)
     if made is None and kwargs:
         raise ArgumentError(
             f"auto_optim does not support options on {model.name}: {', '.join(sorted(kwargs))}"
         )
+    if made is None and hooks.averages_in_step and not wrappers:
+        made = average_in_step(optimizer)
     if wrappers or made is not None:
         broadcast_optimizer_state(optimizer)
     if made is None:

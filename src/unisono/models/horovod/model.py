@@ -84,12 +84,13 @@ class HorovodModel(ComputationModel, TrainingHooks):
     dtypes: frozenset[torch.dtype] = _NARROW | frozenset(
         {torch.int32, torch.int64, torch.float32, torch.float64}
     )
+    topology: Topology = Topology(0, 1)
     _current: ClassVar[HorovodModel | None] = None
 
     def __init__(self, topology: Topology, is_owner: bool, timeout_s: float) -> None:
         # hvd.init() creates a new map each time; this reference keeps the map's identity unique.
         self._identity = hvd.mpi_ops._handle_map
-        self._topology = topology
+        self.topology = topology
         self._device = _device()
         self._is_owner = is_owner
         self.control: SocketControlPlane = SocketControlPlane(self, timeout_s)
@@ -116,7 +117,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
         if not isinstance(model, cls) or not model.is_alive():
             model = cls(_topology(hint), False, DEFAULT_TIMEOUT_S)
         elif not model._is_owner:  # a context made here measured its topology
-            model._topology = _topology(hint)
+            model.topology = _topology(hint)
         return model
 
     @classmethod
@@ -129,7 +130,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
         host = os.environ.get("HOROVOD_HOSTNAME") or host_of_this_process()
         # Without Horovod's node numbers, which count only the nodes that have this local rank.
         position = Topology(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
-        model._topology = position.among(model.exchange(host.encode()))
+        model.topology = position.among(model.exchange(host.encode()))
         return model
 
     def finalize(self) -> None:
@@ -156,10 +157,6 @@ class HorovodModel(ComputationModel, TrainingHooks):
 
     def is_alive(self) -> bool:
         return bool(hvd.is_initialized()) and hvd.mpi_ops._handle_map is self._identity
-
-    @property
-    def topology(self) -> Topology:
-        return self._topology
 
     @property
     def device(self) -> torch.device:
@@ -191,7 +188,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
         rows: Tensor = self._run(
             "all_gather",
             group,
-            tensor.numel() * self._topology.size(group),
+            tensor.numel() * self.topology.size(group),
             lambda name, members: hvd.allgather_async(row, name, members),
         )
         return rows

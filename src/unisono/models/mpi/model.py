@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -10,15 +11,14 @@ import torch
 from torch import Tensor
 
 from unisono.arguments import only_timeout_s
-from unisono.control.plane import ControlPlane
-from unisono.model import fallback
+from unisono.control.plane import SocketControlPlane
+from unisono.deadlines import DEFAULT_TIMEOUT_S, allowed_s
 from unisono.model.contract import ComputationModel
 from unisono.model.handle import Handle
 from unisono.model.reduction import ReduceOp
 from unisono.models.mpi import world
-from unisono.models.mpi.liveness import LivenessProbe
 from unisono.models.mpi.operations import DATATYPES, MPICalls, is_folded_by_torch
-from unisono.topology import ContextHint, Group, RankInfo, Topology
+from unisono.topology import EVERYBODY, ContextHint, Group, RankInfo, Topology, named, pair
 from unisono.tracebacks import hides
 
 if TYPE_CHECKING:
@@ -30,40 +30,28 @@ __tracebackhide__ = hides
 _TAG = 32_767  # the largest tag that every MPI allows, to avoid the tags of users' messages
 
 
-class _ControlPlane(ControlPlane):
-    """Exchanges bytes in MPI calls that have the same outcome on every rank."""
+class _ControlPlane(SocketControlPlane):
+    """A control plane whose ranks meet in MPI calls, from the threads that MPI allows."""
 
-    is_one_host = has_world = False  # set when all ranks together duplicate the world
-
-    def __init__(self, model: MpiModel, calls: MPICalls) -> None:
-        super().__init__(model)
-        self._calls = calls
+    calls: MPICalls
 
     @property
     def allows_threads(self) -> bool:
-        return self._calls.allows("SERIALIZED")
+        return self.calls.allows("SERIALIZED")
 
     @property
     def separates_groups(self) -> bool:
-        return self._calls.allows("MULTIPLE") and super().separates_groups
-
-    def is_connected(self, group: Group | None) -> bool:
-        return group is not None or self.has_world
+        return self.calls.allows("MULTIPLE") and super().separates_groups
 
     def compares_calls(self, group: Group | None) -> bool:
-        """Return whether to compare calls: on one host, with CPU tensors, in 10 to 20 us."""
-        # False before the first collective over an adopted world, which sets `is_one_host`.
-        model = self.model
-        is_on_cpu = model.transport_device.type == "cpu"
-        return self.is_one_host and is_on_cpu and model.topology.size(group) > 1
-
-    def inline_bytes(self, group: Group | None, folds: bool = False) -> int:
-        """Return the number of bytes that fit into the round in which the ranks compare calls."""
-        return super().inline_bytes(group, folds and not self.compares_calls(group))
+        """Return whether all ranks share memory, also if a group of the user's has no hub."""
+        everybody = self.hubs.get(EVERYBODY)
+        return super().compares_calls(group) or (everybody is not None and everybody.compares_calls)
 
     def interrupt(self, how: str) -> None:
-        """Record an interrupted call; other ranks only notice when this process exits."""
-        self._calls.mark_interrupted(how)
+        """Report an interrupted call to the other ranks, and end the job with this process."""
+        super().interrupt(how)
+        self.calls.mark_interrupted(how)
 
 
 class MpiModel(ComputationModel):
@@ -86,25 +74,34 @@ class MpiModel(ComputationModel):
     launcher: ClassVar[str] = "mpi"
     options: ClassVar[frozenset[str]] = frozenset({"timeout", "device"})
     dtypes: frozenset[torch.dtype] = frozenset(DATATYPES)
+    topology: Topology = Topology(0, 1)
+    device: torch.device = torch.device("cpu")
     transport_device: torch.device = torch.device("cpu")  # no property: collectives read it
     largest_count: ClassVar[int] = 2**31 - 1
     """Elements in one MPI call, which MPI 3 counts with a C int; more are sent in several calls."""
     _has_started_mpi: ClassVar[bool] = False
     _adopted: ClassVar[Any] = None
 
-    def __init__(self, mpi: Any, topology: Topology, device: torch.device) -> None:
+    def __init__(
+        self,
+        mpi: Any,
+        topology: Topology,
+        device: torch.device,
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+    ) -> None:
         self._mpi = mpi
-        self._topology = topology
-        self._device = device
+        self.topology = topology
+        self.device = device
         is_direct = device.type == "cuda" and world.is_cuda_aware(mpi)
         self.transport_device = device if is_direct else torch.device("cpu")
         self._end = world.EndOfJob.install(mpi)
-        self._calls = MPICalls(mpi, topology.rank, self._end.end_at_exit)
         self._world: Any = None  # the duplicate of the world, once `_communicator` has made it
         self._message_comm: Any = mpi.COMM_WORLD  # of `send` and `recv` among all ranks
         self._comms: list[Any] = []  # made here, so that `finalize` frees them
         self._is_live = True
-        self.control: _ControlPlane = _ControlPlane(self, self._calls)
+        self._groups_made: dict[tuple[int, ...], int] = {}  # how many of the same ranks
+        self.control: _ControlPlane = _ControlPlane(self, timeout_s)
+        self._calls = self.control.calls = MPICalls(mpi, self.control, self._end.end_at_exit)
 
     @classmethod
     def from_context(cls, hint: ContextHint) -> Self | None:
@@ -118,7 +115,7 @@ class MpiModel(ComputationModel):
         # A second instance would duplicate the world again, and wait for ranks that have only one.
         if not (isinstance(adopted, cls) and adopted.is_alive()):
             adopted = cls._adopted = cls(mpi, topology, world.choose_device(None, None))
-        adopted._topology = topology  # the hint may have changed
+        adopted.topology = topology  # the hint may have changed
         return adopted
 
     @classmethod
@@ -129,12 +126,11 @@ class MpiModel(ComputationModel):
         world.gather(mpi, info, timeout)  # first, because MPI's collectives can't time out
         topology = world.measured_topology(mpi, info)
         device = world.choose_device(topology.local_rank, options.get("device"))
-        model = cls(mpi, topology, device)
+        timeout_s = DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()
+        model = cls(mpi, topology, device, None if timeout == timedelta.max else timeout_s)
         # All ranks are in this call, so the duplicate of the world can carry messages, too.
         model._message_comm = model._communicator(None)
-        model._calls.probe = LivenessProbe(mpi, model._message_comm)
-        if timeout is not None:
-            model._calls.timeout_s = None if timeout == timedelta.max else timeout.total_seconds()
+        model.exchange(b"")  # connects the ranks
         return model
 
     @classmethod
@@ -143,6 +139,7 @@ class MpiModel(ComputationModel):
 
     def finalize(self) -> None:
         self._end.remove()  # first, also for an aborted context: a call below may raise
+        self.control.close()
         if self.is_alive():  # else pending operations may never end, or MPI is finalized
             is_finished = self._calls.finish()
             with self._calls.mapped_errors("Comm_free"):
@@ -152,19 +149,12 @@ class MpiModel(ComputationModel):
 
     def abort(self) -> None:
         """Close the context; the job ends when this process has printed its error and exits."""
+        self.control.close(how="")
         self._is_live = False
-        self._end.end_at_exit(f"rank {self._topology.rank}: the context was aborted")
+        self._end.end_at_exit(f"rank {self.topology.rank}: the context was aborted")
 
     def is_alive(self) -> bool:
         return self._is_live and not self._mpi.Is_finalized()
-
-    @property
-    def topology(self) -> Topology:
-        return self._topology
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
 
     def _communicator(self, group: Group | None) -> Any:
         """Return a group's communicator; the first call for all ranks duplicates the world."""
@@ -173,11 +163,6 @@ class MpiModel(ComputationModel):
         if self._world is None:
             with self._calls.mapped_errors("Comm_dup"):
                 self._world = self._keep(self._mpi.COMM_WORLD.Dup())
-                self.control.has_world = True
-                # Split_type is collective, and all ranks are in this call.
-                host = self._world.Split_type(self._mpi.COMM_TYPE_SHARED)
-                self.control.is_one_host = host.size == self._world.size
-                host.Free()
         return self._world
 
     def _keep(self, comm: Any) -> Any:
@@ -194,7 +179,7 @@ class MpiModel(ComputationModel):
         return [flat[at : at + size] for at in range(0, count, size)]
 
     def _is_too_large(self, row: Tensor, group: Group | None) -> bool:
-        return row.numel() * self._topology.size(group) > self.largest_count
+        return row.numel() * self.topology.size(group) > self.largest_count
 
     @staticmethod
     def _is_fold_of_device_memory(tensor: Tensor) -> bool:
@@ -202,27 +187,24 @@ class MpiModel(ComputationModel):
         return not tensor.is_cpu and is_folded_by_torch(tensor.dtype)
 
     def exchange(self, blob: bytes, group: Group | None = None) -> list[bytes]:
-        size, most = self._topology.size(group), self.largest_count
-        sizes, bodies = self._calls.exchange(self._communicator(group), size, blob, most)
-        return fallback.exchange_bodies(self, blob, sizes, group) if bodies is None else bodies
+        return self.control.exchange(blob, group)
 
     def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
-        rows = tensor.new_empty((self._topology.size(group), *tensor.shape))
+        rows = tensor.new_empty((self.topology.size(group), *tensor.shape))
         if self._is_too_large(tensor, group):
-            rows[self._topology.position(group)] = tensor
-            for row, rank in zip(rows, self._topology.members(group), strict=True):
+            rows[self.topology.position(group)] = tensor
+            for row, rank in zip(rows, self.topology.members(group), strict=True):
                 self.broadcast(row, rank, group)
             return rows
-        self._calls.run("Allgather", self._communicator(group), tensor, rows)
+        self._run("Allgather", group, tensor, rows)
         return rows
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
         if self._is_fold_of_device_memory(tensor):
             return super().all_reduce(tensor, op, group)
-        calls, comm = self._calls, self._communicator(group)
-        native = calls.native_op(op, tensor.dtype)
+        native = self._calls.native_op(op, tensor.dtype)
         for piece in self._pieces(tensor):
-            calls.run("Allreduce", comm, self._mpi.IN_PLACE, piece, native)
+            self._run("Allreduce", group, self._mpi.IN_PLACE, piece, native)
         return tensor
 
     def start_all_reduce(
@@ -235,12 +217,12 @@ class MpiModel(ComputationModel):
         calls, comm = self._calls, self._communicator(group)
         native = calls.native_op(op, tensor.dtype)
         in_place = self._mpi.IN_PLACE
-        return Handle(*calls.start("Iallreduce", comm, tensor, in_place, tensor, native))
+        return calls.start("Iallreduce", group, comm, tensor, in_place, tensor, native)
 
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
-        root = self._topology.position(group, src)
+        root = self.topology.position(group, src)
         for piece in self._pieces(tensor):
-            self._calls.run("Bcast", self._communicator(group), piece, root)
+            self._run("Bcast", group, piece, root)
         return tensor
 
     def reduce(
@@ -248,13 +230,12 @@ class MpiModel(ComputationModel):
     ) -> Tensor | None:
         if self._is_fold_of_device_memory(tensor):
             return super().reduce(tensor, dst, op, group)
-        calls, comm = self._calls, self._communicator(group)
-        native = calls.native_op(op, tensor.dtype)
-        is_root, root = self._topology.rank == dst, self._topology.position(group, dst)
+        native = self._calls.native_op(op, tensor.dtype)
+        is_root, root = self.topology.rank == dst, self.topology.position(group, dst)
         for piece in self._pieces(tensor):
             # MPI allows IN_PLACE only at the root, and a target only there.
             buffers = (self._mpi.IN_PLACE, piece) if is_root else (piece, None)
-            calls.run("Reduce", comm, *buffers, native, root)
+            self._run("Reduce", group, *buffers, native, root)
         return tensor if is_root else None
 
     def scatter(
@@ -262,59 +243,65 @@ class MpiModel(ComputationModel):
     ) -> Tensor:
         if self._is_too_large(into, group):
             return super().scatter(rows, into, src, group)
-        root = self._topology.position(group, src)
-        self._calls.run("Scatter", self._communicator(group), rows, into, root)
+        root = self.topology.position(group, src)
+        self._run("Scatter", group, rows, into, root)
         return into
 
     def reduce_scatter(self, rows: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
         if rows.numel() > self.largest_count or self._is_fold_of_device_memory(rows):
             return super().reduce_scatter(rows, op, group)
-        comm, native = self._communicator(group), self._calls.native_op(op, rows.dtype)
-        row = rows.new_empty(rows.shape[1:])
-        self._calls.run("Reduce_scatter_block", comm, rows, row, native)
+        row, native = rows.new_empty(rows.shape[1:]), self._calls.native_op(op, rows.dtype)
+        self._run("Reduce_scatter_block", group, rows, row, native)
         return row
 
     def all_to_all(self, rows: Tensor, group: Group | None = None) -> Tensor:
         if rows.numel() > self.largest_count:
             return super().all_to_all(rows, group)
         received = torch.empty_like(rows)
-        self._calls.run("Alltoall", self._communicator(group), rows, received)
+        self._run("Alltoall", group, rows, received)
         return received
 
+    def _run(self, name: str, group: Group | None, *args: Any) -> None:
+        """Call a method of the group's communicator. Collective over `group`."""
+        self._calls.run(name, group, self._communicator(group), *args)
+
     def send(self, tensor: Tensor, dst: int, group: Group | None = None) -> None:
-        # An adopted world itself is used, because only all ranks together could duplicate it.
-        comm = self._message_comm if group is None else group.handle
-        position = self._topology.position(group, dst)
-        for piece in self._pieces(tensor):
-            self._calls.run("Send", comm, piece, position, _TAG)
+        self._message("Send", tensor, (self.topology.rank, dst), dst, group)
 
     def recv(self, into: Tensor, src: int, group: Group | None = None) -> Tensor:
-        comm = self._message_comm if group is None else group.handle
-        position = self._topology.position(group, src)
-        for piece in self._pieces(into):
-            self._calls.run("Recv", comm, piece, position, _TAG)
+        self._message("Recv", into, (src, self.topology.rank), src, group)
         return into
+
+    def _message(
+        self, name: str, tensor: Tensor, ends: tuple[int, int], peer: int, group: Group | None
+    ) -> None:
+        # An adopted world itself is used, because only all ranks together could duplicate it.
+        comm = self._message_comm if group is None else group.handle
+        both = replace(pair(*ends), timeout_s=allowed_s(None, group))
+        position = self.topology.position(group, peer)
+        for piece in self._pieces(tensor):
+            self._calls.run(name, both, comm, piece, position, _TAG)
 
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
         """Create a communicator of some ranks; other ranks return at once."""
         # Collective at creation, over the members.
         timeout_s = only_timeout_s("new_group on mpi4py", options)
-        if self._topology.rank not in ranks:
+        if self.topology.rank not in ranks:
             return Group(ranks)
         name = f"new_group({list(ranks)})"
         parent = self._message_comm
         create = lambda: self._keep(parent.Create_group(parent.group.Incl(ranks), _TAG))  # noqa: E731
         comm = self._calls.run_when_all_arrived(name, parent, ranks, create)
-        if timeout_s is not None:
-            self._calls.timeouts_s[id(comm)] = timeout_s
-        return Group(ranks, comm, _name(comm), timeout_s)
+        # The count gives each group of the same ranks its own connections.
+        count = self._groups_made[ranks] = self._groups_made.get(ranks, 0) + 1
+        return Group(ranks, comm, f"{ranks} {count}", timeout_s)
 
     def adopt_group(self, handle: object) -> Group | None:
         if not isinstance(handle, self._mpi.Comm):
             return None
         ranks = world.ranks_of(self._mpi, handle)
-        return Group(ranks, handle, _name(handle))
-
-
-def _name(comm: Any) -> str:
-    return f"communicator {comm.py2f()}"
+        # MPI has no name of a communicator that is the same on all ranks. Those of the same ranks
+        # share a name, and so can't have connections of their own.
+        name = f"communicator of {named(ranks)}"
+        self.control.hubs[name] = None
+        return Group(ranks, handle, name)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,9 +12,9 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from unisono.control.absent_ranks import matching_error, warn_after_s
-from unisono.control.signatures import site
-from unisono.deadlines import DEFAULT_TIMEOUT_S, format_s, host_s, limit_of
+from unisono.control.absent_ranks import LOOK_S, Wait, matching_error
+from unisono.control.plane import SocketControlPlane
+from unisono.deadlines import allowed_s, format_s, limit_of
 from unisono.errors import (
     CollectiveError,
     CollectiveMismatchError,
@@ -24,11 +22,10 @@ from unisono.errors import (
     PayloadError,
     PeerFailedError,
 )
-from unisono.model.fallback import FRAME_BYTES, as_frame, read_frames
-from unisono.model.handle import BACKGROUND, SafeFuture
+from unisono.model.handle import BACKGROUND, Handle, SafeFuture
 from unisono.model.reduction import TENSOR_STEPS, ReduceOp
-from unisono.models.mpi.liveness import LivenessProbe, bounded_barrier
-from unisono.topology import named
+from unisono.models.mpi.barrier import bounded_barrier
+from unisono.topology import Group, name_of, named
 from unisono.tracebacks import hides
 
 __tracebackhide__ = hides
@@ -56,16 +53,15 @@ _OPS = {
     ReduceOp.OR: "BOR",
     ReduceOp.XOR: "BXOR",
 }
-_log = logging.getLogger(__name__)
 # By the names of MPI's error classes. This MPI may lack some of them.
 _ERRORS: dict[str, type[CollectiveError]] = {
     "ERR_PROC_FAILED|ERR_PROC_ABORTED|ERR_REVOKED": PeerFailedError,
     "ERR_TRUNCATE": CollectiveMismatchError,
 }
 _DIFFERENT = ": the ranks passed different sizes, or called different things"
-_SPINS_PER_ANSWER = 100  # about 10 ms, once the wait naps after each test
-_ASK_S = 0.4  # short: a stuck rank never answers, and the caller is past its deadline
 _SPINS = 1_000  # tests of a request before the wait yields to other processes, and then naps
+_Started = tuple[str, "Group | None", int, Any]
+"""The arguments of `MPICalls._await`: a call's name, group, number in the group, and request."""
 # By number, pending calls of MPI and their memory, from before the call until it is done. Abandoned
 # calls stay permanently, even after their context, because MPI may access their memory at any time.
 _held: dict[int, list[Any]] = {}
@@ -82,22 +78,19 @@ def is_folded_by_torch(dtype: torch.dtype) -> bool:
 class MPICalls:
     """MPI calls of one rank."""
 
-    def __init__(self, mpi: Any, rank: int, end_at_exit: Callable[[str], None]) -> None:
+    def __init__(
+        self, mpi: Any, control: SocketControlPlane, end_at_exit: Callable[[str], None]
+    ) -> None:
         self._mpi = mpi
-        self._this_rank = f"rank {rank} of {mpi.COMM_WORLD.size}"
+        self._control = control
         self._end_at_exit = end_at_exit
         self._operations: dict[tuple[int, torch.dtype], Any] = {}
         self._folds: list[Any] = []  # the operations made here, which `finish` frees
         self._test_lock = threading.Lock()  # two threads must not test one request at once
-        self._under_way: dict[int, Any] = {}  # requests by number, as in `_held`
+        self._under_way: dict[int, _Started] = {}  # by number, as in `_held`
         self._datatypes = {dtype: getattr(mpi, name) for dtype, name in DATATYPES.items()}
         self._memory_at = mpi.buffer.fromaddress
         self._interrupted = ""  # how a call was interrupted, after which this rank is out of step
-        self._warn_after_s = warn_after_s()
-        self.probe: LivenessProbe = LivenessProbe(mpi, mpi.COMM_WORLD)
-        self.timeout_s: float | None = DEFAULT_TIMEOUT_S
-        self.timeouts_s: dict[int, float] = {}
-        """Timeouts of groups, by the ids of their communicators, which must live as long."""
 
     def _as_buffer(self, arg: Any) -> Any:
         """Return MPI's buffer of a contiguous tensor, which must outlive it; else `arg` itself."""
@@ -110,9 +103,6 @@ class MPICalls:
     def allows(self, level: str) -> bool:
         """Return whether MPI was initialised with at least the named thread level."""
         return bool(self._mpi.Query_thread() >= getattr(self._mpi, f"THREAD_{level}"))
-
-    def _limit_s(self, comm: Any) -> float | None:
-        return limit_of(self.timeouts_s.get(id(comm), self.timeout_s))
 
     def native_op(self, op: ReduceOp, dtype: torch.dtype) -> Any:
         """Return MPI's operation, or one that calls torch if MPI's has other results."""
@@ -128,32 +118,35 @@ class MPICalls:
             self._operations[id(op), dtype] = operation
         return operation
 
-    def run(self, name: str, comm: Any, *args: Any) -> None:
+    def run(self, name: str, group: Group | None, comm: Any, *args: Any) -> None:
         """Call a method of a communicator, with tensors as buffers, and wait for it."""
-        # Collective over `comm`, except for `Send` and `Recv`.
+        # Collective over `group`.
         try:
-            if self._limit_s(comm) is None:  # nothing to poll for: MPI's own wait is faster
-                self._check_in_step(name)
+            if limit_of(allowed_s(self._control.timeout_s, group)) is None:
+                self._check_in_step(name)  # nothing to poll for: MPI's own wait is faster
+                self._control.steps.begin(name_of(group), name)
                 getattr(comm, name)(*map(self._as_buffer, args))
             else:
-                number, request = self._begin(getattr(comm, f"I{name.lower()}"), args, name)
-                self._await(name, comm, request)
+                start = getattr(comm, f"I{name.lower()}")
+                number, started = self._begin(name, group, start, args)
+                self._await(*started)
                 self._release(number)
         except self._mpi.Exception as error:
             self._fail(name, error)
 
     def _begin(
-        self, start: Callable[..., Any], args: tuple[Any, ...], name: str
-    ) -> tuple[int, Any]:
-        """Start a non-blocking call; return its number in `_held`, and the request."""
+        self, name: str, group: Group | None, start: Callable[..., Any], args: tuple[Any, ...]
+    ) -> tuple[int, _Started]:
+        """Start a non-blocking call; return its number, and the arguments of `_await`."""
         # An interrupt at any moment leaves the memory of the call in `_held`.
         self._check_in_step(name)
         number = next(_numbers)
         buffers = [self._as_buffer(arg) for arg in args]
         entry = _held[number] = [args, buffers]
-        self._under_way[number] = request = start(*buffers)
-        entry.append(request)
-        return number, request
+        step = self._control.steps.begin(name_of(group), name)
+        self._under_way[number] = started = (name, group, step, start(*buffers))
+        entry.append(started)
+        return number, started
 
     def _release(self, number: int) -> None:
         self._under_way.pop(number, None)
@@ -162,55 +155,36 @@ class MPICalls:
     def _check_in_step(self, name: str) -> None:
         if self._interrupted:
             raise CollectiveError(
-                f"{self._this_rank}: {name}: the ranks are out of step, since {self._interrupted} "
-                "here: end the job"
+                f"{self._control.where(name)}: the ranks are out of step, since "
+                f"{self._interrupted} here: end the job"
             )
 
     def mark_interrupted(self, how: str) -> None:
         """Record that a call was interrupted, which the other ranks may complete."""
         self._interrupted = self._interrupted or how
-        self._end_at_exit(f"{self._this_rank}: {self._interrupted}")
-
-    def exchange(
-        self, comm: Any, n_ranks: int, blob: bytes, largest: int
-    ) -> tuple[list[int], list[bytes] | None]:
-        """Return the size of every rank's bytes, and the bytes, in one round if all are short."""
-        # Collective over `comm`. Returns None for more than `largest` bytes: MPI can't count them.
-        byte = self._mpi.BYTE
-        heads = bytearray(n_ranks * FRAME_BYTES)
-        self.run("Allgather", comm, [as_frame(blob), byte], [heads, byte])
-        frames = [bytes(heads[at : at + FRAME_BYTES]) for at in range(0, len(heads), FRAME_BYTES)]
-        sizes, blobs = read_frames(frames)
-        if blobs is not None or sum(sizes) > largest:
-            return sizes, blobs
-        bodies = bytearray(sum(sizes))
-        self.run("Allgatherv", comm, [blob, byte], [bodies, sizes, byte])
-        ends = itertools.accumulate(sizes)
-        return sizes, [
-            bytes(bodies[end - size : end]) for end, size in zip(ends, sizes, strict=True)
-        ]
+        self._end_at_exit(self._control.where(self._interrupted))
 
     def start(
-        self, name: str, comm: Any, tensor: Tensor, *args: Any
-    ) -> tuple[Callable[[], Tensor], Callable[[], bool]]:
-        """Start a non-blocking method with its result in `tensor`. Collective over `comm`."""
+        self, name: str, group: Group | None, comm: Any, tensor: Tensor, *args: Any
+    ) -> Handle[Tensor]:
+        """Start a non-blocking method with its result in `tensor`. Collective over `group`."""
         # Calls whose handles were dropped are released here, once they are done.
-        for number, earlier in list(self._under_way.items()):
+        for number, (*_, earlier) in list(self._under_way.items()):
             if self._is_done(earlier):
                 self._release(number)
         with self.mapped_errors(name):
-            _, request = self._begin(getattr(comm, name), args, name)
+            _, started = self._begin(name, group, getattr(comm, name), args)
 
         def wait() -> Tensor:
             with self.mapped_errors(name):
-                self._await(name, comm, request)
+                self._await(*started)
             return tensor
 
         def is_completed() -> bool:
             with self.mapped_errors(name):
-                return self._is_done(request)
+                return self._is_done(started[-1])
 
-        return wait, is_completed
+        return Handle(wait, is_completed)
 
     def _is_done(self, request: Any) -> bool:
         with self._test_lock:
@@ -231,10 +205,13 @@ class MPICalls:
                 if not absent:
                     return call()
             self.mark_interrupted(f"{name} timed out")
-            waited = f"{self._this_rank} waited {format_s(limit_s or 0)}"
-            raise CollectiveTimeoutError(f"{named(absent)} never reached {name}: {waited}")
+            late = f"{named(absent)} never reached {name}"
+            where = self._control.where(name)
+            raise CollectiveTimeoutError(
+                f"{late}\n  {where}: not done after {format_s(limit_s or 0)}"
+            )
 
-        mpi, limit_s = self._mpi, limit_of(self.timeout_s)
+        mpi, limit_s = self._mpi, limit_of(self._control.timeout_s)
         if not self.allows("MULTIPLE"):
             return act()
         outcome, _ = SafeFuture.in_thread(act, f"{BACKGROUND}-{name}")
@@ -249,8 +226,8 @@ class MPICalls:
             _held[next(_numbers)] = self._folds  # MPI may still call them
             return False
         with self.mapped_errors("finalize"):
-            for number, request in list(self._under_way.items()):
-                self._await("finalize", self._mpi.COMM_WORLD, request)
+            for number, started in list(self._under_way.items()):
+                self._await(*started)
                 self._release(number)
             for operation in self._folds:
                 operation.Free()
@@ -265,58 +242,21 @@ class MPICalls:
         except self._mpi.Exception as error:
             self._fail(name, error)
 
-    def _await(self, name: str, comm: Any, request: Any) -> None:
+    def _await(self, name: str, group: Group | None, step: int, request: Any) -> None:
         """Wait for a call of `_begin`; its memory stays until `_release`."""
-        limit_s = self._limit_s(comm)
-        if limit_s is None:
-            request.Wait()
-            return
-        begin, doing = time.monotonic(), ""
-        deadline, warn_at = begin + host_s(limit_s), begin + host_s(self._warn_after_s)
+        check, check_at = Wait(self._control, group, name, step), time.monotonic() + LOOK_S
         for spins in itertools.count():
             if self._is_done(request):
                 return
-            if time.monotonic() > deadline:
-                break
-            if spins <= _SPINS:
-                continue
-            time.sleep(0 if spins < 2 * _SPINS else 1e-4)  # 0 yields the core
-            if spins % _SPINS_PER_ANSWER == 0:
-                doing = doing or self._describe(name, comm)
-                self.probe.answer(doing)
-                if time.monotonic() > warn_at:
-                    warn_at = math.inf
-                    late = self._late(comm, doing)
-                    _log.warning("%s still waits in %s: %s", self._this_rank, doing, late)
-        # The request is still pending, so that a later call would be out of step.
-        self.mark_interrupted(f"{name} timed out")
-        doing = doing or self._describe(name, comm)
-        late = self._late(comm, doing)
-        raise CollectiveTimeoutError(
-            f"{late}\n  {self._this_rank} waited {format_s(limit_s)} in {doing}"
-        )
-
-    def _ranks(self, comm: Any) -> list[int]:
-        return list(comm.group.Translate_ranks(None, self._mpi.COMM_WORLD.group))
-
-    def _describe(self, name: str, comm: Any) -> str:
-        return f"{name} over ranks {self._ranks(comm)} at {site().decode('utf-8', 'replace')}"
-
-    def _late(self, comm: Any, doing: str) -> str:
-        """Ask all ranks for their calls; return a report of those that don't wait in this one."""
-        ranks = self._ranks(comm)
-        answers = self.probe.ask(ranks, doing, _ASK_S)
-        # Compared without the line of the program, which may differ between ranks in one call.
-        me, call = self._mpi.COMM_WORLD.rank, doing.partition(" at ")[0]
-        late = [f"rank {rank} never reached {call}" for rank in ranks if rank not in {me, *answers}]
-        late += [
-            f"rank {rank} waits in {other_call}"
-            for rank, other_call in sorted(answers.items())
-            if other_call.partition(" at ")[0] != call
-        ]
-        return (
-            "; ".join(late) or f"{call} was not done in time, but all ranks have reached it by now"
-        )
+            if time.monotonic() >= check_at:
+                try:
+                    check()
+                except CollectiveError:  # a later call would be out of step with the pending one
+                    self.mark_interrupted(f"{name} failed")
+                    raise
+                check_at = time.monotonic() + LOOK_S
+            if spins > _SPINS:
+                time.sleep(0 if spins < 2 * _SPINS else 1e-4)  # 0 yields the core
 
     def _fail(self, name: str, error: Any) -> NoReturn:
         number = error.Get_error_class()
@@ -324,7 +264,7 @@ class MPICalls:
         names = " ".join(key for key in classes if getattr(self._mpi, key) == number)
         kind = matching_error(_ERRORS, names)
         remedy = _DIFFERENT if kind is CollectiveMismatchError else ""
-        raise kind(f"{self._this_rank}: {name} failed: {error}{remedy}") from error
+        raise kind(f"{self._control.where(name)} failed: {error}{remedy}") from error
 
 
 def _fold(step: Callable[..., Tensor], dtype: torch.dtype) -> Callable[[Any, Any, Any], None]:

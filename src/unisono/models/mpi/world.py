@@ -25,7 +25,7 @@ from unisono.accelerators import accelerator_count, current_device
 from unisono.at_exit import LastCalls
 from unisono.deadlines import format_s, limit_of
 from unisono.errors import BackendUnavailableError, ContextError, GroupMembershipError
-from unisono.models.mpi.liveness import LIMIT_S, bounded_barrier
+from unisono.models.mpi.barrier import LIMIT_S, bounded_barrier
 from unisono.topology import ContextHint, RankInfo, Topology, named
 
 _log = logging.getLogger(__name__)

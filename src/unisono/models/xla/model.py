@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from unisono.arguments import only_timeout_s
 from unisono.control.plane import ControlPlane
@@ -95,26 +94,29 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
     capabilities: ClassVar[frozenset[str]] = frozenset({"groups"})
     launcher: ClassVar[str] = "xla"
     replicas_are_threads: ClassVar[bool] = True
+    averages_in_step: bool = True
     dtypes: frozenset[torch.dtype] = _EVERYWHERE
+    topology: Topology = Topology(0, 1)
+    device: torch.device = torch.device("cpu")
     transport_device: torch.device = torch.device("cpu")
 
     def __init__(
         self, graph: Any, topology: Topology, is_owner: bool, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> None:
         self._graph = graph
-        self._topology = topology
+        self.topology = topology
         self._is_owner = is_owner
         self._timeout_s = timeout_s
         self._is_live = True
         self._groups_made: dict[tuple[int, ...], int] = {}  # how many of the same ranks
         self._n_replicas = graph.n_replicas()  # compared by `is_alive`
-        self._device: torch.device = graph.device()
+        self.device = graph.device()
         self._are_threads = graph.replicas_are_threads()
         self._kind: str = graph.device_type()
         is_cpu = self._kind == "CPU"
         self.dtypes = _ON_CPU if is_cpu else _EVERYWHERE
-        self.transport_device = torch.device("cpu") if is_cpu else self._device
-        cut = partial(graph.cut, str(self._device))
+        self.transport_device = torch.device("cpu") if is_cpu else self.device
+        cut = partial(graph.cut, str(self.device))
         self.control: ControlPlane = _ControlPlane(self, self._are_threads, cut)
 
     @classmethod
@@ -157,10 +159,10 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
     def finalize(self) -> None:
         self._is_live = False
         if self._is_owner:
-            REPLICAS.leave(self._topology.rank, "has finalized its context")
+            REPLICAS.leave(self.topology.rank, "has finalized its context")
 
     def abort(self) -> None:
-        REPLICAS.leave(self._topology.rank, "has failed")
+        REPLICAS.leave(self.topology.rank, "has failed")
 
     def is_alive(self) -> bool:
         # Replicas that start later take the place of a single replica.
@@ -169,14 +171,6 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
     @property
     def backend(self) -> str:
         return f"xla-{self._kind.lower()}"
-
-    @property
-    def topology(self) -> Topology:
-        return self._topology
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
 
     @classmethod
     def worker_environ(cls, plan: LaunchPlan) -> dict[str, str]:
@@ -190,7 +184,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         return setup.environment(backend, plan)
 
     def exchange(self, blob: bytes, group: Group | None = None) -> list[bytes]:
-        if self._topology.size(group) == 1:
+        if self.topology.size(group) == 1:
             return [blob]
         if self._are_threads:
             return self._swap("an exchange", blob, group)
@@ -200,26 +194,16 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
     def wrap_module(self, module: nn.Module, wrapper: str, **options: Any) -> nn.Module | None:
         if wrapper != "ddp":
             return None
-        # The optimizer averages the gradients, so that the module itself needs no wrapper.
+        # The step averages the gradients, as backward only records a graph, and may run in a
+        # thread of autograd's, which isn't a replica. So the module itself needs no wrapper.
         with torch.no_grad():
             for item in (*module.parameters(), *module.buffers()):
                 mine = item.detach().to(self.transport_device).contiguous()
                 item.copy_(self.broadcast(mine, 0).to(item.device))
         return module
 
-    def wrap_optimizer(
-        self, optimizer: Optimizer, *, is_averaged: bool, **options: Any
-    ) -> Optimizer | None:
-        if options or is_averaged:
-            return None
-        return _averaging(self, optimizer)
-
-    def settle_gradients(self, optimizer: Optimizer) -> Callable[[], None] | None:
-        settle: Callable[[], Callable[[], None]] | None = getattr(optimizer, "settle", None)
-        return None if settle is None else settle()
-
     def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
-        n = self._topology.size(group)
+        n = self.topology.size(group)
         if n == 1:
             return tensor.unsqueeze(0)
         if tensor.numel() == 0:  # XLA fails on empty tensors
@@ -241,7 +225,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
             return super().broadcast(tensor, src, group)
         # The other ranks add zeros, to the bits as integers. This is exact for any dtype, and takes
         # n times less memory than all_gather.
-        if self._topology.rank != src:
+        if self.topology.rank != src:
             tensor = torch.zeros(tensor.shape, dtype=tensor.dtype)
         build = partial(self._graph.all_reduce, kind="sum", as_bits=True)
         return self._run(f"broadcast from {src}", tensor, build)
@@ -260,10 +244,10 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
         if options:
             raise ArgumentError(f"groups of XLA take no options: {', '.join(sorted(options))}")
-        if not self._are_threads and 1 < len(ranks) < self._topology.world_size:
+        if not self._are_threads and 1 < len(ranks) < self.topology.world_size:
             raise UnsupportedOperation(
                 self.name,
-                f"group {ranks} of {self._topology.world_size} replicas in several processes",
+                f"group {ranks} of {self.topology.world_size} replicas in several processes",
                 "XLA's graphs need every replica; use all ranks, or backend 'nccl' or 'gloo'",
             )
         # The count gives each group of the same ranks its own rounds.
@@ -271,14 +255,14 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         return Group(ranks, name=f"{ranks} {count}")
 
     def _is_everybody(self, group: Group | None) -> bool:
-        return self._topology.size(group) == self._topology.world_size
+        return self.topology.size(group) == self.topology.world_size
 
     def _is_native(self, tensor: Tensor, op: ReduceOp, group: Group | None) -> bool:
         """Return whether XLA itself computes this operation."""
         return (
             op in _REDUCTIONS
             and tensor.numel() > 0
-            and self._topology.world_size > 1
+            and self.topology.world_size > 1
             and self._is_everybody(group)
         )
 
@@ -290,16 +274,16 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
                 self._swap(what, None, None)
 
         try:
-            result: Tensor = self._graph.run(tensor.to(self._device), build, wait_for_all)
+            result: Tensor = self._graph.run(tensor.to(self.device), build, wait_for_all)
             return result.to(self.transport_device)
         except UnisonoError:  # it may be a RuntimeError, too
             raise
         except (RuntimeError, ValueError) as error:
-            where = f"{what} on rank {self._topology.rank}"
+            where = f"{what} on rank {self.topology.rank}"
             raise CollectiveError(f"XLA failed in {where}: {error}") from error
 
     def _swap(self, call: str, item: T, group: Group | None) -> list[T]:
-        ranks, rank = self._topology.members(group), self._topology.rank
+        ranks, rank = self.topology.members(group), self.topology.rank
         return REPLICAS.swap(name_of(group), ranks, rank, call, item, self._timeout_s)
 
 
@@ -310,61 +294,3 @@ def _bucket(size_bytes: int) -> int:
 
 def _describe(call: str, tensor: Tensor) -> str:
     return f"{call} {tensor.dtype} {list(tensor.shape)}"
-
-
-def _averaging(model: XlaModel, optimizer: Optimizer) -> Optimizer:
-    """Make an optimizer average the gradients before each step, and run the graph after it."""
-    # The step is collective over all ranks. Backward can't average: it only records a graph, and
-    # may run in a thread of autograd's, which isn't a replica. A class, as copies of an optimizer
-    # have its class, but not its hooks.
-    kind = type(optimizer)
-
-    class Averaging(kind):  # type: ignore[misc, valid-type]
-        is_settled = False  # whether the gradients are averaged already
-
-        def settle(self) -> Callable[[], None]:
-            _average(model, self)
-            self.is_settled = True
-            return self._unsettle
-
-        def _unsettle(self) -> None:
-            self.is_settled = False
-
-        def step(self, closure: Any = None) -> Any:
-            if not self.is_settled:
-                _average(model, self)
-            result = kind.step(self) if closure is None else kind.step(self, closure)
-            # Without this, operations of all steps would be recorded in one growing graph.
-            model.control.settle()
-            return result
-
-    # Else torch would call the step's hooks here, too: before the gradients are averaged.
-    Averaging.step.hooked = True  # type: ignore[attr-defined]
-    Averaging.__name__ = Averaging.__qualname__ = kind.__name__
-    optimizer.__class__ = Averaging
-    return optimizer
-
-
-def _average(model: ComputationModel, optimizer: Any) -> None:
-    """Average gradients, in one collective for each dtype. Collective over all ranks."""
-    # A gradient that only some ranks have counts as zero on the others.
-    size = model.topology.world_size
-    parameters = [each for entry in optimizer.param_groups for each in entry["params"]]
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    with torch.no_grad():
-        for dtype in sorted({parameter.dtype for parameter in trained}, key=str):
-            members = [parameter for parameter in trained if parameter.dtype == dtype]
-            grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in members]
-            # Summed beside the gradients, these count the ranks that have each gradient.
-            has = torch.tensor([p.grad is not None for p in members])
-            wide = torch.float64 if dtype is torch.float64 else torch.float32
-            parts = [grad.detach().reshape(-1).to(wide) for grad in grads]
-            flat = torch.cat([*parts, has.to(wide).to(parts[0].device)])
-            total = model.all_reduce(flat.to(model.transport_device), ReduceOp.SUM)
-            sizes = [*(grad.numel() for grad in grads), len(members)]
-            *sums, counts = torch.split(total, sizes)
-            holders = counts.tolist()
-            for parameter, part, count in zip(members, sums, holders, strict=True):
-                if count:  # 0: no rank has a gradient
-                    mean = (part / size).to(dtype).view(parameter.shape)
-                    parameter.grad = mean.to(parameter.device)

@@ -1,13 +1,12 @@
-"""Liveness in MPI: detection of hanging ranks, and a barrier that times out."""
+"""A barrier in MPI that times out, and then returns the missing ranks."""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
-import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 _log = logging.getLogger(__name__)
@@ -15,70 +14,14 @@ LIMIT_S = 60.0
 """Seconds for set-up, unless the user sets a timeout."""
 _WARN_AFTER_S = 10.0
 _GRACE_S = 1.0  # in which the verdict of the first rank arrives
-_QUESTION, _ANSWER, _TAG = 32_764, 32_765, 32_766  # tags, beside the model's own
-_BYTES = 256  # of an answer, and of a verdict
+_TAG = 32_766  # beside the model's own
+_BYTES = 256  # of a verdict
 _SHOWN = 32  # ranks that fit into a verdict
 _SPINS = 1_000  # tests before the first nap
 _NAP_S = 1e-3
 _HERE = b"!"  # global, because MPI may read it even after an abandoned call
-_sending = threading.Lock()
-# Buffers, with their requests, until MPI has read them, which may be after the context's end.
-_sent: list[list[Any]] = []
 # Buffers that MPI may still access, by id: an interrupt leaves them here permanently.
 _held: dict[int, object] = {}
-
-
-class LivenessProbe:
-    """Messages that ask waiting ranks for their current call."""
-
-    def __init__(self, mpi: Any, comm: Any) -> None:
-        self._mpi = mpi
-        self._comm = comm
-
-    def answer(self, doing: str) -> None:
-        """Answer all new questions; doesn't wait."""
-        for rank, _ in self._received(_QUESTION):
-            self._send(doing.encode()[:_BYTES], rank, _ANSWER)
-
-    def ask(self, ranks: Iterable[int], doing: str, limit_s: float) -> dict[int, str]:
-        """Ask ranks for their current call, and answer their questions meanwhile."""
-        others = {rank for rank in ranks if rank != self._comm.rank}
-        for rank in others:
-            self._send(b"?", rank, _QUESTION)
-        answers: dict[int, str] = {}
-        until = time.monotonic() + limit_s
-        while others - answers.keys() and time.monotonic() < until:
-            self.answer(doing)
-            answers |= {
-                rank: body.decode("utf-8", "replace") for rank, body in self._received(_ANSWER)
-            }
-            time.sleep(_NAP_S)
-        self.answer(doing)  # questions that arrived during the last nap
-        return answers
-
-    def _received(self, tag: int) -> list[tuple[int, bytes]]:
-        messages = []
-        status = self._mpi.Status()
-        # Improbe takes the message: a probed one could be received by another waiting thread.
-        while message := self._comm.Improbe(self._mpi.ANY_SOURCE, tag, status):
-            body = bytearray(status.Get_count(self._mpi.BYTE))
-            message.Recv([body, self._mpi.BYTE])
-            messages.append((status.Get_source(), bytes(body)))
-        return messages
-
-    def _send(self, body: bytes, rank: int, tag: int) -> None:
-        item: list[Any] = [None, body]
-        with _sending:
-            _sent[:] = [earlier for earlier in _sent if not self._is_done(earlier[0])]
-            _sent.append(item)  # before MPI has the body, which an interrupt must not free
-        item[0] = self._comm.Isend([body, self._mpi.BYTE], rank, tag)
-
-    def _is_done(self, request: Any) -> bool:
-        """Return whether MPI is done with a message, even of a finalized context."""
-        try:
-            return request is not None and bool(request.Test())
-        except self._mpi.Exception:
-            return True
 
 
 def bounded_barrier(

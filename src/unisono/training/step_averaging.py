@@ -1,0 +1,43 @@
+"""Optimizers whose step averages the gradients, where backward can't."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from unisono.context import current
+from unisono.training.averaging import all_reduce_grads
+
+
+def average_in_step(optimizer: Optimizer) -> Optimizer:
+    """Make an optimizer average the gradients before each step, and run the graph after it."""
+    # The step is collective over all ranks. A class, as copies of an optimizer have its class, but
+    # not its hooks.
+    kind = type(optimizer)
+
+    class Averaging(kind):  # type: ignore[misc, valid-type]
+        is_settled = False  # whether the gradients are averaged already
+
+        def settle(self) -> Callable[[], None]:
+            all_reduce_grads(each for entry in self.param_groups for each in entry["params"])
+            self.is_settled = True
+            return self._unsettle
+
+        def _unsettle(self) -> None:
+            self.is_settled = False
+
+        def step(self, closure: Any = None) -> Any:
+            if not self.is_settled:
+                self.settle()()  # for this step alone
+            result = kind.step(self) if closure is None else kind.step(self, closure)
+            # Without this, operations of all steps would be recorded in one growing graph.
+            current().control.settle()
+            return result
+
+    # Else torch would call the step's hooks here, too: before the gradients are averaged.
+    Averaging.step.hooked = True  # type: ignore[attr-defined]
+    Averaging.__name__ = Averaging.__qualname__ = kind.__name__
+    optimizer.__class__ = Averaging
+    return optimizer
