@@ -16,7 +16,14 @@ from unisono.collectives.membership import check_rank, resolve_and_settle
 from unisono.collectives.routing import Reducer, fits_exchange
 from unisono.context import ContextState, communicator, left_half_way
 from unisono.control.rendezvous import host_of_this_process
-from unisono.control.signatures import call_head, line, purpose_or, site as find_site, unpack
+from unisono.control.signatures import (
+    CallHistory,
+    call_head,
+    line,
+    purpose_or,
+    site as find_site,
+    unpack,
+)
 from unisono.errors import CollectiveMismatchError, PayloadError, UnisonoError
 from unisono.host.collectives import HostCollectives
 from unisono.host.hierarchical import TwoLevels
@@ -48,13 +55,13 @@ def exchange_blobs(
     # Collective over `group`.
     if context.must_introduce and group is None:  # `introduce` needs all ranks
         introduce(context, call)
-    head = call_head(call, site or find_site())
-    blobs = context.model.exchange(head + blob, group)
-    history = None
-    if context.control.checks(group) is not False:  # the user may switch comparisons off
-        name = EVERYBODY if group is None else group.name
-        history = context.control.steps.histories[name]
-    return unpack(blobs, head, partial(context.model.topology.members, group), history)
+    control, name = context.control, EVERYBODY if group is None else group.name
+    head = call_head(call, site or line.known or find_site())
+    blobs = control.exchange(head + blob, group)
+    histories = control.steps.histories
+    if name not in histories:  # the user may switch comparisons off
+        histories[name] = None if control.checks(group) is False else CallHistory()
+    return unpack(blobs, head, partial(context.model.topology.members, group), histories[name])
 
 
 def introduce(context: ContextState, call: str) -> None:
@@ -62,7 +69,7 @@ def introduce(context: ContextState, call: str) -> None:
     # The first call in a context is collective over all ranks; later calls return at once.
     if context.must_introduce:
         head = call_head(call, find_site())
-        blobs = context.model.exchange(head + host_of_this_process().encode(), None)
+        blobs = context.control.exchange(head + host_of_this_process().encode(), None)
         hosts = unpack(blobs, head, partial(context.model.topology.members, None))
         context.hosts = tuple(bytes(host) for host in hosts)
         context.must_introduce = False  # last, so that the next call retries a failed one

@@ -20,7 +20,6 @@ import os
 import struct
 import sys
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import Context, ContextVar, copy_context
 from functools import lru_cache
@@ -176,10 +175,10 @@ def carried_line() -> str:
 
 def site() -> bytes:
     """Return file and line of the user's innermost frame."""
-    # A background thread's frames lack the line; that of a logged call, `CallLog` has found.
-    carried = _carried.get()
-    if carried or line.known:
-        return carried or line.known
+    # That of a logged call, `CallLog` has found; a background thread's frames lack the line.
+    known = line.known or _carried.get()
+    if known:
+        return known
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(OUR_FRAMES):
         frame = frame.f_back
@@ -309,8 +308,8 @@ class SequenceNumbers:
         number on all ranks."""
         self.last: str = ""
         """The last operation and its line; empty after a round of the control plane."""
-        self.histories: defaultdict[str, CallHistory] = defaultdict(CallHistory)
-        """The lines of rounds in which the ranks compared calls."""
+        self.histories: dict[str, CallHistory | None] = {}
+        """The lines of rounds in which the ranks compared calls; None if they don't."""
         self._models: dict[str, int] = {}  # modules so far, by group
 
     def count_model(self, group: Group | None) -> int:
