@@ -33,7 +33,6 @@ COPIED_BYTES = 1 << 14
 """Longer parts of a body are passed as views, shorter ones as copies."""
 _CHUNK = 1 << 16
 _HEADER = struct.Struct("<BQQ")
-_SIZE_BYTES = 8
 Frame = tuple[int, int, bytes]
 """Kind, sequence number and body."""
 Blobs = tuple[list[bytes], Sequence[int]]
@@ -44,7 +43,7 @@ def split_blobs(body: bytes, head: struct.Struct, inline_bytes: int) -> Blobs:
     """Parse the body of a round's message, whose sizes are in `head`."""
     end = head.size
     if len(body) < end:
-        raise ValueError(f"it sent {len(body)} bytes for the blobs of {end // _SIZE_BYTES} ranks")
+        raise ValueError(f"it sent {len(body)} bytes for the blobs of {end // 8} ranks")
     sizes = head.unpack_from(body)
     view: Any = body if len(body) < COPIED_BYTES else memoryview(body)
     blobs: list[bytes] = []
@@ -177,9 +176,8 @@ class Connection:
 
     def sleep(self, is_asleep: bool) -> None:
         """Set whether the next frame must wake this rank."""
-        mailbox = self.mailbox
-        if mailbox is not None:
-            mailbox.sleep(is_asleep)
+        if self.mailbox is not None:
+            self.mailbox.sleep(is_asleep)
 
     def _missing_bytes(self) -> int:
         """Return how many bytes the first frame still lacks; 0 if unknown."""

@@ -13,7 +13,6 @@ import select
 import threading
 import time
 import weakref
-from collections.abc import Sequence
 from struct import Struct
 
 from unisono.control.connection import (
@@ -69,15 +68,17 @@ class Hub:
         # Closes a hub that was dropped unclosed; at exit the end of the process does that.
         weakref.finalize(self, peers.close).atexit = False
         below, position = peers.links.below, peers.position
-        self._size = len(peers.ranks)
         # Sorted, as bodies hold blobs by position, while `links.below` begins with the neighbour.
-        self._below = {down: sorted(positions) for down, positions in below.items()}
-        self._subtree = sorted((position, *(far for each in below.values() for far in each)))
-        # The sizes in a body: those that go up, those of all, and those from each neighbour.
-        self._own_head = Struct(f"<{len(self._subtree)}Q")
-        self._whole_head = Struct(f"<{self._size}Q")
-        self._heads = {down: Struct(f"<{len(far)}Q") for down, far in below.items()}
-        self._heads[-1 if peers.links.up is None else peers.links.up] = self._whole_head
+        subtree = sorted((position, *(far for each in below.values() for far in each)))
+        index = {position: index for index, position in enumerate(subtree)}
+        self._count, self._index = len(subtree), index[position]
+        self._below = {down: [index[far] for far in sorted(fars)] for down, fars in below.items()}
+        # The sizes in a body: of the blobs that go up, of all, and of those from each neighbour.
+        self._own_head = Struct(f"<{len(subtree)}Q")
+        self._whole_head = Struct(f"<{len(peers.ranks)}Q")
+        self._heads = {down: Struct(f"<{len(fars)}Q") for down, fars in below.items()}
+        if peers.links.up is not None:
+            self._heads[peers.links.up] = self._whole_head
         self._connections = peers.rounds
         self._kind = NOTICE  # of no round: nothing is awaited yet
         self._timeout_s: float | None = None
@@ -88,11 +89,6 @@ class Hub:
         self._ended: list[int] = []  # ranks of this host that aren't neighbours
         for fd in self._position_of:
             self._poll.register(fd, select.POLLIN)
-
-    @property
-    def shares_memory(self) -> bool:
-        """Whether rounds go through memory shared with each neighbour."""
-        return all(connection.mailbox is not None for connection in self._connections.values())
 
     def exchange(self, blob: bytes, timeout_s: float | None) -> Blobs:
         """Return the blobs of all ranks in order of positions. Collective over the group."""
@@ -131,31 +127,26 @@ class Hub:
         """Pass blobs up the tree and all of them down again; `size` is that of the whole blob."""
         peers, connections = self.peers, self._connections
         up, downs = peers.links.up, peers.links.downs
-        blobs: list[bytes] = [blob]
-        sizes: Sequence[int] = (size,)
+        blobs, sizes = [b""] * self._count, [0] * self._count
+        blobs[self._index], sizes[self._index] = blob, size
         if downs:
-            blobs, known = [b""] * self._size, [0] * self._size
-            blobs[peers.position], known[peers.position] = blob, size
             for down, given in self._receive(GIVE, downs).items():
-                for far, each, each_size in zip(self._below[down], *given, strict=True):
-                    blobs[far], known[far] = each, each_size
-            sizes = known
+                for index, each, each_size in zip(self._below[down], *given, strict=True):
+                    blobs[index], sizes[index] = each, each_size
+        gathered: Blobs = blobs, sizes
         if up is not None:
-            if downs:  # only the root has all blobs now
-                blobs = [blobs[position] for position in self._subtree]
-                sizes = [sizes[position] for position in self._subtree]
             body = b"".join((self._own_head.pack(*sizes), *blobs))
             mailbox = connections[up].mailbox
             if mailbox is None or not mailbox.put(GIVE, peers.seq, body):
                 self._send(GIVE, up, body)
-            blobs, sizes = self._receive(ALL, (up,))[up]
+            gathered = self._receive(ALL, (up,))[up]
         if downs:
-            body = b"".join((self._whole_head.pack(*sizes), *blobs))
+            body = b"".join((self._whole_head.pack(*gathered[1]), *gathered[0]))
             for down in downs:
                 mailbox = connections[down].mailbox
                 if mailbox is None or not mailbox.put(ALL, peers.seq, body):
                     self._send(ALL, down, body)
-        return blobs, sizes
+        return gathered
 
     def _deadline(self) -> float:
         """Return the deadline of this round: it counts from the first wait."""

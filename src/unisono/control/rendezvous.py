@@ -413,7 +413,8 @@ class _Connector:
             return None, _Vote(reason=_text_of(error))
         # A rank that is alone on its host needs no arena, and lets the others keep theirs.
         has_arena = hub.arena is not None or len(self._local) == 1
-        return hub, _Vote(shares_memory=hub.shares_memory, has_arena=has_arena)
+        shares_memory = all(each.mailbox is not None for each in hub.peers.rounds.values())
+        return hub, _Vote(shares_memory=shares_memory, has_arena=has_arena)
 
     def _build_hub(self, inline_bytes: int) -> Hub:
         """Connect to the neighbours; return the hub over these connections."""

@@ -139,8 +139,6 @@ _purpose: ContextVar[str] = ContextVar("_purpose", default="")
 class _Line(threading.local):
     known: bytes = b""
     """Line of this thread's current call; empty until it is looked up."""
-    compared: bytes = b""
-    """Line of the next call if it was compared already, else empty."""
 
 
 line: _Line = _Line()
@@ -179,9 +177,7 @@ def site() -> bytes:
     known = line.known or _carried.get()
     if known:
         return known
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(OUR_FRAMES):
-        frame = frame.f_back
+    frame = sys._getframe(level() - 1)  # `level` counts from 1, `_getframe` from 0
     return encode_site(frame.f_code.co_filename, frame.f_lineno)
 
 
@@ -197,7 +193,7 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
 
 def line_of_call() -> str:
     """Return file and line of the user's innermost frame, for messages."""
-    frame = sys._getframe(level() - 1)  # `level` counts from 1, `_getframe` from 0
+    frame = sys._getframe(level() - 1)
     return place_of(frame.f_code.co_filename, frame.f_lineno)
 
 
@@ -326,7 +322,5 @@ class SequenceNumbers:
     def begin(self, group: str, call: str) -> int:
         """Record an operation that this rank begins; return its number."""
         self.counts[group] = count = self.counts.get(group, 0) + 1
-        # `compared` is the line of this one call: the next one looks its own up.
-        where, line.compared = line.compared or site(), b""
-        self.last = f"{call} at {where.decode('utf-8', 'replace')}"
+        self.last = f"{call} at {site().decode('utf-8', 'replace')}"
         return count

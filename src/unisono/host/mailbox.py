@@ -63,9 +63,7 @@ class Mailbox:
         if stamp == self._taken:
             return None
         self._taken = stamp
-        size = words[first + _SIZE]
-        if size > MAILBOX_BYTES:  # the other end may have written any length
-            size = MAILBOX_BYTES
+        size = min(words[first + _SIZE], MAILBOX_BYTES)  # the other end may have written any length
         start = self._in_body
         return stamp & _KINDS, stamp >> _KIND_BITS, self._bytes[start : start + size]
 
