@@ -136,7 +136,7 @@ def end_of_call(timeout_s: float | None) -> float:
     # By the same limits as `limit_of`; infinity if there is none. Only the timeout is scaled here,
     # as `deadline` has scaled the block's.
     until = math.inf if timeout_s is None else time.monotonic() + timeout_s / _RATE
-    end = _until.get()  # as `end_of_block`, without its call in every collective
+    end = end_of_block()
     return until if end is None else min(end, until)
 
 

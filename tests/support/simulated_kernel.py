@@ -238,7 +238,7 @@ class _Mailbox(_Open):
     def put(self, kind: int, seq: int, body: bytes) -> bool:
         assert self.other._frame is None, "it would overwrite what nobody has taken"
         self.other._frame = (kind, seq, body)
-        return self.other._sleeps
+        return not self.other._sleeps
 
     def has_frame(self) -> bool:
         return self._frame is not None

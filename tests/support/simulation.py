@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
+from struct import Struct
 from typing import Any
 from unittest.mock import patch
 
@@ -77,8 +78,21 @@ class Tally:
     def note(self, kind: int, body: bytes) -> None:
         """Count a message."""
         self.messages[_KINDS[kind]] += 1
-        if kind in (GIVE, ALL):
-            self.sent_bytes += len(body)
+
+    def note_round(self, kind: int, place: int, body: bytes) -> None:
+        """Count a message of a round, sent to the rank at `place`."""
+        self.note(kind, body)
+        self.sent_bytes += len(body)
+        if kind == ALL:
+            self.below.add(place)
+
+
+class _CountedMailbox:
+    def __init__(self, mailbox: Any, put: Callable[[int, int, bytes], bool]) -> None:
+        self._mailbox, self.put = mailbox, put
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mailbox, name)
 
 
 @contextmanager
@@ -88,23 +102,33 @@ def counting(tally_of: Callable[[], Tally]) -> Iterator[None]:
     Args:
         tally_of: returns the tally of the rank that is running.
     """
-    make, send_round, send_aside = Connection.__init__, Hub._send, Peers._send
+    make, connect, send_aside = Connection.__init__, Hub.__init__, Peers._send
 
     def made(self: Connection, sock: Any, mailbox: Any, limit_bytes: int) -> None:
         make(self, sock, mailbox, limit_bytes)
         tally_of().connections += 1
         tally_of().mailboxes += mailbox is not None
 
-    def sent_round(self: Hub, kind: int, place: int, body: bytes, until: float) -> None:
-        tally = tally_of()
-        tally.note(kind, body)
-        if kind == ALL:
-            tally.below.add(place)
-        if self._connections[place].mailbox is not None and len(body) <= MAILBOX_BYTES:
-            longest = tally.longest.get((place, kind), 0)
-            tally.longest[place, kind] = max(longest, len(body))
+    def connected(self: Hub, *args: Any) -> None:
+        connect(self, *args)
+        for place, line in self._connections.items():
+            each: Any = line
+            each.send = partial(sent, place, line.send)
+            if line.mailbox is not None:
+                each.mailbox = _CountedMailbox(line.mailbox, partial(put, place, line.mailbox.put))
+
+    def sent(place: int, send: Callable[..., None], kind: int, *rest: Any) -> None:
+        if kind in (GIVE, ALL):
+            tally_of().note_round(kind, place, rest[1])
+        send(kind, *rest)
+
+    def put(place: int, put: Callable[..., bool], kind: int, seq: int, body: bytes) -> bool:
+        if len(body) <= MAILBOX_BYTES:  # else the socket carries it
+            tally = tally_of()
+            tally.note_round(kind, place, body)
+            tally.longest[place, kind] = max(tally.longest.get((place, kind), 0), len(body))
             tally.held_bytes = sum(tally.longest.values())
-        send_round(self, kind, place, body, until)
+        return put(kind, seq, body)
 
     def sent_aside(self: Peers, kind: int, body: bytes, place: int) -> None:
         if place in self.sideband:
@@ -113,7 +137,7 @@ def counting(tally_of: Callable[[], Tally]) -> Iterator[None]:
 
     with (
         patch.object(Connection, "__init__", made),
-        patch.object(Hub, "_send", sent_round),
+        patch.object(Hub, "__init__", connected),
         patch.object(Peers, "_send", sent_aside),
     ):
         yield
@@ -218,7 +242,7 @@ class Simulation:
         names = {"_exchange": self._exchange}
         names |= {name: _once(getattr(rendezvous, name)) for name in _SAME_FOR_ALL}
         begin = time.process_time()
-        parts = patch.object(hub, "split_blobs", lru_cache(maxsize=4)(split_blobs))
+        parts = patch.object(hub, "split_blobs", _split_once)
         alter = patch.dict(os.environ, _VARIABLES)
         with counting(self._tally), alter, parts, self.kernel.under(**names):
             self.kernel.run()
@@ -270,6 +294,15 @@ class Simulation:
 
 
 _SAME_FOR_ALL = ("_hosts_of", "_reasons_of")
+
+
+@lru_cache(maxsize=4)
+def _split(body: bytes, count: int, inline_bytes: int) -> Any:
+    return split_blobs(body, Struct(f"<{count}Q"), inline_bytes)
+
+
+def _split_once(body: bytes, head: Struct, inline_bytes: int) -> Any:
+    return _split(body, head.size // 8, inline_bytes)
 
 
 def _once(compute: Callable[..., Any]) -> Callable[..., Any]:

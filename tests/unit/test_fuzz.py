@@ -6,7 +6,6 @@ import json
 import socket
 import struct
 import threading
-import time
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -163,7 +162,7 @@ def test_any_bundle_ends_a_round_with_blobs_or_names_the_peer(bundle: bytes, pla
         kind = GIVE if place == 0 else ALL
         main.sendall(HEAD.pack(kind, 1, len(bundle)) + bundle)
         try:
-            blobs, _ = made.exchange(b"mine", time.monotonic() + 10)
+            blobs, _ = made.exchange(b"mine", 10.0)
         except PeerFailedError as error:
             assert error.rank == 1 - place
         else:
@@ -179,7 +178,7 @@ def test_any_bytes_on_its_lines_end_a_round_in_time(stream: bytes, beside: bytes
         main.sendall(stream)
         main.shutdown(socket.SHUT_WR)
         try:
-            blobs, _ = made.exchange(b"mine", time.monotonic() + 10)
+            blobs, _ = made.exchange(b"mine", 10.0)
         except CollectiveError:
             return
         assert blobs[0] == b"mine"
@@ -189,16 +188,16 @@ def test_a_damaged_report_of_a_failure_names_who_sent_it() -> None:
     with hub(0) as (made, main, _):
         main.sendall(HEAD.pack(FAIL, 1, 4) + b"null")
         with pytest.raises(PeerFailedError, match="invalid report") as caught:
-            made.exchange(b"mine", time.monotonic() + 10)
+            made.exchange(b"mine", 10.0)
         assert caught.value.rank == 1
 
 
 def test_a_damaged_report_beside_leaves_no_dead_thread() -> None:
     with hub(0) as (made, main, aside):
         aside.sendall(HEAD.pack(FAIL, 0, 2) + b"[]")
-        blob = connection.join_blobs([b"ab"], [2])
-        main.sendall(HEAD.pack(GIVE, 1, len(blob)) + blob)
-        assert made.exchange(b"mine", time.monotonic() + 10)[0] == [b"mine", b"ab"]
+        body = struct.pack("<Q", 2) + b"ab"
+        main.sendall(HEAD.pack(GIVE, 1, len(body)) + body)
+        assert made.exchange(b"mine", 10.0)[0] == [b"mine", b"ab"]
         assert any(thread.name == "unisono-sideband" for thread in threading.enumerate())
 
 
@@ -207,10 +206,11 @@ def test_a_damaged_report_beside_leaves_no_dead_thread() -> None:
 def test_a_body_is_as_many_blobs_as_ranks_or_an_error(
     body: bytes, count: int, inline_bytes: int
 ) -> None:
+    head = struct.Struct(f"<{count}Q")
     with suppress(ValueError):
-        blobs, sizes = connection.split_blobs(body, count, inline_bytes)
+        blobs, sizes = connection.split_blobs(body, head, inline_bytes)
         assert len(blobs) == len(sizes) == count
-        assert connection.join_blobs(blobs, sizes) == body
+        assert head.pack(*sizes) + b"".join(blobs) == body
 
 
 @FUZZ

@@ -16,7 +16,7 @@ from unisono.collectives.membership import check_rank, resolve_and_settle
 from unisono.collectives.routing import Reducer, fits_exchange
 from unisono.context import ContextState, communicator, left_half_way
 from unisono.control.rendezvous import host_of_this_process
-from unisono.control.signatures import call_head, line, purpose_or, site as find_site, unpack
+from unisono.control.signatures import CallHistory, call_head, line, purpose_or, site, unpack
 from unisono.errors import CollectiveMismatchError, PayloadError, UnisonoError
 from unisono.host.collectives import HostCollectives
 from unisono.host.hierarchical import TwoLevels
@@ -42,27 +42,27 @@ def encode_or_header(context: ContextState, value: object, group: Group | None) 
 
 
 def exchange_blobs(
-    context: ContextState, call: str, blob: bytes, group: Group | None, site: bytes = b""
+    context: ContextState, call: str, blob: bytes, group: Group | None
 ) -> list[bytes]:
     """Return every rank's blob, if all ranks made the same call."""
     # Collective over `group`.
     if context.must_introduce and group is None:  # `introduce` needs all ranks
         introduce(context, call)
-    head = call_head(call, site or find_site())
-    blobs = context.model.exchange(head + blob, group)
-    history = None
-    if context.control.checks(group) is not False:  # the user may switch comparisons off
-        name = EVERYBODY if group is None else group.name
-        history = context.control.steps.histories[name]
-    return unpack(blobs, head, partial(context.model.topology.members, group), history)
+    control, name = context.control, EVERYBODY if group is None else group.name
+    head = call_head(call, line.known or site())
+    blobs = control.exchange(head + blob, group)
+    histories = control.steps.histories
+    if name not in histories:  # the user may switch comparisons off
+        histories[name] = None if control.checks(group) is False else CallHistory()
+    return unpack(blobs, head, partial(context.model.topology.members, group), histories[name])
 
 
 def introduce(context: ContextState, call: str) -> None:
     """Exchange the ranks' hosts in a context that was created outside unisono."""
     # The first call in a context is collective over all ranks; later calls return at once.
     if context.must_introduce:
-        head = call_head(call, find_site())
-        blobs = context.model.exchange(head + host_of_this_process().encode(), None)
+        head = call_head(call, site())
+        blobs = context.control.exchange(head + host_of_this_process().encode(), None)
         hosts = unpack(blobs, head, partial(context.model.topology.members, None))
         context.hosts = tuple(bytes(host) for host in hosts)
         context.must_introduce = False  # last, so that the next call retries a failed one
@@ -96,9 +96,7 @@ def compare_calls(
     # Collective over `group` if calls are compared, else local.
     is_shared = type(plane) is HostCollectives
     if is_shared or compares(context, group, sums=type(plane) is TwoLevels):
-        site = find_site()
-        exchange_blobs(context, signature(call, tensor), b"", group, site)
-        line.compared = site  # the operation's record needs the line, too
+        exchange_blobs(context, signature(call, tensor), b"", group)
 
 
 def refuse(

@@ -33,25 +33,19 @@ COPIED_BYTES = 1 << 14
 """Longer parts of a body are passed as views, shorter ones as copies."""
 _CHUNK = 1 << 16
 _HEADER = struct.Struct("<BQQ")
-_SIZE_BYTES = 8
 Frame = tuple[int, int, bytes]
 """Kind, sequence number and body."""
-Blobs = tuple[Sequence[bytes], Sequence[int]]
+Blobs = tuple[list[bytes], Sequence[int]]
 """Blobs by position, and their whole sizes; a long blob is cut to its start."""
 
 
-def join_blobs(blobs: Sequence[bytes], sizes: Sequence[int]) -> bytes:
-    """Return the body of a round's message."""
-    return b"".join((struct.pack(f"<{len(sizes)}Q", *sizes), *blobs))
-
-
-def split_blobs(body: bytes, count: int, inline_bytes: int) -> Blobs:
-    """Parse the body of a round's message."""
-    end = count * _SIZE_BYTES
+def split_blobs(body: bytes, head: struct.Struct, inline_bytes: int) -> Blobs:
+    """Parse the body of a round's message, whose sizes are in `head`."""
+    end = head.size
     if len(body) < end:
-        raise ValueError(f"it sent {len(body)} bytes for the blobs of {count} ranks")
-    sizes = struct.unpack_from(f"<{count}Q", body)
-    view: Any = memoryview(body)
+        raise ValueError(f"it sent {len(body)} bytes for the blobs of {end // 8} ranks")
+    sizes = head.unpack_from(body)
+    view: Any = body if len(body) < COPIED_BYTES else memoryview(body)
     blobs: list[bytes] = []
     for size in sizes:
         start = end
@@ -103,18 +97,6 @@ class Connection:
         self.fd: int = sock.fileno()
 
     def send(self, kind: int, seq: int, body: bytes, until: float) -> None:
-        """Send one frame."""
-        mailbox = self.mailbox
-        # Only frames of rounds: a mailbox holds a single frame, which the next round overwrites.
-        if mailbox is not None and kind <= ALL and len(body) <= MAILBOX_BYTES:
-            if mailbox.put(kind, seq, body):
-                # If the peer can't be woken, it has read the frame and exited.
-                with contextlib.suppress(ConnectionClosed, TimeoutError):
-                    self._transmit(WAKE, 0, b"", until)
-            return
-        self._transmit(kind, seq, body, until)
-
-    def _transmit(self, kind: int, seq: int, body: bytes, until: float) -> None:
         """Send one frame over the socket."""
         if self._is_within_frame:  # what follows half a frame can't be read
             with contextlib.suppress(OSError):
@@ -132,6 +114,15 @@ class Connection:
             writable.poll(min(left, LONGEST_WAIT_S) * 1000)
             data = data[self._send_part(data) :]
         self._is_within_frame = False
+
+    def finish(self, kind: int, seq: int, body: bytes, until: float) -> None:
+        """Send what is left of a round's frame where putting it into a mailbox wasn't enough."""
+        if self.mailbox is None or len(body) > MAILBOX_BYTES:
+            self.send(kind, seq, body, until)
+            return
+        # The mailbox has it. If the peer can't be woken, it has read the frame and exited.
+        with contextlib.suppress(ConnectionClosed, TimeoutError):
+            self.send(WAKE, 0, b"", until)
 
     def _send_part(self, data: memoryview) -> int:
         """Send the bytes that the socket takes at once; return their number."""
@@ -185,9 +176,8 @@ class Connection:
 
     def sleep(self, is_asleep: bool) -> None:
         """Set whether the next frame must wake this rank."""
-        mailbox = self.mailbox
-        if mailbox is not None:
-            mailbox.sleep(is_asleep)
+        if self.mailbox is not None:
+            self.mailbox.sleep(is_asleep)
 
     def _missing_bytes(self) -> int:
         """Return how many bytes the first frame still lacks; 0 if unknown."""

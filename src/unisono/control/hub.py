@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 import time
 import weakref
+from struct import Struct
 
 from unisono.control.connection import (
     ALL,
@@ -22,14 +24,13 @@ from unisono.control.connection import (
     Blobs,
     ConnectionClosed,
     Frame,
-    join_blobs,
     read_failure,
     split_blobs,
 )
 from unisono.control.handshake import LONGEST_WAIT_S
-from unisono.control.peers import Peers
+from unisono.control.peers import NOTHING, Peers
 from unisono.control.signatures import describe
-from unisono.deadlines import host_s
+from unisono.deadlines import end_of_call, host_s
 from unisono.errors import CollectiveError
 from unisono.host.arena import Arena
 from unisono.tracebacks import hides
@@ -67,12 +68,21 @@ class Hub:
         # Closes a hub that was dropped unclosed; at exit the end of the process does that.
         weakref.finalize(self, peers.close).atexit = False
         below, position = peers.links.below, peers.position
-        self._size = len(peers.ranks)
         # Sorted, as bodies hold blobs by position, while `links.below` begins with the neighbour.
-        self._below = {down: sorted(positions) for down, positions in below.items()}
-        self._subtree = sorted((position, *(far for each in below.values() for far in each)))
+        subtree = sorted((position, *(far for each in below.values() for far in each)))
+        index = {position: index for index, position in enumerate(subtree)}
+        self._count, self._index = len(subtree), index[position]
+        self._below = {down: [index[far] for far in sorted(fars)] for down, fars in below.items()}
+        # The sizes in a body: of the blobs that go up, of all, and of those from each neighbour.
+        self._own_head = Struct(f"<{len(subtree)}Q")
+        self._whole_head = Struct(f"<{len(peers.ranks)}Q")
+        self._heads = {down: Struct(f"<{len(fars)}Q") for down, fars in below.items()}
+        if peers.links.up is not None:
+            self._heads[peers.links.up] = self._whole_head
         self._connections = peers.rounds
         self._kind = NOTICE  # of no round: nothing is awaited yet
+        self._timeout_s: float | None = None
+        self._until: float | None = None  # of this round, once it waits
         self._poll = select.poll()
         self._position_of = {each.fd: other for other, each in self._connections.items()}
         self._position_of |= {fd: other for other, fd in peers.pidfds.items()}
@@ -80,23 +90,27 @@ class Hub:
         for fd in self._position_of:
             self._poll.register(fd, select.POLLIN)
 
-    @property
-    def shares_memory(self) -> bool:
-        """Whether rounds go through memory shared with each neighbour."""
-        return all(connection.mailbox is not None for connection in self._connections.values())
-
-    def exchange(self, blob: bytes, until: float) -> Blobs:
+    def exchange(self, blob: bytes, timeout_s: float | None) -> Blobs:
         """Return the blobs of all ranks in order of positions. Collective over the group."""
         peers, size = self.peers, len(blob)
         given = blob if size <= self.inline_bytes else blob[:START_BYTES]  # enough to name the call
         try:  # an interrupt may come just after the acquire: the lock knows its owner
+            until = None
             if not peers.lock.acquire(blocking=False):
+                until = end_of_call(timeout_s)
                 peers.wait_for_turn(blob, until)
-            peers.enter(given)
+            if peers.failure is not None or peers.is_in_round:
+                peers.refuse(given)
+            self._timeout_s, self._until = timeout_s, until
+            peers.seq += 1
+            peers.blob, peers.thread_id, peers.is_in_round = given, threading.get_ident(), True
+            peers.steps.last = ""  # reports on this rank name the round from now on
             try:
-                return self._round(given, size, until)
+                return self._round(given, size)
             finally:
-                peers.leave()
+                peers.waits, peers.is_in_round = NOTHING, False
+                if peers.failure is not None or peers.concurrent_calls:
+                    peers.leave_failed()
         except CollectiveError:  # `Peers` has reported it already
             raise
         except BaseException as error:  # Ctrl-C above all: half a round can't be undone
@@ -109,72 +123,76 @@ class Hub:
             except RuntimeError:  # another thread holds it, or none
                 pass
 
-    def _round(self, blob: bytes, size: int, until: float) -> Blobs:
+    def _round(self, blob: bytes, size: int) -> Blobs:
         """Pass blobs up the tree and all of them down again; `size` is that of the whole blob."""
-        links = self.peers.links
-        up, downs = links.up, links.downs
-        gathered: Blobs = (blob,), (size,)
+        peers, connections = self.peers, self._connections
+        up, downs = peers.links.up, peers.links.downs
+        blobs, sizes = [b""] * self._count, [0] * self._count
+        blobs[self._index], sizes[self._index] = blob, size
         if downs:
-            blobs, sizes = [b""] * self._size, [0] * self._size
-            position = self.peers.position
-            blobs[position], sizes[position] = blob, size
-            for down, given in self._receive(GIVE, downs, until).items():
-                for far, each, each_size in zip(self._below[down], *given, strict=True):
-                    blobs[far], sizes[far] = each, each_size
-            gathered = blobs, sizes
-            if len(self._subtree) < self._size:  # the root has all blobs, in order
-                gathered = (
-                    [blobs[position] for position in self._subtree],
-                    [sizes[position] for position in self._subtree],
-                )
+            for down, given in self._receive(GIVE, downs).items():
+                for index, each, each_size in zip(self._below[down], *given, strict=True):
+                    blobs[index], sizes[index] = each, each_size
+        gathered: Blobs = blobs, sizes
         if up is not None:
-            self._send(GIVE, up, join_blobs(*gathered), until)
-            gathered = self._receive(ALL, (up,), until)[up]
+            body = b"".join((self._own_head.pack(*sizes), *blobs))
+            mailbox = connections[up].mailbox
+            if mailbox is None or not mailbox.put(GIVE, peers.seq, body):
+                self._send(GIVE, up, body)
+            gathered = self._receive(ALL, (up,))[up]
         if downs:
-            body = join_blobs(*gathered)
+            body = b"".join((self._whole_head.pack(*gathered[1]), *gathered[0]))
             for down in downs:
-                self._send(ALL, down, body, until)
+                mailbox = connections[down].mailbox
+                if mailbox is None or not mailbox.put(ALL, peers.seq, body):
+                    self._send(ALL, down, body)
         return gathered
 
-    def _receive(self, kind: int, positions: tuple[int, ...], until: float) -> dict[int, Blobs]:
+    def _deadline(self) -> float:
+        """Return the deadline of this round: it counts from the first wait."""
+        if self._until is None:
+            self._until = end_of_call(self._timeout_s)
+        return self._until
+
+    def _receive(self, kind: int, positions: tuple[int, ...]) -> dict[int, Blobs]:
         """Wait for one message of `kind` from each of `positions`; return their blobs."""
         got: dict[int, Blobs] = {}
         self._kind, self.peers.waits = kind, (positions, got)
+        arena, seq = self.arena, self.peers.seq
+        looks, give_way = (0, os.sched_yield) if arena is None else (arena.looks, arena.give_way)
         spin_until = time.monotonic() + _SPIN_S
         for position in positions:
-            self._spin(position, spin_until)
+            connection, looks_left = self._connections[position], looks
+            mailbox = connection.mailbox  # with a mailbox, the socket is read only before sleeping
+            take = connection.take if mailbox is None else mailbox.take
+            try:
+                while position not in got:
+                    frame = take()
+                    if frame is not None and frame[0] == kind and frame[1] == seq:
+                        head = self._heads[position]
+                        got[position] = split_blobs(frame[2], head, self.inline_bytes)
+                    elif frame is not None:
+                        self._accept(frame, position)
+                    elif looks_left:
+                        looks_left -= 1
+                    elif time.monotonic() > spin_until:
+                        break
+                    else:
+                        give_way()  # the awaited rank may need this core
+            except (ConnectionClosed, ValueError) as closed:
+                raise self.peers.fail_gone(position, str(closed)) from None
         if len(got) < len(positions):
-            later_s = _WARN_LATER_S if kind == ALL else 0.0  # the rank above warns first
-            self._sleep(until, time.monotonic() + host_s(self.warn_after_s) + later_s)
+            self._sleep()
         return got
 
-    def _spin(self, position: int, until: float) -> None:
-        """Wait for the message of one neighbour without sleeping."""
-        connection, (_, got) = self._connections[position], self.peers.waits
-        mailbox = connection.mailbox  # with a mailbox, the socket is read only before sleeping
-        take = connection.take if mailbox is None else mailbox.take
-        arena = self.arena
-        looks, give_way = (0, os.sched_yield) if arena is None else (arena.looks, arena.give_way)
-        try:
-            while position not in got:
-                frame = take()
-                if frame is not None:
-                    self._accept(frame, position)
-                elif looks:
-                    looks -= 1
-                elif time.monotonic() > until:
-                    break
-                else:
-                    give_way()  # the awaited rank may need this core
-        except (ConnectionClosed, ValueError) as closed:
-            raise self.peers.fail_gone(position, str(closed)) from None
-
-    def _sleep(self, until: float, warn_at: float) -> None:
+    def _sleep(self) -> None:
         """Wait asleep until all messages have arrived; neighbours wake this rank."""
-        kind, peers = self._kind, self.peers
+        kind, peers, until = self._kind, self.peers, self._deadline()
         positions, got = peers.waits
-        wait_s = _FIRST_SLEEP_S
-        suspect_at, has_grace = time.monotonic() + _SUSPECT_S, kind == ALL
+        wait_s, has_grace = _FIRST_SLEEP_S, kind == ALL
+        later_s = _WARN_LATER_S if kind == ALL else 0.0  # the rank above warns first
+        warn_at = time.monotonic() + host_s(self.warn_after_s) + later_s
+        suspect_at = time.monotonic() + _SUSPECT_S
         for position in positions:
             self._connections[position].sleep(True)
         self._take_all()  # frames that were sent before the senders saw that this rank sleeps
@@ -253,14 +271,13 @@ class Hub:
         is_awaited = (kind, seq) == (self._kind, self.peers.seq) and position in positions
         if not is_awaited or position in got:  # its callers then count the rank as gone
             raise ConnectionClosed(f"it sent frame {kind} of round {seq}")
-        count = self._size if kind == ALL else len(self._below[position])
-        got[position] = split_blobs(body, count, self.inline_bytes)
+        got[position] = split_blobs(body, self._heads[position], self.inline_bytes)
         return True
 
-    def _send(self, kind: int, position: int, body: bytes, until: float) -> None:
-        """Send a frame of this round to a neighbour; raise if that fails."""
+    def _send(self, kind: int, position: int, body: bytes) -> None:
+        """Send a neighbour a frame of this round where its mailbox isn't enough, or raise."""
         try:
-            self._connections[position].send(kind, self.peers.seq, body, until)
+            self._connections[position].finish(kind, self.peers.seq, body, self._deadline())
         except ConnectionClosed as closed:
             self.peers.waits = (), {}  # no frame of a round counts any more
             self._take(position)  # the neighbour may have reported why

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from unisono.control import signatures
 from unisono.control.absent_ranks import SIDEBAND, Absent, Missing, is_stopped, report, stack_of
@@ -48,7 +48,7 @@ _REPORT_S = 0.1  # for the report of one of several ranks that have ended
 _LATE_S = 0.3  # for the report of a rank that knows more
 _DEPARTURE_S = 1.0  # for the report of a rank that has left, or the end of its connection
 _MAX_ASKED = 64
-_NOTHING: tuple[tuple[int, ...], dict[int, Blobs]] = (), {}
+NOTHING: tuple[tuple[int, ...], dict[int, Blobs]] = (), {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Peers:
     """The other ranks of one group, as this rank knows them."""
 
     # The group, as this rank sees it; the first `failure` stays:
-    #   idle --enter--> in a round --leave--> idle
+    #   idle --a round begins--> in a round --it ends--> idle
     #   idle or in a round --a peer is gone, FAIL arrives--> failed
     #   in a round --the deadline, a peer that doesn't read, a second thread--> failed
     #   in a round --Ctrl-C--> failed, and out of step
@@ -120,13 +120,17 @@ class Peers:
         self.seq: int = 0
         """Number of the round that this rank is in, or was in last."""
         self.is_in_round: bool = False
-        self.waits: tuple[tuple[int, ...], dict[int, Blobs]] = _NOTHING
+        self.waits: tuple[tuple[int, ...], dict[int, Blobs]] = NOTHING
         """Positions of the ranks that this one waits for in its round, and their blobs."""
-        self._blob, self._thread_id = b"", threading.get_ident()  # set by `enter`, for reports
-        self._steps = steps
+        self.blob: bytes = b""
+        """This rank's blob in that round."""
+        self.thread_id: int = threading.get_ident()
+        """The thread that makes, or made, that round."""
+        self.steps: SequenceNumbers = steps
         self._absent: Absent | None = None
-        self._has_warned = False
-        self._concurrent_calls = ""  # set by `wait_for_turn` in the rejected thread
+        self._warned_of = 0  # the last round that a rank has warned of
+        self.concurrent_calls: str = ""
+        """Set by `wait_for_turn` in a rejected thread; the round's own thread then fails."""
         self._unsent: tuple[bytes, int | None] | None = None  # where another thread may be sending
         self._next_hops = {far: down for down, fars in links.below.items() for far in fars}
         self._departures: dict[int, Departure | None] = {}  # None: gone without a report
@@ -177,46 +181,37 @@ class Peers:
         text = f"{how} after {self._call() or 'its last collective'}"
         if not self.seq:
             text = f"{how} before its first collective"
-        departure = Departure(text, dict(self._steps.counts))
+        departure = Departure(text, dict(self.steps.counts))
         self._flood(LEAVE, _encode_departure(self.position, departure))
 
-    def enter(self, blob: bytes) -> None:
-        """Start a round of this thread with its `blob`."""
-        if self.failure is not None:
-            self.raise_failure()
+    def refuse(self, blob: bytes) -> NoReturn:
+        """Raise in place of a round with `blob`: the group has failed, or is in a round."""
+        self.raise_failure()
         # The lock lets its owner in again, so this thread is in a round already.
-        if self.is_in_round:
-            raise CollectiveError(
-                f"{self}: {signatures.describe(blob)} was called within "
-                f"{signatures.describe(self._blob)}: signal handlers and finalizers "
-                "must not call collectives"
-            )
-        self.seq += 1
-        self._blob, self.is_in_round = blob, True
-        self._thread_id = threading.get_ident()
-        self._has_warned = False
-        self._steps.last = ""  # reports on this rank name the round from now on
+        raise CollectiveError(
+            f"{self}: {signatures.describe(blob)} was called within "
+            f"{signatures.describe(self.blob)}: signal handlers and finalizers "
+            "must not call collectives"
+        )
 
-    def leave(self) -> None:
-        """End the round, whether it failed or not."""
-        self.waits, self.is_in_round = _NOTHING, False
-        if self._unsent is not None:  # another thread has recorded a failure meanwhile
-            self._send_failure()
+    def leave_failed(self) -> None:
+        """Report a failure that another thread has recorded during this thread's round."""
+        self._send_failure()
         # `wait_for_turn` has rejected another thread's call, so the ranks are out of step.
-        if self._concurrent_calls and self.failure is None:
-            raise self.fail(FailureReport("threads", self._concurrent_calls))
+        if self.concurrent_calls and self.failure is None:
+            raise self.fail(FailureReport("threads", self.concurrent_calls))
 
     def wait_for_turn(self, blob: bytes, until: float) -> None:
         """Wait for the lock; raise if another thread is in a round."""
         self.raise_failure()
         call = signatures.describe(blob)
         if self.is_in_round:
-            self._concurrent_calls = (
+            self.concurrent_calls = (
                 f"two threads called collectives of one group at once, {call} and "
-                f"{signatures.describe(self._blob)}: let one thread make them all, or use "
+                f"{signatures.describe(self.blob)}: let one thread make them all, or use "
                 "async_op=True, or make a group for each thread with new_group"
             )
-            raise CollectiveError(f"{self}: {self._concurrent_calls}")
+            raise CollectiveError(f"{self}: {self.concurrent_calls}")
         left_s = max(0.0, until - time.monotonic())
         # `until` may be infinite, which a lock doesn't accept.
         if not self.lock.acquire(timeout=min(left_s, threading.TIMEOUT_MAX)):
@@ -344,13 +339,13 @@ class Peers:
 
     def warn(self) -> None:
         """Warn, once in a round, about the ranks that it waits for, unless a neighbour has."""
-        if not self._has_warned:
+        if self._warned_of != self.seq:
             text = f"{self} is still waiting: {self._report(self.ask())}"
             self.forward_warning(text.encode("utf-8", "backslashreplace"), self.waits[1])
 
     def forward_warning(self, body: bytes, positions: Iterable[int]) -> None:
         """Log a warning about a long wait and send it to neighbours."""
-        self._has_warned = True
+        self._warned_of = self.seq
         _log.warning("%s", body.decode("utf-8", "replace"))
         for position in positions:
             with contextlib.suppress(ConnectionClosed, TimeoutError):
@@ -413,7 +408,7 @@ class Peers:
 
     def fail(self, failure: FailureReport, source: int | None = None) -> CollectiveError:
         """Record a failure, report it to all neighbours but its source, and return the error."""
-        where = f", in {signatures.describe(self._blob)}" if self.is_in_round else ""
+        where = f", in {signatures.describe(self.blob)}" if self.is_in_round else ""
         text = f"{self}{where}: {failure.text}"
         error = CollectiveError(text)
         if failure.kind == "peer":
@@ -446,13 +441,13 @@ class Peers:
 
     def _call(self) -> str:
         """Return this rank's last call and its line; empty for an internal call."""
-        call = signatures.describe(self._blob) if self.seq else ""
+        call = signatures.describe(self.blob) if self.seq else ""
         return "" if call == signatures.UNKNOWN else call
 
     def _state(self, group: str) -> State:
         """Return this rank's progress, also in the named group."""
-        last, step = self._steps.last or self._call(), self._steps.counts.get(group, 0)
-        return State(stack_of(self._thread_id), last, self.seq, self._awaited(), step)
+        last, step = self.steps.last or self._call(), self.steps.counts.get(group, 0)
+        return State(stack_of(self.thread_id), last, self.seq, self._awaited(), step)
 
     def _awaited(self) -> list[int]:
         positions, got = self.waits
@@ -485,7 +480,7 @@ class Peers:
     def _report(self, states: dict[int, State]) -> str:
         """Return a description of the calls that arrived, and of the missing ranks."""
         absent, got = self._awaited(), self.waits[1]
-        arrived = {self.position: self._blob}
+        arrived = {self.position: self.blob}
         for source, (blobs, _) in got.items():
             # The blobs of the rank above are left out: in `below` it has no positions.
             arrived |= zip(sorted(self.links.below.get(source, ())), blobs, strict=False)
@@ -503,7 +498,7 @@ class Peers:
             further = [far for far in state.waits_for if 0 <= far < len(self.ranks)]
             states |= self._ask(further)
             missing += [self._missing(far, states) for far in further]
-        return report(signatures.call_of(self._blob), by_rank, missing)
+        return report(signatures.call_of(self.blob), by_rank, missing)
 
     def _next_hop(self, position: int) -> int:
         """Return the neighbour through which a rank is reached; -1 for none."""

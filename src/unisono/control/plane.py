@@ -22,7 +22,6 @@ from unisono.control.hub import Hub
 from unisono.control.peers import Peers
 from unisono.control.rendezvous import checks_by, connect_group
 from unisono.control.signatures import SequenceNumbers, call_head, site, unpack
-from unisono.deadlines import end_of_call
 from unisono.errors import GroupMembershipError
 from unisono.host.arena import Check
 from unisono.host.collectives import HostCollectives
@@ -88,6 +87,10 @@ class ControlPlane:
         """Whether calls over different groups may run at the same time, each in its own thread."""
         # Not on accelerators: NCCL may wait forever if ranks begin the calls in different orders.
         return self.model.transport_device.type == "cpu"
+
+    def exchange(self, blob: bytes, group: Group | None = None) -> list[bytes]:
+        """Return the blobs of every rank. Collective over `group`."""
+        return self.model.exchange(blob, group)
 
     def is_connected(self, group: Group | None) -> bool:
         """Return whether a group's first call, in which its ranks connect, is done."""
@@ -209,11 +212,10 @@ class SocketControlPlane(ControlPlane):
             return fallback.exchange(self.model, blob, group)
         # Like `allowed_s`, but without one more call in every collective.
         own_s = None if group is None else group.timeout_s
-        until = end_of_call(self.timeout_s if own_s is None else own_s)
-        blobs, sizes = hub.exchange(blob, until)
+        blobs, sizes = hub.exchange(blob, self.timeout_s if own_s is None else own_s)
         # The round has cut longer blobs: if there is one, the data plane carries all of them whole.
         if max(sizes) <= hub.inline_bytes:
-            return list(blobs)
+            return blobs
         host = self.host(group)
         if host is not None:
             return host.exchange(blob, sizes)

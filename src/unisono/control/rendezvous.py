@@ -166,7 +166,7 @@ def connect_group(
     if hub is not None and is_one_host and control.secret is None:
         # The kernel has confirmed that all are this user's processes, so random numbers of theirs
         # make a secret.
-        shares, _ = hub.exchange(secrets.token_bytes(32), time.monotonic() + host_s(_SET_UP_S))
+        shares, _ = hub.exchange(secrets.token_bytes(32), _SET_UP_S)
         secret = hashlib.sha256(b"".join(shares)).digest()
         try:
             authenticate(control.model, group, secret, name)
@@ -413,7 +413,8 @@ class _Connector:
             return None, _Vote(reason=_text_of(error))
         # A rank that is alone on its host needs no arena, and lets the others keep theirs.
         has_arena = hub.arena is not None or len(self._local) == 1
-        return hub, _Vote(shares_memory=hub.shares_memory, has_arena=has_arena)
+        shares_memory = all(each.mailbox is not None for each in hub.peers.rounds.values())
+        return hub, _Vote(shares_memory=shares_memory, has_arena=has_arena)
 
     def _build_hub(self, inline_bytes: int) -> Hub:
         """Connect to the neighbours; return the hub over these connections."""

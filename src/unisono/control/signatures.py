@@ -20,7 +20,6 @@ import os
 import struct
 import sys
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import Context, ContextVar, copy_context
 from functools import lru_cache
@@ -140,8 +139,6 @@ _purpose: ContextVar[str] = ContextVar("_purpose", default="")
 class _Line(threading.local):
     known: bytes = b""
     """Line of this thread's current call; empty until it is looked up."""
-    compared: bytes = b""
-    """Line of the next call if it was compared already, else empty."""
 
 
 line: _Line = _Line()
@@ -176,13 +173,11 @@ def carried_line() -> str:
 
 def site() -> bytes:
     """Return file and line of the user's innermost frame."""
-    # A background thread's frames lack the line; that of a logged call, `CallLog` has found.
-    carried = _carried.get()
-    if carried or line.known:
-        return carried or line.known
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(OUR_FRAMES):
-        frame = frame.f_back
+    # That of a logged call, `CallLog` has found; a background thread's frames lack the line.
+    known = line.known or _carried.get()
+    if known:
+        return known
+    frame = sys._getframe(level() - 1)  # `level` counts from 1, `_getframe` from 0
     return encode_site(frame.f_code.co_filename, frame.f_lineno)
 
 
@@ -198,7 +193,7 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
 
 def line_of_call() -> str:
     """Return file and line of the user's innermost frame, for messages."""
-    frame = sys._getframe(level() - 1)  # `level` counts from 1, `_getframe` from 0
+    frame = sys._getframe(level() - 1)
     return place_of(frame.f_code.co_filename, frame.f_lineno)
 
 
@@ -309,8 +304,8 @@ class SequenceNumbers:
         number on all ranks."""
         self.last: str = ""
         """The last operation and its line; empty after a round of the control plane."""
-        self.histories: defaultdict[str, CallHistory] = defaultdict(CallHistory)
-        """The lines of rounds in which the ranks compared calls."""
+        self.histories: dict[str, CallHistory | None] = {}
+        """The lines of rounds in which the ranks compared calls; None if they don't."""
         self._models: dict[str, int] = {}  # modules so far, by group
 
     def count_model(self, group: Group | None) -> int:
@@ -327,7 +322,5 @@ class SequenceNumbers:
     def begin(self, group: str, call: str) -> int:
         """Record an operation that this rank begins; return its number."""
         self.counts[group] = count = self.counts.get(group, 0) + 1
-        # `compared` is the line of this one call: the next one looks its own up.
-        where, line.compared = line.compared or site(), b""
-        self.last = f"{call} at {where.decode('utf-8', 'replace')}"
+        self.last = f"{call} at {site().decode('utf-8', 'replace')}"
         return count

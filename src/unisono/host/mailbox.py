@@ -22,6 +22,7 @@ _HALF_BYTES = _HEAD_BYTES + MAILBOX_BYTES
 _WORD_BYTES = 8
 _SIZE, _SLEEPS = 1, 4  # words of a half's head after the stamp; the reader writes the last one
 _KIND_BITS = 3
+_KINDS = (1 << _KIND_BITS) - 1
 
 
 class Mailbox:
@@ -32,23 +33,24 @@ class Mailbox:
     #   empty --put: body, length, then stamp--> full --take--> empty
     # Its reader:
     #   awake --sleep(True), then one more look--> asleep --sleep(False)--> awake
-    # `put` returns whether the reader sleeps; if so, the writer sends WAKE over the socket.
+    # If `put` returns False, the writer sends the whole frame over the socket, or WAKE.
 
     def __init__(self, shared: mmap.mmap, is_first: bool) -> None:
         mine, theirs = (0, _HALF_BYTES) if is_first else (_HALF_BYTES, 0)
-        self._bytes = memoryview(shared)
-        self._words = self._bytes.cast("Q")
+        self._bytes, self._words = shared, memoryview(shared).cast("Q")
         self._out, self._in = mine // _WORD_BYTES, theirs // _WORD_BYTES  # stamps
         self._out_body, self._in_body = mine + _HEAD_BYTES, theirs + _HEAD_BYTES
         self._taken = 0  # the stamp of no frame, as rounds count from 1
 
     def put(self, kind: int, seq: int, body: bytes) -> bool:
-        """Write a frame, once the other end has taken the last; return whether that end sleeps."""
+        """Write a frame, once the other end has taken the last; return whether that is enough."""
+        if len(body) > MAILBOX_BYTES:
+            return False
         start, words, first = self._out_body, self._words, self._out
         self._bytes[start : start + len(body)] = body
         words[first + _SIZE] = len(body)
         words[first] = seq << _KIND_BITS | kind  # last: the reader looks for this word
-        return words[first + _SLEEPS] != 0
+        return words[first + _SLEEPS] == 0
 
     def has_frame(self) -> bool:
         """Return whether a frame has arrived."""
@@ -61,10 +63,9 @@ class Mailbox:
         if stamp == self._taken:
             return None
         self._taken = stamp
+        size = min(words[first + _SIZE], MAILBOX_BYTES)  # the other end may have written any length
         start = self._in_body
-        # The other end may have written any length: read no more than its half.
-        body = bytes(self._bytes[start : start + min(words[first + _SIZE], MAILBOX_BYTES)])
-        return stamp & ((1 << _KIND_BITS) - 1), stamp >> _KIND_BITS, body
+        return stamp & _KINDS, stamp >> _KIND_BITS, self._bytes[start : start + size]
 
     def sleep(self, is_asleep: bool) -> None:
         """Set whether the next frame must wake this end."""

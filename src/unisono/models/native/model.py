@@ -83,6 +83,13 @@ class _KnownBackends:
         return tuple(name for name in names if name not in (dist.Backend.UNDEFINED, "fake"))
 
 
+class _CurrentDevice:
+    """The accelerator that is current at the time of access, as a program may change it."""
+
+    def __get__(self, instance: object, _owner: type) -> Any:
+        return self if instance is None else current_device()  # which initialises it
+
+
 class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
     """The default process group of ``torch.distributed``, created here or by the user."""
 
@@ -93,7 +100,10 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         {"timeout", "init_method", "store", "device", "device_id", "pg_options", "group_name"}
     )
     dtypes: frozenset[torch.dtype] = COMMON_DTYPES
-    transport_device: torch.device = torch.device("cpu")  # no property: collectives read it
+    # No properties, as every collective reads them.
+    topology: Topology = Topology(0, 1)
+    device: torch.device = cast("Any", _CurrentDevice())
+    transport_device: torch.device = torch.device("cpu")
 
     def __init__(
         self,
@@ -106,10 +116,15 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         # For `is_alive`: once torch has another default group, this context is over.
         self._pg = dist.group.WORLD
         self._backend = str(dist.get_backend())
-        self._topology = topology
-        self._device = device
+        self.topology = topology
         self._is_owner = is_owner
         self._interface = interface
+        if device is None:
+            kind = accelerator()
+            if kind is None or not process_group.serves(self._backend, kind.type):
+                device = torch.device("cpu")
+        if device is not None:
+            self.device = device
         table = process_group.backends_by_device(self._backend)
         # Gloo takes only tensors in the host's memory, and a backend without this device gets them.
         is_hosted = table.get(self.device.type, "gloo") == "gloo"
@@ -187,7 +202,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
                 # The exchange also keeps ranks from ending, and looking dead, while others join.
                 with deadline(rendezvous.left()):
                     hosts = model.exchange(host_of_this_process().encode())
-                    model._topology = model.topology.among(hosts)
+                    model.topology = model.topology.among(hosts)
         except (RuntimeError, ValueError, OSError) as error:
             if dist.group.WORLD is not None:
                 dist.destroy_process_group()
@@ -229,21 +244,8 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         return dist.group.WORLD is self._pg
 
     @property
-    def topology(self) -> Topology:
-        return self._topology
-
-    @property
     def backend(self) -> str:
         return self._backend
-
-    @property
-    def device(self) -> torch.device:
-        if self._device is not None:
-            return self._device
-        kind = accelerator()
-        if kind is None or not process_group.serves(self._backend, kind.type):
-            return torch.device("cpu")
-        return current_device()  # only now, because it initialises the accelerator
 
     def wrap_module(self, module: nn.Module, wrapper: str, **options: Any) -> nn.Module | None:
         return process_group.wrap(module, wrapper, self.device, **options)
@@ -256,7 +258,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         return self.control.exchange(blob, group)
 
     def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
-        rows = tensor.new_empty((self._topology.size(group), *tensor.shape))
+        rows = tensor.new_empty((self.topology.size(group), *tensor.shape))
         # Used only until unisono's own sockets connect the ranks.
         if self._gathers_at_root and group is None and EVERYBODY not in self.control.hubs:
             return self._gather_at_root(tensor, rows)
@@ -267,11 +269,11 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
     def _gather_at_root(self, tensor: Tensor, rows: Tensor) -> Tensor:
         """Gather over rank 0 while many ranks are set up, as gloo's own all_gather is a ring."""
         # The ring takes as many steps as there are ranks, each on every rank.
-        is_root = self._topology.rank == 0
+        is_root = self.topology.rank == 0
         self._run("all_gather", None, dist.gather, tensor, [*rows] if is_root else None, 0)
         self._run("all_gather", None, dist.broadcast, rows, 0)
         # Overwritten, because a stranger in rank 0's place could replay this rank's earlier proof.
-        rows[self._topology.rank] = tensor
+        rows[self.topology.rank] = tensor
         return rows
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
@@ -328,7 +330,7 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
             raise ArgumentError(f"new_group: {error}") from error
         except (RuntimeError, ValueError) as error:
             self._fail(f"new_group({list(ranks)})", None, error)
-        if self._topology.rank not in ranks:
+        if self.topology.rank not in ranks:
             return Group(ranks)
         timeout_s = None if allowed is None else allowed.total_seconds()
         group = Group(ranks, made, made.group_name, timeout_s)

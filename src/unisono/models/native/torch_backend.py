@@ -29,7 +29,7 @@ from torch._C import _distributed_c10d
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from unisono.control.plane import SocketControlPlane
-from unisono.control.signatures import OUR_FRAMES, call_head, line, site, unpack
+from unisono.control.signatures import OUR_FRAMES, call_head, site, unpack
 from unisono.errors import ContextError
 from unisono.host.collectives import HostCollectives as Host, Turn, folds
 from unisono.model.reduction import ReduceOp, parse_op
@@ -225,10 +225,8 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         """Compare the ranks' calls, and return the value that each rank attached."""
         if tensor is not None:
             call = f"{call} of {str(tensor.dtype)[6:]}[{tensor.numel()}]"  # without "torch."
-        where = site()
-        head = call_head(call, where)
+        head = call_head(call, site())
         blobs = self._control.exchange(head + value, self._group)
-        line.compared = where  # the operation needn't look up the line again
         return unpack(blobs, head, lambda: self._members)
 
     def _fits_round(self, tensor: Tensor) -> bool:
