@@ -171,7 +171,6 @@ SPELLS_VARIABLES = {
     "launchers.job.lifetime": "torchrun's ranks, in a worker's title",
     "launchers.mpi": "Open MPI refuses root without; and what each rank is told",
     "launchers.script.rank.program": "what each rank is told",
-    "launchers.script.remote_workers": "the attempt of torchrun that this is",
     "launchers.script.script": "what each rank is told",
     "launchers.slurm": "what each rank is told",
     "launchers.variables": "what each rank is told, and what a job around leaves",

@@ -144,26 +144,17 @@ def launch(
     *,
     environ: Mapping[str, str] | None = None,
     join: bool = True,
-    max_restarts: int = 0,
-    max_nnodes: int | None = None,
     timeout_s: float | None = None,
     stop_limit_s: float = DEFAULT_TIMEOUT_S,
 ) -> Any:
     """Run `entry` in ranks of torch's agent on this node."""
-    is_elastic = max_nnodes is not None and max_nnodes > plan.nnodes
-    script = replace(
-        Script.of(plan),
-        max_nnodes=max_nnodes or plan.nnodes,
-        # The agents of an elastic job number the nodes themselves; a single node needs no number.
-        node_rank=None if is_elastic or plan.nnodes == 1 else plan.node_rank,
-        max_restarts=max_restarts,
-        timeout_s=timeout_s,
-    )
+    # A single node needs no number.
+    node_rank = None if plan.nnodes == 1 else plan.node_rank
+    script = replace(Script.of(plan), node_rank=node_rank, timeout_s=timeout_s)
     spec = LauncherSpec(
         "torchrun",
         script.world_size,
         script.nproc_per_node,
-        may_start_again=script.may_restart,
         start_s=math.inf,  # the agents wait up to `timeout_s` for each other
         exit_s=timeout_s or _TIMEOUT_S,  # the agent exits only when the other nodes are done, too
         stop_limit_s=stop_limit_s,

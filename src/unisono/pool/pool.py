@@ -322,7 +322,7 @@ def outcome(
 
 
 def _check_host(options: Mapping[str, Any]) -> None:
-    """Raise if options place replicas on other hosts, or start them again."""
+    """Raise if options place replicas on other hosts."""
     refused = {name: options[name] for name in ("nnodes", "hosts") if options.get(name) is not None}
     if refused.get("nnodes") == 1:
         del refused["nnodes"]
@@ -332,11 +332,6 @@ def _check_host(options: Mapping[str, Any]) -> None:
         raise ArgumentError(
             f"{name}={value!r}: all replicas of a pool are on this host; leave {name} out, or run "
             "a function on several hosts with spawn()"
-        )
-    for name in {"max_restarts", "max_nnodes"} & {*(options.get("launcher_options") or {})}:
-        raise ArgumentError(
-            f"launcher_options has {name}, but a pool makes its replicas again itself at the next "
-            "call: leave it out"
         )
 
 

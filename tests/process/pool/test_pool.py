@@ -533,9 +533,6 @@ def test_bad_input_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyP
     for elsewhere in ({"nnodes": 2}, {"hosts": "one:1,two:1"}, {"launcher": "slurm"}):
         with pytest.raises(ArgumentError, match=rf"{next(iter(elsewhere))}=.*on this host.*spawn"):
             WorkerPool("gloo", **elsewhere)
-    for name in ("max_restarts", "max_nnodes"):
-        with pytest.raises(ArgumentError, match=f"{name}, but a pool makes its replicas again"):
-            WorkerPool("gloo", launcher="torchrun", launcher_options={name: 2})
     monkeypatch.setattr(lifecycle, "find_launcher", lambda _: theirs)
     with pytest.raises(ArgumentError, match="launcher 'theirs' makes no replicas that stay"):
         WorkerPool("gloo", launcher="theirs")

@@ -66,10 +66,6 @@ class JobRanks(ABC):
         """Return whether a rank's task hasn't been sent yet."""
         return False
 
-    def may_start_again(self, job: Job[Any]) -> bool:
-        """Return whether the launcher may start all ranks again, which continues the job."""
-        return False
-
 
 class Job(Generic[T]):
     """Ranks that run one function; the handle that ``spawn(join=False)`` returns."""
@@ -86,18 +82,14 @@ class Job(Generic[T]):
     ) -> None:
         self.ranks = ranks
         self.orders: Orders = Orders(grace_s or 0.0)
-        self.reset(range(world_size) if expected is None else expected, world_size)
+        self.world_size: int = world_size
+        self.results: dict[int, bytes] = {}
+        self.failures: Failures = Failures(ranks.cause_order)
+        self._expected = tuple(range(world_size) if expected is None else expected)
         # Without a grace time, a signal ends this process, and the ranks with it.
         self._forwarded = () if grace_s is None else ranks.forwarded
         self._error: LaunchError | None = None
         self._is_ended = False
-
-    def reset(self, expected: Iterable[int], world_size: int) -> None:
-        """Expect results of these ranks, and discard earlier results and failures."""
-        self.world_size: int = world_size
-        self.results: dict[int, bytes] = {}
-        self.failures: Failures = Failures(self.ranks.cause_order)
-        self._expected = tuple(expected)
 
     @property
     def late(self) -> list[int]:
@@ -226,7 +218,7 @@ class Job(Generic[T]):
             have_all_failed = self.failures.by_rank.keys() >= set(late)
             if have_all_failed or now >= self.orders.until:
                 self._error = self._ended_error(late)
-        elif self._counts_failures():
+        elif self.failures:
             # A failure waits for other ranks' reports, as one of those may be its cause.
             have_all_reported = all(self.failures.by_rank.get(rank) for rank in late)
             if have_all_reported or now >= self.failures.decide_at:
@@ -236,9 +228,6 @@ class Job(Generic[T]):
     def _first_failure(self) -> LaunchError:
         """Return the error of the first failure; must be called before this process ends a rank."""
         return self.failures.error(self.world_size, partial(self.ranks.lost, self))
-
-    def _counts_failures(self) -> bool:
-        return bool(self.failures) and not self.ranks.may_start_again(self)
 
     def _ended_error(self, late: list[int]) -> WorkerFailedError:
         why = f" by {signal_name(self.orders.received[0])}" if self.orders.received else ""
@@ -250,7 +239,7 @@ class Job(Generic[T]):
         """Wait for changes of ranks, at most until the first limit, and record them."""
         ends = [limit for limit in (*limits, self.orders.until) if limit is not None]
         # After a signal only the grace time decides: see `_is_over`.
-        if self._counts_failures() and self.orders.until is None:
+        if self.failures and self.orders.until is None:
             ends.append(self.failures.decide_at)
         self.ranks.poll(self, min([time.monotonic() + _POLL_S, *ends]))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import os
 import pickle
@@ -26,7 +25,7 @@ from unisono.control.handshake import Pending, answer
 from unisono.deadlines import DEFAULT_TIMEOUT_S, limit_of
 from unisono.errors import LaunchError
 from unisono.launchers.job import channel as messages
-from unisono.launchers.job.failure import Failure, exit_code_of
+from unisono.launchers.job.failure import exit_code_of
 from unisono.launchers.job.job import Job
 from unisono.launchers.job.output import Pipes, show
 from unisono.launchers.job.pickling import pickle_for_worker
@@ -37,7 +36,6 @@ from unisono.launchers.job.wrapper import Link, boot
 from unisono.launchers.script.script import Script, dying_with
 from unisono.topology import RankInfo
 
-_log = logging.getLogger(__name__)
 _POLL_S = 0.1  # between two checks of the launcher
 _ARRIVE_S = 300.0  # from the first rank's connection to the last one's
 _TERM_S = 3.0  # for the launcher to end, after its ranks and again after SIGTERM
@@ -52,8 +50,6 @@ class LauncherSpec:
     name: str  # its command, for errors
     world_size: int
     n_own: int | None = None  # ranks that connect here, if each node launches its own; None for all
-    # Whether it may start all ranks again, such as after a failure; their numbers may change.
-    may_start_again: bool = False
     host: str = ""  # the launcher's variable with this host's address; empty if all ranks are here
     port: int = 0  # on this host, for ranks of other hosts; 0 for any free port
     names: Sequence[str] = ()  # the launcher's variables that identify a rank, as in `Link`
@@ -132,9 +128,6 @@ class _RankListener:
 class RemoteWorkers(Workers):
     """Ranks of one launcher, which is a process of this host."""
 
-    # If the launcher may start all ranks again, the first rank of a new attempt replaces all ranks
-    # of the previous attempt.
-
     stdout: int | None = None  # target of the launcher's stdout; None for this process's
     n_last: int = 12  # lines of the launcher's output in an error
     drain_s: float = 1.0  # for the last lines of the launcher's processes
@@ -153,7 +146,6 @@ class RemoteWorkers(Workers):
         self.link: Link = self._listener.link
         self._begin = self._arrived_at = time.monotonic()
         self._ended_at, self._is_reported = 0.0, False  # the launcher's early end
-        self._attempt: tuple[object, ...] = ()  # what identifies it: see `_begin_attempt`
 
     def start(self, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
         """Start the launcher."""
@@ -223,10 +215,6 @@ class RemoteWorkers(Workers):
             f"{self._spec.name} {how}, {where}; its last output:\n{self.last_lines()}"
         )
 
-    def may_start_again(self, job: Job[Any]) -> bool:
-        """Return whether the launcher may start all ranks again, which it does until it ends."""
-        return self._spec.may_start_again and not job.orders.received and not self.has_ended()
-
     def poll(self, job: Job[Any], until: float) -> None:
         """Wait briefly for any worker or the launcher, and record changes."""
         super().poll(job, min(until, time.monotonic() + _POLL_S))
@@ -250,7 +238,6 @@ class RemoteWorkers(Workers):
         super().wait_for_exits(job)
         until = time.monotonic() + (limit_of(self._spec.exit_s) or 0.0)  # never None
         while time.monotonic() < until and not self.has_ended(_POLL_S):
-            # A launcher that restarts ranks would do so after a crash at exit, too.
             if job.orders.received or any(worker.wait_status for worker in self.workers):
                 break
 
@@ -258,8 +245,7 @@ class RemoteWorkers(Workers):
         """End all ranks and the launcher, within seconds."""
         self._listener.close()
         super().end(job)
-        # A launcher ends by itself after its ranks, unless it starts them again.
-        self.end_launcher(bool(self.workers) and not self._spec.may_start_again)
+        self.end_launcher(is_by_itself=bool(self.workers))
 
     def end_launcher(self, is_by_itself: bool = False) -> None:
         """End the launcher's process group, and print its remaining lines."""
@@ -323,18 +309,17 @@ class RemoteWorkers(Workers):
             return
         assert isinstance(who, RankInfo)
         who = self.with_node(who)
-        self._begin_attempt(job, who, environ.get("TORCHELASTIC_RESTART_COUNT"))
+        if not self.workers:
+            self._arrived_at = time.monotonic()
         variables = {**self._environ, **environ}  # the rank's own have priority
         task = task_message(self._entry, who, variables, search_path(), os.getcwd())
         self.workers.append(Worker(who.rank, channel, status, task))
-        if len(self.workers) == self._spec.n_ranks and not self._spec.may_start_again:
+        if len(self.workers) == self._spec.n_ranks:
             self._listener.sock.close()  # all ranks have connected, and no other process may
 
     def problem_with(self, who: _Who) -> str:
         """Return why a process isn't a rank of this job; empty if it is."""
         if isinstance(who, RankInfo):
-            if self._spec.may_start_again:  # a new attempt may have another size
-                return ""
             if who.rank in [worker.rank for worker in self.workers]:
                 return f"the launcher made two processes that are rank {who.rank}"
             if who.world_size == self.world_size:
@@ -348,41 +333,6 @@ class RemoteWorkers(Workers):
     def with_node(self, who: RankInfo) -> RankInfo:
         """Return a rank's info with its node, which some launchers don't pass to ranks."""
         return who
-
-    def _begin_attempt(self, job: Job[Any], who: RankInfo, restarts: str | None) -> None:
-        """Begin an attempt with its first rank, and drop the ranks of an earlier one."""
-        # At least one of these differs after torch's agent has started all ranks again.
-        attempt = (restarts, who.world_size, who.master_addr, who.master_port)
-        # A second process with one rank's number begins a new attempt, even if these are equal.
-        is_known = who.rank in [worker.rank for worker in self.workers]
-        if self.workers and (is_known or attempt != self._attempt):
-            _log.warning("all ranks start again, since %s", self._why_again(job))
-            while self.workers:
-                self.workers.pop().close()
-        if not self.workers:
-            self.world_size: int = who.world_size
-            self._attempt, self._arrived_at = attempt, time.monotonic()
-            # An agent may number the nodes, and thereby the ranks, differently in each attempt.
-            # Either all ranks of the job connect here, or only those of this node.
-            first = 0 if self._spec.n_own is None else who.rank - (who.local_rank or 0)
-            job.reset(range(first, first + self._spec.n_ranks), who.world_size)
-
-    def _why_again(self, job: Job[Any]) -> str:
-        """Return why the launcher starts all ranks again, for a warning."""
-        if not job.failures:
-            return f"{self._spec.name} has ended them"
-        rank = job.failures.first
-        fault = job.failures.by_rank[rank]
-        if isinstance(fault, Failure):
-            return str(fault.error(rank, self.world_size))
-        return f"rank {rank} of {self.world_size} has ended"
-
-    def _receive(self, job: Job[Any], worker: Worker) -> bool:
-        is_whole = super()._receive(job, worker)
-        if is_whole and worker.rank in job.failures.by_rank and self._spec.may_start_again:
-            with contextlib.suppress(OSError):  # the launcher restarts all once this rank exits
-                messages.send(worker.channel, messages.END)
-        return is_whole
 
 
 def run_function(

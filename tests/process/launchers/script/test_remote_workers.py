@@ -128,7 +128,7 @@ def two_ranks(how: str, fifo: Path) -> Any:
     return prepare
 
 
-def test_a_rank_that_comes_after_the_failure_of_another_is_of_the_same_attempt(
+def test_a_rank_that_comes_after_the_failure_of_another_is_of_the_same_job(
     tmp_path: Path,
 ) -> None:
     os.mkfifo(fifo := tmp_path / "at_work")
@@ -139,7 +139,7 @@ def test_a_rank_that_comes_after_the_failure_of_another_is_of_the_same_attempt(
             raise ValueError("the first")
         threading.Event().wait()
 
-    spec = LauncherSpec("mine", 2, may_start_again=True)
+    spec = LauncherSpec("mine", 2)
     with pytest.raises(WorkerFailedError, match="rank 0 of 2 raised ValueError: the first"):
         run_function(fail, Script(()), spec, two_ranks("late", fifo), {})
 
@@ -156,40 +156,3 @@ def test_a_rank_that_never_came_is_named_and_not_the_one_that_was_ended_for_it(
     said = r"mine ended with exit code 3, though ranks \[1\] hadn't connected"
     with pytest.raises(LaunchError, match=said):
         run_function(wait, Script(()), LauncherSpec("mine", 2), two_ranks("one", fifo), {})
-
-
-AGAIN = """
-import os, subprocess, sys
-for attempt in range(3):
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
-    done = subprocess.run(sys.argv[1:])
-    if done.returncode == 0:
-        break
-sys.exit(done.returncode)
-"""
-
-
-@pytest.mark.parametrize("n_bad", [2, 3])
-def test_a_launcher_may_start_all_ranks_again(
-    tmp_path: Path, n_bad: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    def again(script: Script, held: ExitStack) -> tuple[list[str], dict[str, str]]:
-        words, variables = one_rank(script, held)
-        return [sys.executable, "-c", AGAIN, *words], variables
-
-    def fail(_: RankInfo) -> str:
-        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-        (tmp_path / attempt).touch()
-        if int(attempt) < n_bad:
-            raise ValueError(f"in attempt {attempt}")
-        return attempt
-
-    spec = LauncherSpec("again", 1, may_start_again=True)
-    if n_bad == 2:
-        assert run_function(fail, Script(()), spec, again, {}) == ["2"]
-    else:
-        with pytest.raises(WorkerFailedError, match="rank 0 of 1 raised ValueError: in attempt 2"):
-            run_function(fail, Script(()), spec, again, {})
-    assert len(list(tmp_path.iterdir())) == 3
-    said = [record.getMessage() for record in caplog.records if "start again" in record.message]
-    assert [f"in attempt {n}" in text for n, text in enumerate(said)] == [True, True]
