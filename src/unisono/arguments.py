@@ -36,18 +36,15 @@ def check_variables() -> None:
                 raise ArgumentError(f"unknown variable {name}: did you mean {known[near[0]]}?")
 
 
-def _from_text(value: Any) -> Any:
-    """Convert a decimal string, as from ``argparse``, to an int."""
-    is_number = isinstance(value, str) and value.isascii() and value.isdecimal()
-    return int(value) if is_number else value
-
-
-def check_count(name: str, value: Any, least: int = 1) -> int:
-    """Return an int of at least `least`, also from a decimal string."""
-    value = _from_text(value)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ArgumentError(f"{name}={value!r} should be an int of at least {least}")
-    return value
+def check_count(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
+    """Return an int from `least` to `most`, also from a decimal string, as from ``argparse``."""
+    if isinstance(value, str) and value.isascii() and value.isdecimal():
+        value = int(value)
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if not is_int or value < least or (most is not None and value > most):
+        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ArgumentError(f"{name}={value!r} should be an int {limits}")
+    return int(value)
 
 
 def check_flag(name: str, value: Any) -> bool:
@@ -61,10 +58,7 @@ def check_flag(name: str, value: Any) -> bool:
 
 def check_port(name: str, value: Any) -> int:
     """Return a TCP port, also from a decimal string."""
-    value = _from_text(value)
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 65536:
-        raise ArgumentError(f"{name}={value!r} should be an int from 1 to 65535")
-    return value
+    return check_count(name, value, 1, 65535)
 
 
 def ranks_by_host(name: str, text: str) -> dict[str, int]:

@@ -14,21 +14,6 @@ from unisono.arguments import seconds
 from unisono.errors import CollectiveTimeoutError
 from unisono.topology import Group, boot_id
 
-__all__ = (
-    "DEFAULT_TIMEOUT_S",
-    "Limit",
-    "allowed_s",
-    "deadline",
-    "end_of_block",
-    "end_of_call",
-    "format_s",
-    "host_s",
-    "limit_of",
-    "overdue",
-    "require_time",
-    "within",
-)
-
 DEFAULT_TIMEOUT_S = 1800.0
 """Seconds that a collective may take by default, as on torch's gloo."""
 

@@ -45,7 +45,7 @@ def diagnose(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
         "environment": _decision(explain(variables, plugins)),
         "node": {**node, "meaning": meaning(variables, MACHINE, plugins)},
         "backends": registry.availability(),
-        "launchers": registry.launcher_availability(),
+        "launchers": registry.launchers.availability(),
         "devices": _devices(),
         "interfaces": _interfaces(),
         "versions": _versions(),

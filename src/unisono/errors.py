@@ -1,27 +1,4 @@
-"""Every exception that unisono raises.
-
-UnisonoError(Exception)
-├─ ArgumentError(ValueError, TypeError)
-├─ BackendError
-│  ├─ UnknownBackendError(ValueError)
-│  ├─ BackendUnavailableError(ImportError, ValueError)
-│  └─ RegistrationError(ValueError)
-├─ ContextError(RuntimeError)
-│  ├─ AlreadyInitializedError(ValueError)
-│  ├─ NotInitializedError
-│  ├─ NoReplicaError
-│  └─ GroupMembershipError
-├─ EnvironmentDetectionError(ValueError, RuntimeError)  .source .variable .value
-├─ LaunchError(RuntimeError)
-│  └─ WorkerFailedError                       .rank .exit_code .signal .traceback
-├─ UnsupportedOperation(NotImplementedError)  .model .what .instead
-├─ PayloadError(TypeError)
-└─ CollectiveError(RuntimeError)            .is_in_step
-   ├─ CollectiveTimeoutError(TimeoutError)
-   ├─ CollectiveMismatchError
-   ├─ PeerFailedError                         .rank .traceback
-   └─ PeerRefusedError                        .rank
-"""
+"""Every exception that unisono raises; docs/reference/errors.md has a drawing of them."""
 
 from __future__ import annotations
 

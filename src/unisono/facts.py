@@ -283,19 +283,19 @@ def show_config() -> None:
     make_audible(_log)
     lines = {
         "distributed configuration": model.name,
-        "backend": backend(),
+        "backend": str(backend()),
         "device": model.device,
         "hostname": hostname(),
         "world size": topology.world_size,
         "rank": topology.rank,
-        "local rank": _or_unknown(topology.local_rank),
-        "num processes per node": _or_unknown(topology.local_world_size),
-        "num nodes": _or_unknown(topology.nnodes),
-        "node rank": _or_unknown(topology.node_rank),
+        "local rank": topology.local_rank,
+        "num processes per node": topology.local_world_size,
+        "num nodes": topology.nnodes,
+        "node rank": topology.node_rank,
         **diagnosis.lines(),
     }
     for name, value in lines.items():
-        _log.info("%s: %s", name, value)
+        _log.info("%s: %s", name, "unknown" if value is None else value)
 
 
 def make_audible(log: logging.Logger) -> None:
@@ -310,7 +310,3 @@ def make_audible(log: logging.Logger) -> None:
         # silent.
         handler.addFilter(lambda _: not logging.getLogger().handlers)
         ours.addHandler(handler)
-
-
-def _or_unknown(value: int | None) -> int | str:
-    return "unknown" if value is None else value

@@ -60,6 +60,8 @@ def _imported(code: CodeType) -> dict[str, str]:
             source = step.argval
         elif step.opname == "STORE_NAME" and is_name and not step.argval.startswith("_"):
             found[step.argval] = source
+        elif "IMPORT_STAR" in step.opname + step.argrepr:
+            found.update(dict.fromkeys(importlib.import_module(source).__all__, source))
         is_name = step.opname == "IMPORT_FROM" and source.partition(".")[0] == "unisono"
     return found
 

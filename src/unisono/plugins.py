@@ -21,22 +21,6 @@ from unisono.arguments import suggestion
 from unisono.errors import BackendUnavailableError, RegistrationError
 from unisono.topology import RankInfo
 
-__all__ = (
-    "LAUNCHERS",
-    "MODELS",
-    "OF_MODELS",
-    "PluginRegistry",
-    "Row",
-    "begin_trace",
-    "by_name",
-    "check_callable",
-    "load",
-    "read_environment",
-    "seats_nodes",
-    "warn_left_out",
-    "why_not_installed",
-)
-
 T = TypeVar("T")
 
 

@@ -121,7 +121,7 @@ class _Models(PluginRegistry[type[ComputationModel]]):
 _models = _Models(
     "backend", "unisono.models", by_name(MODELS), check_is_model, replaces_built_in=True
 )
-_launchers: PluginRegistry[Callable[..., Any]] = PluginRegistry(
+launchers: PluginRegistry[Callable[..., Any]] = PluginRegistry(
     "launcher", "unisono.launchers", by_name(LAUNCHERS), check_callable
 )
 
@@ -208,10 +208,10 @@ def _load_or_warn(watched: _Watched) -> type[ComputationModel] | None:
 
 def find_launcher(name: str) -> Callable[..., Any]:
     """Load and return a launcher by its name."""
-    launch = _launchers.find(name)
+    launch = launchers.find(name)
     if launch is None:
-        raise ArgumentError(f"unknown launcher {name!r}.{_launchers.known(name)}")
-    row = _launchers.entry(name)
+        raise ArgumentError(f"unknown launcher {name!r}.{launchers.known(name)}")
+    row = launchers.entry(name)
     if isinstance(row, Row) and row.distribution:  # a plug-in's
         return _guarded(launch, name, row)
     return launch
@@ -220,7 +220,7 @@ def find_launcher(name: str) -> Callable[..., Any]:
 def find_script_runner(name: str) -> Callable[[Any], Any]:
     """Return a launcher's own runner of scripts, or one that runs a script as a function."""
     launch = find_launcher(name)
-    row = _launchers.built_in.get(name)
+    row = launchers.built_in.get(name)
     if isinstance(row, Row) and row.script:
         runner: Callable[[Any], Any] = load(row.script)
         return runner
@@ -251,12 +251,6 @@ def availability() -> dict[str, str | None]:
     # Last, because registered models replace others.
     table.update({name: cls.why_unavailable(name) for name, cls in _models.registered.items()})
     return table
-
-
-def launcher_availability() -> dict[str, str | None]:
-    """Return for every known launcher why it can't be used here, None if it can."""
-    # No library is imported.
-    return _launchers.availability()
 
 
 def available_backends() -> tuple[str, ...]:

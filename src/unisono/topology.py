@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -101,7 +102,7 @@ class Topology:
         )
         return measured if self.is_guess else self.or_else(measured)
 
-    def or_else(self, other: Topology) -> Topology:
+    def or_else(self, other: Topology | RankInfo) -> Topology:
         """Fill in unknown facts from `other`."""
         names = ("local_rank", "local_world_size", "node_rank", "nnodes")
         unknown = {name: getattr(other, name) for name in names if getattr(self, name) is None}
@@ -156,14 +157,7 @@ class RankInfo:
         Returns:
             The replica's topology; nothing is unknown for a replica that is alone.
         """
-        topology = Topology(
-            self.rank,
-            self.world_size,
-            self.local_rank,
-            self.local_world_size,
-            self.node_rank,
-            self.nnodes,
-        )
+        topology = Topology(self.rank, self.world_size).or_else(self)
         alone = Topology(0, 1, local_rank=0, local_world_size=1, node_rank=0, nnodes=1)
         return topology.or_else(alone) if self.world_size == 1 else topology
 
@@ -245,18 +239,11 @@ class Group:
 def named(ranks: Iterable[int]) -> str:
     """Return ranks as text, as in "rank 1" or "ranks 0-3, 7"."""
     numbers = sorted(set(ranks))
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
     parts: list[str] = []
-    for first, last in runs:
-        if last > first + 1:  # two in a row are named singly
-            parts.append(f"{first}-{last}")
-        else:
-            parts += map(str, range(first, last + 1))
+    # In a run of numbers, all have the same distance from their positions.
+    for _, pairs in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in pairs]
+        parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
     return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(parts)}"
 
 

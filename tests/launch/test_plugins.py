@@ -106,7 +106,7 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def _forget() -> None:
-    for plugins in (registry._launchers, environments):
+    for plugins in (registry.launchers, environments):
         plugins._scanned = plugins._loaded = None  # read again at the next use
 
 

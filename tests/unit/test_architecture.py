@@ -231,7 +231,7 @@ STATE = {
     "recording.records: UNRECORDED": "a call that nobody records, which is never changed",
     "recording.records: _hooks _lock": "hooks that programs add",
     "recording.records: _planes": "what carries the call that a thread is in",
-    "registry: _launchers": "what plug-ins bring",
+    "registry: launchers": "what plug-ins bring",
     "registry: _models": "models that programs register, libraries watched for contexts",
     "testing.cases._law: LAWS": "laws register themselves",
     "testing.cases._law: _quiet": "which threads are quiet",

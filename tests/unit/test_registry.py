@@ -49,7 +49,7 @@ Install = Callable[..., None]
 def _forget_what_was_scanned() -> None:
     importlib.invalidate_caches()
     plugins.load.cache_clear()
-    for kind in (registry._models, registry._launchers, environments, _wrappers, _converters):
+    for kind in (registry._models, registry.launchers, environments, _wrappers, _converters):
         kind._scanned = kind._loaded = None  # read again at the next use
     registry._models.watched = None
 
@@ -315,7 +315,7 @@ def test_a_folder_of_a_librarys_name_is_not_the_library(
     monkeypatch.delitem(sys.modules, "ray", raising=False)
     if importlib.util.find_spec("ray").origin is not None:  # type: ignore[union-attr]
         pytest.skip("ray is installed here")
-    assert "ray isn't installed" in str(registry.launcher_availability()["ray"])
+    assert "ray isn't installed" in str(registry.launchers.availability()["ray"])
 
 
 def test_wrappers_and_batch_norms_of_plug_ins_are_found_by_name(install: Install) -> None:

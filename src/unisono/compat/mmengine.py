@@ -24,6 +24,7 @@ from unisono.facts import is_distributed
 from unisono.model.reduction import ReduceOp, parse_op
 from unisono.sections import master_only
 from unisono.training import averaging, randomness
+from unisono.training.same_tensors import is_integer
 
 __all__ = (
     "all_gather",
@@ -126,10 +127,8 @@ def all_reduce(data: Tensor, op: str = "sum", group: Group = None) -> None:
         reductions.all_reduce_(data, operation, group)
 
 
-def _is_int(data: object) -> bool:
-    if not isinstance(data, Tensor) or data.dtype == torch.bool:
-        return False
-    return not data.is_floating_point() and not data.is_complex()
+def _is_int(data: Tensor) -> bool:
+    return is_integer(data) and data.dtype is not torch.bool
 
 
 def all_gather(data: Tensor, group: Group = None) -> list[Tensor]:

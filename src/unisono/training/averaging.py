@@ -21,7 +21,7 @@ from unisono.payload.pytree import flatten, unflatten
 from unisono.payload.tensors import TensorHeader, head_of, is_dense
 from unisono.topology import Group
 from unisono.training import buckets
-from unisono.training.same_tensors import agree, is_sharded
+from unisono.training.same_tensors import agree, is_integer, is_sharded
 
 Params = nn.Module | Tensor | Iterable[Tensor] | MutableMapping[str, Any]
 
@@ -87,10 +87,10 @@ def reduce_params(
         with torch.no_grad():
             if operation is ReduceOp.AVERAGE:
                 # Integers are averaged separately, as buckets are multiplied by a fraction.
-                integers = [tensor for tensor, _ in works if _is_integer(tensor)]
+                integers = [tensor for tensor, _ in works if is_integer(tensor)]
                 if integers:
                     _average_integers(context, integers, group, cuts_means)
-                works = [work for work in works if not _is_integer(work[0])]
+                works = [work for work in works if not is_integer(work[0])]
             buckets.reduce_all(context, works, operation, limit_bytes, group)
 
 
@@ -143,10 +143,6 @@ def _bucket_bytes(coalesce: bool, bucket_size_mb: float) -> int:
             f"bucket_size_mb={bucket_size_mb!r} must be positive, or -1 for the default"
         )
     return int(bucket_size_mb * buckets.MEGABYTE)
-
-
-def _is_integer(tensor: Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _average_integers(

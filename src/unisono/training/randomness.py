@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from unisono.arguments import check_count
 from unisono.collectives.broadcasts import broadcast
 from unisono.collectives.membership import GroupLike, context_and_group
 from unisono.context import current_model
@@ -49,9 +50,7 @@ def sync_random_seed(seed: int | None = None, group: GroupLike = None) -> int:
 
 
 def _checked(seed: Any) -> int:
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < _LIMIT:
-        raise ArgumentError(f"seed={seed!r} should be an int from 0 to {_LIMIT - 1}")
-    return seed
+    return check_count("seed", seed, 0, _LIMIT - 1)
 
 
 def seed_everything(seed: int | None = None, per_rank: bool = False) -> int:

@@ -6,7 +6,6 @@ import copy
 import importlib
 import logging
 import operator
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -26,6 +25,7 @@ from unisono.training.states import (
     hidden_module,
     is_kept,
     leaves,
+    renamed,
     with_own_keys,
 )
 
@@ -202,16 +202,11 @@ def _entry(saved: Any, key: Any) -> Any:
         return saved[key]
     # A dict may name the submodules of a module that was saved whole.
     start = f"{key}."
-    names = [name for name in saved if isinstance(name, str) and name.startswith(start)]
-    part: Any = OrderedDict((name.removeprefix(start), saved[name]) for name in names)
-    # A state dict's modules have versions, which load_state_dict() reads, by their paths.
-    versions = getattr(saved, "_metadata", {})
-    part._metadata = OrderedDict(
-        (f"{path}.".removeprefix(start)[:-1], version)
-        for path, version in versions.items()
-        if f"{path}.".startswith(start)
-    )
-    return part if names else _MISSING
+
+    def within(name: Any) -> str | None:
+        return name[len(start) :] if isinstance(name, str) and name.startswith(start) else None
+
+    return renamed(saved, within) or _MISSING
 
 
 def _check_by_rank(into: Any, is_by_rank: bool, where: str) -> None:

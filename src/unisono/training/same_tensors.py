@@ -91,6 +91,11 @@ def is_sharded(value: object) -> bool:
     return isinstance(value, Tensor) and hasattr(value, "device_mesh")
 
 
+def is_integer(value: Any) -> bool:
+    """Return whether a value is a dense tensor of integers or bools."""
+    return is_dense(value) and not (value.is_floating_point() or value.is_complex())
+
+
 def as_tensors(params: object) -> list[Tensor]:
     """List the tensors of a module's parameters, a tensor, a dict or any iterable."""
     if isinstance(params, nn.Module):

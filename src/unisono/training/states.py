@@ -106,17 +106,16 @@ def _without_wrappers(module: nn.Module) -> Callable[[str], str]:
     return unwrapped
 
 
-def _renamed(state: Mapping[str, Any], rename: Callable[[str], str]) -> OrderedDict[str, Any]:
-    """Return a state dict with renamed keys, also in ``_metadata``, which has modules' versions."""
-    renamed: Any = OrderedDict((rename(key), value) for key, value in state.items())
+def renamed(state: Mapping[str, Any], rename: Callable[[str], str | None]) -> OrderedDict[str, Any]:
+    """Return a state dict with renamed keys, without those that `rename` returns None for."""
+    keys = ((rename(key), value) for key, value in state.items())
+    made: Any = OrderedDict((key, value) for key, value in keys if key is not None)
     versions: Any = getattr(state, "_metadata", None)
-    if versions is not None:  # by module paths: with a final dot, prefixes of keys
-        renamed._metadata = OrderedDict(
-            (rename(f"{path}.")[:-1] if path else path, version)
-            for path, version in versions.items()
-        )
-    made: OrderedDict[str, Any] = renamed
-    return made
+    if versions is not None:  # of modules, by their paths: with a final dot, prefixes of keys
+        paths = ((rename(path and f"{path}."), version) for path, version in versions.items())
+        made._metadata = OrderedDict((path[:-1], item) for path, item in paths if path is not None)
+    kept: OrderedDict[str, Any] = made
+    return kept
 
 
 def with_own_keys(
@@ -128,14 +127,14 @@ def with_own_keys(
         raise PayloadError(f"{where} has no state of a module: a value of type {kind} was saved")
     unwrapped = _without_wrappers(module)
     paths = [f"{path}." for path in getattr(own, "_metadata", ()) if path]
-    # With the paths of modules, as `_renamed` renames those in ``_metadata`` with a final dot.
+    # With the paths of modules, as `renamed` renames those in ``_metadata`` with a final dot.
     own_key_of = {unwrapped(key): key for key in (*own, *paths)}
     while saved and not own_key_of.keys() & saved.keys():  # saved with prefixes of other wrappers
         starts = [text for text in _PREFIXES if all(str(key).startswith(text) for key in saved)]
         if not starts:
             break
-        saved = _renamed(saved, methodcaller("removeprefix", starts[0]))
-    return _renamed(saved, lambda key: own_key_of.get(key, key))
+        saved = renamed(saved, methodcaller("removeprefix", starts[0]))
+    return renamed(saved, lambda key: own_key_of.get(key, key))
 
 
 class ByRank:
@@ -188,7 +187,7 @@ def own_states(obj: Any) -> dict[int, Any]:
         if isinstance(leaf, nn.Module) and id(leaf) not in states:
             module = hidden_module(leaf)
             state = module.state_dict()
-            states[id(leaf)] = _renamed(state, _without_wrappers(module))
+            states[id(leaf)] = renamed(state, _without_wrappers(module))
     for leaf in found:
         if isinstance(leaf, ByRank):
             states[id(leaf)] = {BY_RANK: ()}  # `save_checkpoint` adds the states of all ranks

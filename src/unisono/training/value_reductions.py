@@ -22,7 +22,7 @@ from unisono.errors import PayloadError
 from unisono.model.reduction import FoldLike, OpLike, ReduceOp, parse_op
 from unisono.payload.pytree import flatten, unflatten
 from unisono.payload.tensors import is_dense
-from unisono.training.same_tensors import is_sharded
+from unisono.training.same_tensors import is_integer, is_sharded
 
 Meant = TypeVar("Meant", Tensor, float, complex, float | Tensor)
 
@@ -170,11 +170,6 @@ def _with_full_tensors(leaves: list[Any], paths: list[str]) -> list[Any]:
     return [leaf.full_tensor() if is_sharded(leaf) else leaf for leaf in leaves]
 
 
-def _is_integer(value: Any) -> bool:
-    """Return whether a value is a dense tensor of integers or bools."""
-    return is_dense(value) and not (value.is_floating_point() or value.is_complex())
-
-
 def _is_half(value: Any) -> bool:
     return is_dense(value) and value.is_floating_point() and value.itemsize < torch.float32.itemsize
 
@@ -185,7 +180,7 @@ def _widened(value: Any, op: ReduceOp) -> Any:
         return int(value)
     if _is_half(value):
         return value.to(torch.float32)
-    if not _is_integer(value):
+    if not is_integer(value):
         return value
     if op is ReduceOp.AVERAGE:
         return value.cpu().to(torch.float64)  # some accelerators have no float64
@@ -196,7 +191,7 @@ def _narrowed(total: Any, like: Any, op: ReduceOp) -> Any:
     """Convert a result to the type and device of the value `like`; raise if it overflows."""
     if _is_half(like):
         return total.to(like.dtype)
-    if not _is_integer(like):
+    if not is_integer(like):
         return total
     if op is ReduceOp.AVERAGE:
         return total.to(torch.float32).to(like.device)

@@ -2,6 +2,4 @@
 
 from __future__ import annotations
 
-from unisono.model.contract import ComputationModel
-
-__all__ = ("ComputationModel",)
+from unisono.model.contract import ComputationModel as ComputationModel

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from unisono.compat.ignite.utils import has_hvd_support
-
-__all__ = ("HOROVOD", "has_hvd_support")
+from unisono.compat.ignite.utils import has_hvd_support as has_hvd_support
 
 HOROVOD = "horovod"

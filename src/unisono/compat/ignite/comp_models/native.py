@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from unisono.compat.ignite.utils import has_native_dist_support
-
-__all__ = ("GLOO", "MPI", "NCCL", "has_native_dist_support")
+from unisono.compat.ignite.utils import has_native_dist_support as has_native_dist_support
 
 NCCL = "nccl"
 GLOO = "gloo"

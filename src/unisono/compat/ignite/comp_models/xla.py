@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from unisono.compat.ignite.utils import has_xla_support
-
-__all__ = ("XLA_TPU", "has_xla_support")
+from unisono.compat.ignite.utils import has_xla_support as has_xla_support
 
 XLA_TPU = "xla-tpu"
