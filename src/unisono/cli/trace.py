@@ -14,7 +14,7 @@ from unisono.errors import ArgumentError
 
 if TYPE_CHECKING:
     from unisono.observe.perfetto import JobTrace
-    from unisono.observe.waits import Waits
+    from unisono.observe.waits import Watch
 
 _RANKS = (
     Column("rank", is_number=True),
@@ -93,7 +93,7 @@ def _write(found: Sequence[JobTrace], out: Path) -> None:
     typer.echo(f"{out}: {calls} calls of {ranks}{f' in {len(found)} jobs' if found[1:] else ''}")
 
 
-def _draw(found: Sequence[JobTrace], waits: Sequence[Waits], picture: Path) -> None:
+def _draw(found: Sequence[JobTrace], waits: Sequence[Watch], picture: Path) -> None:
     from unisono.observe.waits import draw
 
     named = {
@@ -109,7 +109,7 @@ def _count(ranks: int) -> str:
     return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
-def _show(job: JobTrace, waits: Waits) -> None:
+def _show(job: JobTrace, waits: Watch) -> None:
     rows = []
     for rank, in_calls_s in enumerate(waits.in_calls_s):
         moving_s = in_calls_s - waits.waited_s[rank]  # not negative: ranks wait only in calls

@@ -458,21 +458,16 @@ PLATFORMS: tuple[Platform, ...] = (
     # job's script is started only on the first host; ssh, pbsdsh or qrsh must start it on the other
     # hosts, with the variable and a file that those hosts can read. Whether that happened can't be
     # detected, so the user has to state it.
-    Platform(
-        "pbs",
-        f"{_BY_HAND} PBS_NODEFILE set to a file that they all can read",
-        marks=("PBS_NODEFILE",),
-        hosts=("PBS_NODEFILE",),
-        parse=_parse_file,
-        starts="first node",
-    ),
-    Platform(
-        "sge",
-        f"{_BY_HAND} PE_HOSTFILE set to a file that they all can read",
-        marks=("PE_HOSTFILE",),
-        hosts=("PE_HOSTFILE",),
-        parse=_parse_file,
-        starts="first node",
+    *(
+        Platform(
+            name,
+            f"{_BY_HAND} {variable} set to a file that they all can read",
+            marks=(variable,),
+            hosts=(variable,),
+            parse=_parse_file,
+            starts="first node",
+        )
+        for name, variable in (("pbs", "PBS_NODEFILE"), ("sge", "PE_HOSTFILE"))
     ),
     # TPUs on GKE: TPU_WORKER_ID numbers the hosts of one slice, so it isn't enough for a job of
     # several slices (MEGASCALE_NUM_SLICES). Plain TPU VMs don't have these variables; their number

@@ -25,12 +25,7 @@ class LauncherEnvironment:
     NAME: str
     remedy: str
     read: Callable[[Reader], RankInfo | None]
-    example: Mapping[str, str]
-
-    @property
-    def EXAMPLES(self) -> tuple[Mapping[str, str]]:
-        """Variables for the laws of environments."""
-        return (self.example,)
+    EXAMPLES: tuple[Mapping[str, str]]
 
     def detect(self, env: Mapping[str, str]) -> RankInfo | None:
         """Return the facts of a rank of this launcher."""
@@ -298,13 +293,13 @@ def _count_tasks_here(
     return Number(name, here)
 
 
-def _pairs(text: str) -> dict[str, str]:
+def _case(text: str) -> tuple[dict[str, str]]:
     """Parse ``NAME=value; NAME=value``."""
-    return dict(pair.split("=", 1) for pair in text.split("; "))
+    return (dict(pair.split("=", 1) for pair in text.split("; ")),)
 
 
 # Facts of the rank in the examples that `_mpi` builds.
-_FACTS = _pairs("rank=1; world_size=2; local_rank=1; local_world_size=2; node_rank=0; nnodes=1")
+(_FACTS,) = _case("rank=1; world_size=2; local_rank=1; local_world_size=2; node_rank=0; nnodes=1")
 
 
 def _mpi(
@@ -326,7 +321,7 @@ def _mpi(
     example = {names[0]: _FACTS[fact] for fact, names in numbers.items()}
     if job:
         example[job[0]] = "1550319617"  # any id will do
-    return LauncherEnvironment(name, remedy, read, example)
+    return LauncherEnvironment(name, remedy, read, (example,))
 
 
 def _lsf(reader: Reader) -> RankInfo | None:
@@ -359,7 +354,7 @@ LAUNCHERS: tuple[LauncherEnvironment, ...] = (
         "start the program with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT "
         "together, or unset them all",
         _torchrun,
-        _pairs(
+        _case(
             "RANK=2; WORLD_SIZE=4; LOCAL_RANK=1; LOCAL_WORLD_SIZE=3; GROUP_RANK=1; "
             "GROUP_WORLD_SIZE=2; MASTER_ADDR=localhost; MASTER_PORT=42423; "
             "TORCHELASTIC_USE_AGENT_STORE=True; TORCHELASTIC_RUN_ID=b5a7"
@@ -373,7 +368,7 @@ LAUNCHERS: tuple[LauncherEnvironment, ...] = (
         "slurm",
         "start the program with srun, which sets them all, or unset the SLURM_ variables",
         _slurm,
-        _pairs(
+        _case(
             "SLURM_STEP_ID=0; SLURM_JOB_ID=2; SLURM_STEP_NUM_TASKS=4; SLURM_NODEID=0; "
             "SLURM_STEP_NUM_NODES=2; SLURM_PROCID=2; SLURM_LOCALID=2; "
             "SLURM_STEP_TASKS_PER_NODE=3,1; SLURM_STEP_NODELIST=n[1-2]"
@@ -458,7 +453,7 @@ LAUNCHERS: tuple[LauncherEnvironment, ...] = (
         "lsf",
         "start the program with jsrun, or unset the JSM_NAMESPACE variables",
         _lsf,
-        _pairs(
+        _case(
             "LSB_MCPU_HOSTS=batch2 1 c01n03 42 c01n04 42; JSM_NAMESPACE_RANK=6; "
             "JSM_NAMESPACE_SIZE=12; JSM_NAMESPACE_LOCAL_SIZE=6; LSB_JOBID=1201234; "
             "PMIX_NAMESPACE=3; JSM_NAMESPACE_LOCAL_RANK=0"

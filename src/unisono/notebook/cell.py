@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
@@ -136,12 +136,10 @@ def _interruptible(is_process: bool) -> Iterator[None]:
 @contextmanager
 def by_thread() -> Iterator[None]:
     """Capture the output of each rank that is a thread of this process separately."""
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = ByThread(before[0]), ByThread(before[1])
-    try:
+    out: Any = ByThread(sys.stdout)
+    err: Any = ByThread(sys.stderr)
+    with redirect_stdout(out), redirect_stderr(err):
         yield
-    finally:
-        sys.stdout, sys.stderr = before
 
 
 @contextmanager

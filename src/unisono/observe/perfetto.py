@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain, count
 from typing import Any
 
-from unisono.observe.waits import Clock, Meeting, Waits, common_clock, meetings, waits
+from unisono.observe.waits import Clock, Meeting, Watch, common_clock, meetings, waits
 from unisono.recording.records import CollectiveRecord
 from unisono.recording.trace_file import Event, RankTrace, args_of
 
@@ -23,7 +23,7 @@ class JobTrace:
     records: dict[int, list[CollectiveRecord]]
     clocks: dict[int, Clock]
 
-    def waits(self) -> Waits:
+    def waits(self) -> Watch:
         """Compute which rank waited for which."""
         return waits(self.records, *common_clock(self.records, self.clocks))
 

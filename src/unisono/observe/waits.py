@@ -8,6 +8,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from unisono import plugins
@@ -27,6 +28,7 @@ _MORE_THAN_OTHERS = 4
 _LARGE_NS = 50_000_000
 _LARGE_ONES = 3
 _SMALL_ONES = 20
+_MOST_LINES = 5  # of a table
 _BAR_WIDTH = 0.4
 _WIDTH_INCHES, _HEIGHT_INCHES = 7, 4  # of a picture
 
@@ -213,18 +215,65 @@ class LineCost:
         return self.lost_s.index(worst) if worst else None
 
 
-@dataclass(frozen=True, slots=True)
-class Waits:
-    """Which rank waited for which."""
+@dataclass(eq=False)
+class Watch:
+    """Which rank waited for which; that of `watching` is empty until its block is over.
+
+    The same on every rank.
+    """
 
     lost_s: tuple[float, ...] = ()
+    """By rank, seconds in which another rank waited for it."""
     waited_s: tuple[float, ...] = ()
+    """By rank, seconds in which it waited for another."""
     in_calls_s: tuple[float, ...] = ()
     lines: tuple[LineCost, ...] = ()
     last: tuple[int, ...] = ()
+    """By rank, how often it arrived last, and late, in the last hundred calls."""
     calls: int = 0
     watched_s: float = 0.0
     slowest: int | None = None
+    """The rank that costs the others time; None if none stands out."""
+
+    @property
+    def by_line(self) -> dict[str, float]:
+        """Seconds that the others waited, by file and line of the call, the most first."""
+        found: dict[str, float] = {}
+        for line in self.lines:
+            if any(line.lost_s):
+                found[line.site] = found.get(line.site, 0.0) + sum(line.lost_s)
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw by rank the seconds that others waited for it, and that it waited.
+
+        Args:
+            path: of the picture; its suffix sets the format, as in ``"waits.png"``.
+
+        Raises:
+            ArgumentError: matplotlib isn't installed, or the file can't be written.
+        """
+        draw("plot()", {"": self}, path)
+
+    def __str__(self) -> str:
+        if not self.lost_s:
+            return "nothing is known before the end of the block"
+        columns = "rank   others waited for it   arrived last   it waited    in calls"
+        lines = [self.headline, columns]
+        lines += [
+            f"{rank:4}{lost:21.3f} s{last:15}{waited:10.3f} s{busy:10.3f} s"
+            for rank, (lost, last, waited, busy) in enumerate(
+                zip(self.lost_s, self.last, self.waited_s, self.in_calls_s, strict=True)
+            )
+        ]
+        for line in [each for each in self.lines if any(each.lost_s)][:_MOST_LINES]:
+            where = f" at {Path(line.site).name}" if line.site else ""
+            lost = sum(line.lost_s)
+            lines.append(f"{lost:.3f} s for rank {line.slowest} in {line.name}{where}")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<Watch: slowest {self.slowest}, lost_s {self.lost_s}>"
 
     @property
     def headline(self) -> str:
@@ -253,7 +302,7 @@ class _Timeline:
         return tuple(each / 1e9 for each in self._total_ns)
 
 
-def waits(ranks: Records, offsets: Mapping[int, int] | None = None, unsure_ns: int = 0) -> Waits:
+def waits(ranks: Records, offsets: Mapping[int, int] | None = None, unsure_ns: int = 0) -> Watch:
     """Compute which rank waited for which."""
     # Arrivals count, because durations show no difference: a sum is over on all ranks at once.
     met = meetings(ranks, offsets)
@@ -267,7 +316,7 @@ def waits(ranks: Records, offsets: Mapping[int, int] | None = None, unsure_ns: i
     watched_ns = max(ends) - min(begins) if met else 0
     recent = Counter(rank for rank, _, at in sums.late if at >= len(met) - _STEPS)
     lines = sorted(sums.lines.values(), key=lambda line: (-sum(line.lost_s), -line.total_s))
-    return Waits(
+    return Watch(
         lost_s=sums.lost.seconds,
         waited_s=sums.waited.seconds,
         in_calls_s=sums.busy.seconds,
@@ -339,7 +388,7 @@ def _slowest(late: Iterable[tuple[int, int, int]], watched_ns: int) -> int | Non
     return worst if is_often and is_much and is_alone else None
 
 
-def draw(what: str, found: Mapping[str, Waits], path: str | os.PathLike[str]) -> None:
+def draw(what: str, found: Mapping[str, Watch], path: str | os.PathLike[str]) -> None:
     """Draw two bars for each rank: seconds that others waited for it, and that it waited."""
     # Loaded here, because nothing else needs matplotlib.
     try:
@@ -360,7 +409,7 @@ def draw(what: str, found: Mapping[str, Waits], path: str | os.PathLike[str]) ->
         raise ArgumentError(f"{what}: {os.fspath(path)} can't be written: {error}") from error
 
 
-def _draw(axes: Any, found: Waits) -> None:
+def _draw(axes: Any, found: Watch) -> None:
     ranks = range(len(found.lost_s))
     left, right = ([rank + side * _BAR_WIDTH / 2 for rank in ranks] for side in (-1, 1))
     axes.bar(left, found.lost_s, _BAR_WIDTH, label="others waited for it")

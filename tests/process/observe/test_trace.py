@@ -22,7 +22,7 @@ from tests.support.ways import Way
 from tests.support.worlds import REAL, run
 from unisono.errors import WorkerFailedError
 from unisono.observe.perfetto import JobTrace, jobs
-from unisono.observe.waits import Waits, meetings
+from unisono.observe.waits import Watch, meetings
 from unisono.recording.trace_file import read
 
 MOST_LOST_S = 1.0
@@ -44,7 +44,7 @@ idist.finalize()
 """
 
 
-def waits_in(folder: Path) -> Waits:
+def waits_in(folder: Path) -> Watch:
     (job,) = jobs(read(folder))
     return job.waits()
 

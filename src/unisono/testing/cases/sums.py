@@ -96,8 +96,9 @@ def sums_have_the_same_bits_on_every_rank(rank: int, size: int) -> None:
                 totals += [idist.all_reduce(value, "MEAN"), idist.all_reduce(value, "PRODUCT")]
         same(totals, idist.broadcast(totals, src=0), count)
     tree = {"loss": 0.1 * 3**rank, "grads": [rough(rank, 700, torch.float32)]}
-    total = idist.all_reduce(tree)
-    same(total, idist.broadcast(total, src=0), "a container")
+    for other in (tree, 0.1 + 1e-9 * rank**3):
+        total = idist.all_reduce(other)
+        same(total, idist.broadcast(total, src=0), type(other))
 
 
 @law()
