@@ -96,7 +96,7 @@ class Hub:
         given = blob if size <= self.inline_bytes else blob[:START_BYTES]  # enough to name the call
         try:  # an interrupt may come just after the acquire: the lock knows its owner
             until = None
-            if not peers.lock.acquire(blocking=False):
+            if not peers.lock.acquire(False):
                 until = end_of_call(timeout_s)
                 peers.wait_for_turn(blob, until)
             if peers.failure is not None or peers.is_in_round:
@@ -130,9 +130,9 @@ class Hub:
         blobs, sizes = [b""] * self._count, [0] * self._count
         blobs[self._index], sizes[self._index] = blob, size
         if downs:
-            for down, given in self._receive(GIVE, downs).items():
-                for index, each, each_size in zip(self._below[down], *given, strict=True):
-                    blobs[index], sizes[index] = each, each_size
+            for down, (given, given_sizes) in self._receive(GIVE, downs).items():
+                for source, index in enumerate(self._below[down]):
+                    blobs[index], sizes[index] = given[source], given_sizes[source]
         gathered: Blobs = blobs, sizes
         if up is not None:
             body = b"".join((self._own_head.pack(*sizes), *blobs))
