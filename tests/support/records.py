@@ -6,9 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from unisono.recording.records import CollectiveRecord
+from unisono.recording.status_page import RING_MASK, STEP, WORD, Lane, pack_record
 from unisono.topology import EVERYBODY
 
 MS = 1_000_000
+
+
+def begin_in(lane: Lane, text: bytes, number: int, size: int, begin_ns: int, state: int = 0) -> int:
+    """Write a record to a page, as `CallLog.begin` does; return its stamp."""
+    stamp = lane.last = lane.last + STEP
+    offset = (lane.first + (stamp & RING_MASK)) * WORD
+    pack_record(lane.memory, offset, stamp, begin_ns, 0, number, size, text, stamp | state)
+    return stamp
 
 
 def recorded(

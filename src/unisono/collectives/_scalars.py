@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from unisono.collectives.call import exchange_blobs
 from unisono.context import ContextState
 from unisono.errors import CollectiveMismatchError, PayloadError
 from unisono.model.reduction import Number, ReduceOp, fold_numbers, sum_numbers_exactly
-from unisono.payload.codec import decode, encode, frame_or_reason, raise_failures
+from unisono.payload.codec import decode_all, encode, frame_or_reason
 from unisono.payload.pytree import survey, unflatten
 from unisono.payload.tensors import plain
 from unisono.topology import Group
@@ -25,9 +26,10 @@ from unisono.tracebacks import hides
 __tracebackhide__ = hides
 
 
-_PLAIN = (bool, int, float, complex)
+_PLAIN = frozenset({bool, int, float, complex})
 _BOOLS_OF_NUMPY = (("numpy", "bool"), ("numpy", "bool_"))  # until numpy 2: bool_
 _CPU = torch.device("cpu")
+_add_rows: Callable[..., Any] = partial(map, add)  # leaf by leaf, as `fold_numbers` adds them
 _INTS = range(-(1 << 63), 1 << 63)  # the limit for an int without a container, too
 TensorCheck = Callable[[Tensor, str], str]
 """Rejects a tensor at a path, or returns the properties that must be equal on all ranks."""
@@ -60,9 +62,13 @@ def reduce_values(
         emulation.check_reducible(tensor, op)
         return f"{tensor.dtype}{list(tensor.shape)}"
 
-    columns, leaves, tensors = _exchange_numbers(context, call, value, check_tensor, group)
+    rows, leaves, tensors = _exchange_numbers(context, call, value, check_tensor, group)
     totals = _reduce_tensors(context, tensors, op, group) if tensors else []
-    return _rebuilt(value, leaves, [fold_numbers(op, column) for column in columns], totals)
+    if op is ReduceOp.SUM and {*map(type, rows[0])} <= {int, float}:
+        scalars = list(reduce(_add_rows, rows))
+    else:
+        scalars = [fold_numbers(op, column) for column in zip(*rows, strict=True)]
+    return scalars[0] if type(value) in _PLAIN else _rebuilt(value, leaves, scalars, totals)
 
 
 def _reduce_tensors(
@@ -104,13 +110,14 @@ def sum_values(
         row = plain(terms).resolve_conj().resolve_neg().to(context.model.transport_device)
         return row.reshape(terms.shape[0], terms.shape[1:].numel())
 
-    columns, leaves, tensors = _exchange_numbers(
+    rows, leaves, tensors = _exchange_numbers(
         context, call, value, check_tensor, group, takes_numbers=not are_terms
     )
     terms = tensors if are_terms else [tensor.unsqueeze(0) for tensor in tensors]
     shapes = [each.shape[1:] for each in terms]
     totals = _reduce_joined(terms, shapes, as_row, partial(sum_exactly, context, call, group=group))
-    return _rebuilt(value, leaves, [sum_numbers_exactly(column) for column in columns], totals)
+    scalars = [sum_numbers_exactly(column) for column in zip(*rows, strict=True)]
+    return _rebuilt(value, leaves, scalars, totals)
 
 
 def _at(path: str) -> str:
@@ -126,8 +133,8 @@ def _exchange_numbers(
     group: Group | None,
     *,
     takes_numbers: bool = True,
-) -> tuple[list[tuple[Number, ...]], list[Any], list[Tensor]]:
-    """Return the numbers of all ranks, leaf by leaf, this rank's leaves, and its tensors."""
+) -> tuple[Sequence[Sequence[Number]], list[Any], list[Tensor]]:
+    """Return the numbers of each rank, this rank's leaves, and its tensors."""
     # Collective over `group`. A single number is sent as it is, other values with their structure.
     leaves: list[Any] = []
     tensors: list[Tensor] = []
@@ -137,14 +144,14 @@ def _exchange_numbers(
     else:
         frame = frame_or_reason(_describe, value, check_tensor, takes_numbers, leaves, tensors)
     frames = exchange_blobs(context, call, frame, group)
-    ranks = partial(context.model.topology.members, group)
-    raise_failures(frames, ranks, call)
-    decoded = [decode(each, _CPU) for each in frames]
-    # A single number was sent without a structure.
+    model = context.model
+    decoded = decode_all(frames, lambda: model.topology.members(group), call, _CPU)
+    if tuple not in map(type, decoded):  # a single number of each rank, without a structure
+        return [*zip(decoded, strict=True)], leaves, tensors
     pairs = [each if type(each) is tuple else ("", (each,)) for each in decoded]
     structures, values = zip(*pairs, strict=True)
-    _check_alike(structures, ranks, call)
-    return list(zip(*values, strict=True)), leaves, tensors
+    _check_alike(structures, lambda: model.topology.members(group), call)
+    return values, leaves, tensors
 
 
 def _rebuilt(value: Any, leaves: list[Any], scalars: list[Any], tensors: list[Tensor]) -> Any:
@@ -167,6 +174,9 @@ def _describe(
     # Both lists are filled in place, because `frame_or_reason` returns only the frame.
     leaves[:], paths, structure = survey(value)  # a structure lists empty containers first
     values: list[Number] = []
+    if takes_numbers and _are_plain(leaves):
+        structure += paths
+        return encode(("\n".join(structure), leaves))
     for leaf, path in zip(leaves, paths, strict=True):
         number = leaf if type(leaf) in _PLAIN else _number(leaf)
         if number is not None and takes_numbers:
@@ -186,6 +196,13 @@ def _describe(
         else:
             raise PayloadError(f"a {type(leaf).__qualname__}{_at(path)} can't be reduced")
     return encode(("\n".join(structure), values))
+
+
+def _are_plain(leaves: list[Any]) -> bool:
+    """Return whether all leaves are numbers of Python, whose ints have at most 64 bits."""
+    if not _PLAIN.issuperset(map(type, leaves)):
+        return False
+    return all(map(_INTS.__contains__, [leaf for leaf in leaves if type(leaf) is int]))
 
 
 def _check_alike(structures: Sequence[str], ranks: Callable[[], Sequence[int]], call: str) -> None:

@@ -24,7 +24,7 @@ from unisono.collectives.routing import fits_exchange, plane_for
 from unisono.context import ContextState
 from unisono.errors import PayloadError
 from unisono.host.collectives import HostCollectives
-from unisono.payload.codec import decode, encode, frame_or_reason, header, raise_failures
+from unisono.payload.codec import decode, decode_all, encode, frame_or_reason, header
 from unisono.payload.tensors import TensorHeader, from_bytes, is_exact, plain, to_bytes
 from unisono.topology import Group
 from unisono.tracebacks import hides
@@ -115,8 +115,7 @@ def _received(context: ContextState, call: str, src: int, frame: bytes, group: G
     # Collective over `group`.
     frames = exchange_blobs(context, f"{call} from {src}", frame, group)
     frame = frames[context.model.topology.position(group, src)]
-    raise_failures([frame], lambda: [src], call)
-    return decode(frame, context.model.device)
+    return decode_all([frame], lambda: [src], call, context.model.device)[0]
 
 
 def memory_for(context: ContextState, head: TensorHeader) -> Tensor:
@@ -368,8 +367,7 @@ def _exchange_values(context: ContextState, values: Any, group: Group | None) ->
     own_lengths = frame_or_reason(lengths)
     # All frames are padded to the longest one of any rank, whose length this exchange shows.
     lengths_of_all = exchange_blobs(context, "all_to_all of values", own_lengths, group)
-    raise_failures(lengths_of_all, lambda: ranks, "all_to_all")
-    sizes = [decode(frame, context.model.device) for frame in lengths_of_all]
+    sizes = decode_all(lengths_of_all, lambda: ranks, "all_to_all", context.model.device)
     # Rounded up for XLA, which compiles once per size.
     width = context.control.bucket(max(max(row) for row in sizes))
     padded = b"".join(frame.ljust(width, b"\0") for frame in frames)

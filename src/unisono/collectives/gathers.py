@@ -17,7 +17,7 @@ from unisono.collectives.membership import GroupLike
 from unisono.collectives.routing import plane_for
 from unisono.context import ContextState
 from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError
-from unisono.payload.codec import decode, frame_or_reason, raise_failures
+from unisono.payload.codec import decode_all, encode, frame_or_reason
 from unisono.payload.tensors import TensorHeader, head_of, plain
 from unisono.topology import Group
 from unisono.tracebacks import hides
@@ -95,11 +95,11 @@ def _gather(
 ) -> list[Any] | Tensor:
     """Return every rank's value, from one exchange and one gather of the large tensors."""
     # Large tensors of one shape are returned as [n, *shape], which serves as a list.
-    frame = frame_or_reason(_frame, context, value, call, group)
-    frames = exchange_blobs(context, call, frame, group)
-    raise_failures(frames, partial(context.model.topology.members, group), call)
-    device = context.model.device
-    values = [decode(frame, device) for frame in frames]
+    is_tensor = isinstance(value, Tensor)
+    make = partial(_tensor_frame, context, call=call, group=group) if is_tensor else encode
+    frames = exchange_blobs(context, call, frame_or_reason(make, value), group)
+    model = context.model
+    values = decode_all(frames, lambda: model.topology.members(group), call, model.device)
     if TensorHeader not in map(type, values):
         return values  # each value was short enough to arrive whole
     # From here on all ranks decide by the same headers: they raise together, or gather together.
@@ -137,12 +137,11 @@ def _without_padding(rows: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Te
     return [row[: math.prod(shape)].reshape(shape).clone() for row, shape in padded]
 
 
-def _frame(context: ContextState, value: Any, call: str, group: Group | None) -> bytes:
-    """Encode a value, or only its header if the data plane carries it."""
-    if isinstance(value, Tensor):
-        emulation.check_dense(value, call)
-        value = plain(value)  # tensors of any class are joined to a plain one
-    return encode_or_header(context, value, group)
+def _tensor_frame(context: ContextState, value: Tensor, call: str, group: Group | None) -> bytes:
+    """Encode a tensor, or only its header if the data plane carries it."""
+    emulation.check_dense(value, call)
+    # Tensors of any class are joined to a plain one.
+    return encode_or_header(context, plain(value), group)
 
 
 def _kind(item: object) -> str:

@@ -229,6 +229,7 @@ def reason(error: Exception) -> str:
     return text if isinstance(error, PayloadError) else f"{type(error).__name__}: {text}"
 
 
+_DAMAGED_PICKLE = "received a damaged frame: a pickle with a wrong checksum"
 # Raised by unpickling and unpacking, not by a device that is out of memory.
 _DAMAGE: tuple[type[Exception], ...] = (
     LookupError, TypeError, ValueError, EOFError, AttributeError, RecursionError, ImportError,
@@ -246,15 +247,26 @@ def decode(blob: bytes, device: torch.device) -> Any:
         raise PayloadError(f"received a damaged frame: {type(error).__name__}: {error}") from error
 
 
+def decode_all(
+    frames: Sequence[bytes], ranks: Callable[[], Sequence[int]], call: str, device: torch.device
+) -> list[Any]:
+    """Decode every rank's frame; raise the same error on all if some rank had no value to send."""
+    values: list[Any] = []
+    try:
+        for frame in frames:
+            values.append(_READERS[frame[0]](frame, device))  # noqa: PERF401
+        return values
+    except Exception:  # raised below, with the ranks that failed or as damage
+        values.clear()
+    raise_failures(frames, ranks, call)
+    return [decode(frame, device) for frame in frames]
+
+
 def _plain_of(blob: bytes, _: Any = None) -> Any:
     data = memoryview(blob)[_PICKLE.size :]
-    _verify_checksum(data, blob)
-    return _Unpickler(io.BytesIO(data)).load() if _is_restricted() else pickle.loads(data)
-
-
-def _verify_checksum(data: memoryview, blob: bytes) -> None:
     if zlib.crc32(data) != _PICKLE.unpack_from(blob)[1]:
-        raise PayloadError("received a damaged frame: a pickle with a wrong checksum")
+        raise PayloadError(_DAMAGED_PICKLE)
+    return _Unpickler(io.BytesIO(data)).load() if _is_restricted() else pickle.loads(data)
 
 
 def _blocks(blob: bytes) -> list[memoryview]:
@@ -267,9 +279,9 @@ def _blocks(blob: bytes) -> list[memoryview]:
         blocks.append(data[start:end])
     if end != len(data):
         raise PayloadError("received a damaged frame: it ends too early")
-    _verify_checksum(
-        blocks[0], blob
-    )  # without any block, `decode` reports the IndexError as damage
+    # Without any block, `decode` reports the IndexError as damage.
+    if zlib.crc32(blocks[0]) != _PICKLE.unpack_from(blob)[1]:
+        raise PayloadError(_DAMAGED_PICKLE)
     return blocks
 
 

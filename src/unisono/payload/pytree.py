@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import fields, is_dataclass, replace
+from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 from unisono.errors import PayloadError
@@ -13,21 +15,37 @@ from unisono.payload.codec import reason
 
 Tree = Any
 _LEAVES = frozenset({bool, int, float, complex, str, bytes, type(None)})  # known without inspection
+_MOST_CACHED = 256  # keys of a dict
 
 
-def _children(node: Tree) -> list[tuple[str, Tree]] | None:
-    """Return a container's children, each with its key in brackets; None if `node` is a leaf."""
+def _children(node: Tree) -> list[Tree] | None:
+    """Return a container's children; None if `node` is a leaf."""
     if isinstance(node, dict):
-        return [(f"{{{key!r}}}", child) for key, child in node.items()]
-    if isinstance(node, list):
-        return [(f"[{index}]", child) for index, child in enumerate(node)]
-    if isinstance(node, tuple) and not _is_record(node):
-        names = getattr(node, "_fields", range(len(node)))
-        return [(f"({name})", child) for name, child in zip(names, node, strict=True)]
+        return [*node.values()]
+    if isinstance(node, list) or (isinstance(node, tuple) and not _is_record(node)):
+        return [*node]
     if is_dataclass(node) and not isinstance(node, type):
         # `replace` accepts no other fields.
-        return [(f".{item.name}", getattr(node, item.name)) for item in fields(node) if item.init]
+        return [getattr(node, item.name) for item in fields(node) if item.init]
     return None
+
+
+def _names(node: Tree) -> Sequence[str]:
+    """Return the keys of a container's children, in brackets."""
+    if isinstance(node, dict):
+        keys = tuple(node)
+        is_short = len(keys) <= _MOST_CACHED and {*map(type, keys)} == {str}
+        return (_names_of_keys if is_short else _names_of_keys.__wrapped__)(keys)
+    if isinstance(node, list):
+        return [f"[{index}]" for index in range(len(node))]
+    if isinstance(node, tuple):
+        return [f"({name})" for name in getattr(node, "_fields", range(len(node)))]
+    return [f".{item.name}" for item in fields(node) if item.init]
+
+
+@lru_cache(32)  # metrics have the same keys in every call
+def _names_of_keys(keys: tuple[Any, ...]) -> tuple[str, ...]:
+    return tuple(f"{{{key!r}}}" for key in keys)
 
 
 def _is_record(node: Tree) -> bool:
@@ -63,12 +81,13 @@ def _visit(node: Tree, path: str, leaves: list[Any], paths: list[str], empty: li
     if not children:
         kind = next((base for base in (dict, list, tuple) if isinstance(node, base)), type(node))
         empty.append(f"{path} empty {kind.__name__}")
-    for name, child in children:
-        if type(child) in _LEAVES:
-            leaves.append(child)
-            paths.append(path + name)
-        else:
-            _visit(child, path + name, leaves, paths, empty)
+    names = _names(node)
+    if _LEAVES.issuperset(map(type, children)):
+        leaves += children
+        paths += [path + name for name in names] if path else names
+        return
+    for name, child in zip(names, children, strict=True):
+        _visit(child, path + name, leaves, paths, empty)
 
 
 def unflatten(tree: Tree, leaves: list[Any]) -> Tree:
@@ -80,22 +99,24 @@ def _build(node: Tree, source: Iterator[Any]) -> Tree:
     children = _children(node)
     if children is None:
         return next(source)
-    built = [  # simple leaves without a call, as in `_visit`
-        next(source) if type(child) in _LEAVES else _build(child, source) for _, child in children
-    ]
+    if _LEAVES.issuperset(map(type, children)):
+        built = [*islice(source, len(children))]
+    else:
+        built = [_build(child, source) for child in children]
     try:
-        return _rebuild(node, children, iter(built))
+        return _rebuild(node, iter(built))
     except Exception as error:
         kind = type(node).__qualname__
         raise PayloadError(f"a {kind} can't be put together again: {reason(error)}") from error
 
 
-def _rebuild(node: Tree, children: list[tuple[str, Tree]], built: Iterator[Tree]) -> Tree:
+def _rebuild(node: Tree, built: Iterator[Tree]) -> Tree:
     if isinstance(node, dict):
-        return like(node, dict(zip(node, built, strict=True)))
+        content = dict(zip(node, built, strict=True))
+        return content if type(node) is dict else like(node, content)
     if isinstance(node, (list, tuple)):
         return like(node, built)
-    return replace(node, **{name[1:]: next(built) for name, _ in children})  # without the dot
+    return replace(node, **{name[1:]: next(built) for name in _names(node)})  # without the dot
 
 
 def like(node: Tree, content: Any) -> Tree:

@@ -27,11 +27,15 @@ from unisono.recording.status_page import (
     CALLED,
     END,
     NUMBER,
+    RING_MASK,
     STATE,
+    STEP,
+    WORD,
     Lane,
     StatusPage,
     encode_call,
     encode_ranks,
+    pack_record,
     short_name,
 )
 from unisono.topology import EVERYBODY, Group, RankInfo, members_of_pair
@@ -40,11 +44,13 @@ from unisono.tracebacks import hides, summary
 __tracebackhide__ = hides
 
 T = TypeVar("T")
-_now = time.monotonic_ns  # global names, as each collective calls both functions
+_now = time.monotonic_ns  # global names, as each collective calls these functions
 _frame = sys._getframe
+_thread_id = threading.get_native_id
 _LONGEST_PROGRAM = 200
 _LONGEST_ERROR = 500
 _LONGEST_JOB = 200
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes, dict, list, tuple})
 _IN_STEP = "_unisono_in_step"  # attribute of an exception
 
 
@@ -177,8 +183,6 @@ class _Here(threading.local):
     """A thread's state for one log."""
 
     lane: Lane | None = None
-    thread_id: int = 0
-    """Native id of the thread; 0 before its first call."""
 
 
 class Token:
@@ -197,9 +201,11 @@ class Token:
         """Record the end of the call; a second call does nothing."""
         lane, record = self.lane, self.record
         if lane is not None:
-            self.lane = None
-            signatures.line.known = b""
-            lane.write(self.stamp, END, _now())
+            self.lane, signatures.line.known = None, b""
+            words, stamp = lane.words, self.stamp
+            index = lane.first + (stamp & RING_MASK)
+            if words[index] == stamp:  # as `Lane.write`, without a call
+                words[index + END] = _now()
         if record is not None:
             self.record = None
             text = "" if error is None else summary(error)[:_LONGEST_ERROR]
@@ -289,29 +295,23 @@ class CallLog:
             "host": socket.gethostname(),
             "program": " ".join(map(str, sys.argv))[:_LONGEST_PROGRAM],
             "cwd": _folder(),
-            "thread_id": threading.get_native_id(),
+            "thread_id": _thread_id(),
             "groups": {},
         }
         page = StatusPage.make({**known, **stack_signal.install(), **facts})
         return cls(rank, world_size, job, page)
 
     def begin(
-        self,
-        name: str,
-        group: Group | None = None,
-        value: object = None,
-        state: int = CALLED,
+        self, name: str, group: Group | None = None, value: Any = None, state: int = CALLED
     ) -> Token:
         """Record the start of a call, which ends with the token's with block or its `end`."""
         key = EVERYBODY if group is None else group.name
         number = self._numbers[key] = self._numbers.get(key, 0) + 1
         if group is not None and number == 1:
             self._record_members(group)
-        here = self._here
-        if not here.thread_id:
-            here.thread_id = threading.get_native_id()
-            here.lane = None if self._page is None else self._page.lane()
-        lane = here.lane
+        lane = self._here.lane
+        if lane is None and self._page is not None:
+            lane = self._here.lane = self._page.lane()
         if lane is None and not _hooks:  # counted above, as on other ranks
             return UNRECORDED
         try:
@@ -323,21 +323,23 @@ class CallLog:
         # The key isn't unique: an address may be reused, and one place may make several calls.
         if site is None or site.code is not code or site.name != name or site.group != key:
             site = self._site_of(frame, name, key)
+        kind = type(value)
         try:
-            size = value.nbytes if type(value) is Tensor else _size_of(value)
+            size = value.nbytes if kind is Tensor else 0 if kind in _PLAIN else _size_of(value)
         except RuntimeError:  # a sparse tensor has no memory of its own
             size = 0
         token, now = Token(), _now()
         if lane is not None:
-            token.lane = lane
-            signatures.line.known = site.known
-            token.stamp = lane.begin(site.text, number, size, now, state)
+            token.lane, signatures.line.known = lane, site.known
+            token.stamp = lane.last = stamp = lane.last + STEP
+            offset = (lane.first + (stamp & RING_MASK)) * WORD
+            pack_record(lane.memory, offset, stamp, now, 0, number, size, site.text, stamp | state)
         if _hooks:
             if state != CALLED:
                 token.overlap_ns = None
             token.record = tuple.__new__(CollectiveRecord, (
                 name, self.rank, self.world_size, self.job, key, self._members[key], number,
-                size, _dtype_of(value), "", site.file, site.line, here.thread_id, now, -1, "", 0,
+                size, _dtype_of(value), "", site.file, site.line, _thread_id(), now, -1, "", 0,
             ))  # fmt: skip
             self._run_before_hooks(token, token.record)
         return token

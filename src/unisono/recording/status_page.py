@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 # goes from the last to the first: the same stamp at both ends of the record shows that no write
 # came between.
 _MAGIC = int.from_bytes(b"unisono2", "little")
-_WORD = 8
+WORD = 8
 _HEAD_BYTES = 64
 _FACTS_BYTES = 8192
 _LANES_AT = _HEAD_BYTES + 2 * _FACTS_BYTES
@@ -50,13 +50,13 @@ _RING = 128
 _TEXT_BYTES = 208
 # Native order and signed: twice as fast as an explicit byte order or unsigned fields.
 _RECORD = struct.Struct(f"5q{_TEXT_BYTES}sq")
-_STEP = _RECORD.size // _WORD
-_RING_MASK = _RING * _STEP - 1
-_pack = _RECORD.pack_into
+STEP: int = _RECORD.size // WORD
+RING_MASK: int = _RING * STEP - 1
+pack_record: Callable[..., None] = _RECORD.pack_into
 _LANE_BYTES = _HEAD_BYTES + _RING * _RECORD.size
 _PAGE_BYTES = _LANES_AT + _LANES * _LANE_BYTES
 _EDITION = 1
-END, NUMBER, STATE = 2, 3, _STEP - 1
+END, NUMBER, STATE = 2, 3, STEP - 1
 """Indexes of the words of a record that may change after it is written."""
 _LONGEST_NAME = 100  # bytes of a group's name
 _BEGINNING = 60  # bytes kept of a longer group name, and at most of a call's name
@@ -173,30 +173,25 @@ class StatusPage:
 
 
 class Lane:
-    """The records of one thread in a page."""
+    """The records of one thread in a page, which `CallLog.begin` and `Token.end` write."""
 
-    __slots__ = ("_first", "_last", "_memory", "_words")
+    # Attributes instead of methods: each collective would call two more functions.
+    __slots__ = ("first", "last", "memory", "words")
 
     def __init__(self, page: StatusPage, index: int) -> None:
-        head = (_LANES_AT + index * _LANE_BYTES) // _WORD
-        self._memory, self._words = page._memory, page._words
-        self._first = head + _HEAD_BYTES // _WORD
-        stamps = self._words[self._first : self._first + _RING * _STEP : _STEP]
-        self._last = max(stamps)  # stamps only grow, even from one thread of a lane to the next
-        self._words[head] = threading.get_native_id()
-
-    def begin(self, text: bytes, number: int, size: int, begin_ns: int, state: int) -> int:
-        """Write a call's record; return its stamp for `write`."""
-        self._last = stamp = self._last + _STEP
-        offset = (self._first + (stamp & _RING_MASK)) * _WORD
-        _pack(self._memory, offset, stamp, begin_ns, 0, number, size, text, stamp | state)
-        return stamp
+        head = (_LANES_AT + index * _LANE_BYTES) // WORD
+        self.memory, self.words = page._memory, page._words
+        self.first: int = head + _HEAD_BYTES // WORD
+        stamps = self.words[self.first : self.first + _RING * STEP : STEP]
+        # Stamps only grow, even from one thread of a lane to the next.
+        self.last: int = max(stamps)
+        self.words[head] = threading.get_native_id()
 
     def write(self, stamp: int, word: int, value: int) -> None:
         """Set a word of a record unless the record has been overwritten; safe in any thread."""
-        index = self._first + (stamp & _RING_MASK)
-        if self._words[index] == stamp:
-            self._words[index + word] = value
+        index = self.first + (stamp & RING_MASK)
+        if self.words[index] == stamp:
+            self.words[index + word] = value
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,14 +257,14 @@ class PageReader:
         """Read one record; return None if there is none, or if it is just being written."""
         start = _LANES_AT + lane * _LANE_BYTES
         first = start + _HEAD_BYTES + index * _RECORD.size
-        last = self._words[first // _WORD + STATE]
+        last = self._words[first // WORD + STATE]
         stamp, begin, end, number, size, text, _ = _RECORD.unpack_from(self._memory, first)
         # In a whole record the stamp at the end, read first, equals the one at the beginning.
-        if not 0 < stamp == last & ~IN_FLIGHT == self._words[first // _WORD]:
+        if not 0 < stamp == last & ~IN_FLIGHT == self._words[first // WORD]:
             return None
         name, group, line, file = text.decode("utf-8", "replace").split("\0")[:4]
         return PageRecord(
-            self._words[start // _WORD], name, file, int(line), group, number, size, begin, end,
+            self._words[start // WORD], name, file, int(line), group, number, size, begin, end,
             last & IN_FLIGHT,
         )  # fmt: skip
 

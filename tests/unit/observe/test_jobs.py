@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support.processes import in_fork
+from tests.support.records import begin_in
 from tests.support.screens import Ended, run
 from unisono.cli import _live
 from unisono.cli._jobs import NO_JOB, chosen
@@ -51,7 +52,7 @@ def page(rank: int, job: str = "job a", **more: Any) -> Iterator[StatusPage]:
 def begin(of: StatusPage, name: str, number: int, begin_ns: int, state: int = CALLED) -> None:
     lane, file = of.lane(), "" if name == "initialize" else "train.py"
     assert lane is not None
-    lane.begin(encode_call(name, "all ranks", file, 7), number, 64, begin_ns, state)
+    begin_in(lane, encode_call(name, "all ranks", file, 7), number, 64, begin_ns, state)
 
 
 def leave_page(**facts: Any) -> None:

@@ -33,6 +33,7 @@ from unisono.model.fallback import INLINE_TENSOR_BYTES
 from unisono.payload import codec, tensors as tensors_of_payload
 from unisono.payload.codec import (
     decode,
+    decode_all,
     encode,
     failure,
     frame_or_reason,
@@ -317,7 +318,13 @@ def test_failures_are_raised_with_rank_and_reason() -> None:
         decode(frames[1], CPU)
     with pytest.raises(PayloadError, match=r"^f got .*rank 5: é is stuck .*; rank 7: .*64 bits"):
         raise_failures(frames, lambda: [3, 5, 7], "f")
+    with pytest.raises(PayloadError, match=r"^f got .*rank 5: é is stuck") as caught:
+        decode_all(frames, lambda: [3, 5, 7], "f", CPU)
+    assert caught.value.__context__ is None
+    with pytest.raises(PayloadError, match="received a damaged frame"):
+        decode_all([frames[0], b"i"], lambda: [3, 5], "f", CPU)
     raise_failures(frames[:1], lambda: [0], "f")
+    assert decode_all(frames[:1] * 2, lambda: [0, 1], "f", CPU) == [1, 1]
 
 
 PLAIN_OF_ALL_KINDS = {"a": [torch.ones(2), 1, b"x", "s", Path("p"), 2**70, {1, 1j}]}

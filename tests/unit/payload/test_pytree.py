@@ -98,6 +98,16 @@ def test_items_of_a_counter_are_replaced_and_not_added() -> None:
     assert mapped(Counter(a=1), lambda count: count + 1) == Counter(a=2)
 
 
+def test_names_are_those_of_the_keys_whatever_is_equal_to_them() -> None:
+    class Text(str):
+        def __repr__(self) -> str:
+            return "a text"
+
+    for key, name in (("a", "{'a'}"), (Text("a"), "{a text}"), (1, "{1}"), (True, "{True}")):
+        assert flatten({key: 0}) == ([0], [name])
+        assert flatten({"x": {key: 0}}) == ([0], ["{'x'}" + name])
+
+
 def test_computed_fields_are_computed_again() -> None:
     assert unflatten(Derived(3), [5]) == Derived(5)
     assert flatten(Derived(3)) == ([3], [".base"])

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from tests.support.processes import in_fork
+from tests.support.records import begin_in
 from unisono.recording import status_page
 from unisono.recording.status_page import (
-    CALLED,
     END,
     Lane,
     PageReader,
@@ -46,7 +46,7 @@ def lane_of(page: StatusPage) -> Lane:
 def begin(page: StatusPage, number: int, name: str = "barrier") -> tuple[Lane, int]:
     lane = lane_of(page)
     text = encode_call(name, "all ranks", "train.py", 7)
-    return lane, lane.begin(text, number, 8, 100 + number, CALLED)
+    return lane, begin_in(lane, text, number, 8, 100 + number)
 
 
 def begin_elsewhere(page: StatusPage, number: int) -> None:
@@ -79,9 +79,9 @@ def test_calls_and_facts_are_read_as_they_were_written(own_pages: Path) -> None:
 def test_the_last_calls_of_each_thread_are_kept() -> None:
     page = made()
     lane = lane_of(page)
-    first = lane.begin(encode_call("first", "g", "f", 1), 1, 0, 1, CALLED)
+    first = begin_in(lane, encode_call("first", "g", "f", 1), 1, 0, 1)
     for number in range(2, 301):
-        lane.begin(encode_call("next", "g", "f", 1), number, 0, number, CALLED)
+        begin_in(lane, encode_call("next", "g", "f", 1), number, 0, number)
     lane.write(first, END, 9)  # others have its place by now
     begin_elsewhere(page, 1000)
     records = pages()[0].records()
@@ -132,7 +132,7 @@ def test_without_proc_there_are_no_pages(own_pages: Path, monkeypatch: pytest.Mo
 def test_a_page_has_room_for_long_names() -> None:
     page = made(groups={str(i): list(range(2000)) for i in range(50)})
     text = encode_call("all_reduce", "gr\u00fc\u00dfe " * 40, f"/{'d' * 400}/train.py", 1234567)
-    lane_of(page).begin(text, 1, 0, 1, CALLED)
+    begin_in(lane_of(page), text, 1, 0, 1)
     (reader,) = pages()
     assert reader.facts["groups"] == {}  # too long
     assert reader.facts["rank"] == 0
@@ -140,7 +140,7 @@ def test_a_page_has_room_for_long_names() -> None:
     assert (record.name, record.line) == ("all_reduce", 1234567)
     assert record.file.endswith("dd/train.py")
     assert record.group == short_name("gr\u00fc\u00dfe " * 40)
-    lane_of(page).begin(encode_call("\u00fc" * 300, "g" * 100, "train.py", 7), 2, 0, 2, CALLED)
+    begin_in(lane_of(page), encode_call("\u00fc" * 300, "g" * 100, "train.py", 7), 2, 0, 2)
     long_name = reader.records()[-1]
     assert (long_name.name, long_name.group) == ("\u00fc" * 30, "g" * 100)
     assert (long_name.file, long_name.line) == ("train.py", 7)
@@ -155,7 +155,7 @@ def write() -> None:
     while True:
         for number in range(done + 1, done + 1000):
             text = encode_call("x", "g", "f" * 90, number % 1000)
-            stamp = lane.begin(text, number, number * 7, number * 3, CALLED)
+            stamp = begin_in(lane, text, number, number * 7, number * 3)
             lane.write(stamp, END, number * 5)
             done = number
         page.update(count=done, twice=2 * done)
