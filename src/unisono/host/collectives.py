@@ -146,7 +146,7 @@ class HostCollectives(Turns):
         self.size: int = arena.size
         self.position: int = arena.position
         self.block_bytes: int = arena.layout.block_bytes
-        """Maximum number of bytes that `all_reduce_packed` accepts."""
+        """Number of bytes up to which tensors are packed together."""
         self._arena = arena
         self._ranks = ranks  # global, by position
 
@@ -259,16 +259,8 @@ class HostCollectives(Turns):
 
     def all_reduce_packed(self, tensors: Sequence[Tensor], op: ReduceOp) -> None:
         """Reduce several short tensors in place, in one step. Collective over the group."""
-        # One tensor, for one copy into the slot and one reduction.
-        arena, total = self._arena, torch.cat(list(tensors))
-
-        def work(check: Check) -> None:
-            inputs = arena.given(total.dtype, total.numel())[arena.interval & 1]
-            inputs[arena.position].copy_(total)
-            arena.barrier(check)
-            fold_tensors(op, inputs, total)
-
-        self._run(f"all_reduce {op.name}", work, total)
+        total = torch.cat(list(tensors))
+        self.all_reduce(total, op)
         parts = total.split_with_sizes([tensor.numel() for tensor in tensors])
         # Tensors made in inference mode can be written to only in that mode.
         is_inference = any(map(Tensor.is_inference, tensors))
