@@ -144,15 +144,6 @@ _NUMBER_STEPS: dict[ReduceOp, Callable[[Any, Any], Any]] = {
     ReduceOp.OR: or_,
     ReduceOp.XOR: xor,
 }
-_BOOL_STEPS: dict[ReduceOp, Callable[[Any, Any], Any]] = {
-    ReduceOp.SUM: or_,
-    ReduceOp.MAX: or_,
-    ReduceOp.OR: or_,
-    ReduceOp.PRODUCT: and_,
-    ReduceOp.MIN: and_,
-    ReduceOp.AND: and_,
-    ReduceOp.XOR: xor,
-}
 
 
 def fold_numbers(op: ReduceOp, values: Sequence[Number]) -> Number:
@@ -165,7 +156,9 @@ def fold_numbers(op: ReduceOp, values: Sequence[Number]) -> Number:
     if kinds == {bool}:
         if op is ReduceOp.AVERAGE:
             raise PayloadError("AVERAGE isn't defined on bool: pass int(value) or float(value)")
-        return bool(reduce(_BOOL_STEPS[op], values))
+        if op is ReduceOp.XOR:
+            return bool(reduce(xor, values))
+        return any(values) if op in (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.OR) else all(values)
     if op.is_bitwise and not kinds <= {bool, int}:
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise PayloadError(f"{op.name} works on bool and int, not on {names}")
