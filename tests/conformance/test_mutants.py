@@ -200,7 +200,7 @@ def _begins_with_another_each_time(
 
 def _rounds_each_addition(context: Any, call: str, terms: Tensor, group: Any) -> Tensor:
     mine = terms.sum(0, dtype=terms.dtype)
-    return _dtype_emulation.all_reduce(context, mine, ReduceOp.SUM, group, mine.device)
+    return _dtype_emulation.all_reduce(context, mine, ReduceOp.SUM, group)
 
 
 def _rounds_long_ones_once_more(context: Any, call: str, terms: Tensor, group: Any) -> Tensor:

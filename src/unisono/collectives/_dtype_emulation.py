@@ -17,6 +17,7 @@ from unisono.collectives.call import compare_calls, compares, exchange_blobs, si
 from unisono.collectives.routing import Plane, Reducer, plane_for, reducer_for, reduces_natively
 from unisono.context import ContextState
 from unisono.errors import PayloadError
+from unisono.host import memory
 from unisono.host.collectives import HostCollectives
 from unisono.model.handle import Handle, joined
 from unisono.model.reduction import (
@@ -122,12 +123,11 @@ def private_copy(context: ContextState, tensor: Tensor) -> Tensor:
 
 
 def view_or_copy(
-    context: ContextState, tensor: Tensor, plane: Plane, op: ReduceOp | None = None
+    context: ContextState, tensor: Tensor, plane: Reducer, *, is_read: bool = True
 ) -> Tensor:
     """Return a contiguous view of the user's memory if it will only be read, else a copy."""
-    # Collectives through shared memory only read the tensor; emulating an operation overwrites it.
-    is_read = type(plane) is HostCollectives and tensor.is_cpu
-    if is_read and (op is None or reduces_natively(plane, tensor, op)):
+    # Only collectives through shared memory of one host don't overwrite the tensor.
+    if is_read and type(plane) is HostCollectives and tensor.is_cpu:
         return plain(tensor).resolve_conj().resolve_neg().contiguous()
     return private_copy(context, tensor)
 
@@ -190,12 +190,23 @@ def _scaled(tensor: Tensor, size: int) -> tuple[Tensor, ReduceOp, Restore]:
     return tensor, ReduceOp.SUM, lambda total: total / after
 
 
-def _emulate_if_needed(
-    context: ContextState, plane: Reducer, tensor: Tensor, op: ReduceOp, group: Group | None
+def _prepare(
+    context: ContextState,
+    plane: Reducer,
+    value: Tensor,
+    op: ReduceOp,
+    group: Group | None,
+    *,
+    is_ours: bool = False,
+    is_read: bool = True,
 ) -> tuple[Tensor, ReduceOp, Restore]:
-    """Convert as `_emulate` does, unless `plane` reduces the tensor natively."""
-    # A conversion may overwrite `tensor`, which is a private copy unless the plane reduces it.
-    if reduces_natively(plane, tensor, op):
+    """Return what `plane` reduces in place of `value`, by which operation, and the inverse."""
+    # It is `value` itself only if that is ours, and its memory only if `is_read`. A conversion
+    # overwrites a tensor, too.
+    is_native = reduces_natively(plane, value, op)
+    is_read = is_read and is_native
+    tensor = value if is_ours else view_or_copy(context, value, plane, is_read=is_read)
+    if is_native:
         return tensor, op, _unchanged
     size, dtype = context.model.topology.size(group), tensor.dtype
     if op is ReduceOp.AVERAGE and dtype is torch.bfloat16 and dtype in plane.dtypes:
@@ -214,28 +225,31 @@ def _gather_and_fold(plane: Plane, tensor: Tensor, op: ReduceOp, group: Group | 
 
 
 def all_reduce(
-    context: ContextState, tensor: Tensor, op: ReduceOp, group: Group | None, device: torch.device
+    context: ContextState,
+    value: Tensor,
+    op: ReduceOp,
+    group: Group | None,
+    *,
+    is_ours: bool = False,
 ) -> Tensor:
-    """Reduce a tensor [*shape], which this may overwrite, and return the result on `device`."""
-    # Collective over `group`.
-    plane = reducer_for(context, tensor, group)
-    # An exchange uses the model's dtypes, too: precision doesn't depend on the size of a tensor.
-    converted, step, restore = _emulate_if_needed(
-        context, plane or context.model, tensor, op, group
-    )
-    if plane is None:
-        converted = converted.contiguous()
-        # The user's operation, not `step`: a mean and a sum may be converted to the same one.
-        call = signature(f"all_reduce {op.name}", tensor)
-        parts = exchange_blobs(context, call, to_bytes(converted), group)
-        total = fold_tensors(step, stack_bytes(parts, converted.dtype, converted.shape))
-        return restore(total).to(device)
-    compare_calls(context, f"all_reduce {op.name}", tensor, group, plane)
-    if converted.dtype in plane.dtypes:
-        total = plane.all_reduce(converted, step, group)
-    else:  # not over `plane`, which can't gather if it is memory in two levels
-        total = _gather_and_fold(plane_for(context, group), converted, step, group)
-    return restore(total).to(device)
+    """Reduce a tensor [*shape]; overwrite it only if `is_ours`. Collective over `group`."""
+    # A tensor of ours is contiguous and on the transport device.
+    value = value if is_ours else plain(value)
+    plane, is_exchanged = reducer_for(context, value, group)
+    tensor, step, restore = _prepare(context, plane, value, op, group, is_ours=is_ours)
+    call = f"all_reduce {op.name}"  # not `step`: a mean and a sum may be converted to the same one
+    if is_exchanged:
+        parts = exchange_blobs(context, signature(call, value), to_bytes(tensor), group)
+        total = fold_tensors(step, stack_bytes(parts, tensor.dtype, tensor.shape))
+        return restore(total).to(value.device)
+    compare_calls(context, call, value, group, plane)
+    if tensor.dtype not in plane.dtypes:  # `plane` can't gather if it is memory in two levels
+        total = _gather_and_fold(plane_for(context, group), tensor, step, group)
+    elif type(plane) is HostCollectives and restore is _unchanged and not is_ours:  # only read
+        total = plane.all_reduce(tensor, step, group, memory.new(tensor, tensor.shape))
+    else:
+        total = plane.all_reduce(tensor, step, group)
+    return restore(total).to(value.device)
 
 
 def start_all_reduce(
@@ -244,22 +258,23 @@ def start_all_reduce(
     """Start `all_reduce` on a tensor that it may overwrite. Collective over `group`."""
     # The first call of a group waits for the other ranks as well: the background thread can wait.
     is_connected = context.control.is_connected(group)
-    if not is_connected or reducer_for(context, tensor, group) is not context.model:
+    if not is_connected or reducer_for(context, tensor, group) != (context.model, False):
         with torch.inference_mode(False):  # the background thread isn't in it
             tensor = tensor.clone() if tensor.is_inference() else tensor
-        call = partial(all_reduce, context, tensor, op, group, tensor.device)
+        call = partial(all_reduce, context, tensor, op, group, is_ours=True)
         return context.start(call, group)
-    converted, step, restore = _emulate_if_needed(context, context.model, tensor, op, group)
+    model = context.model
+    converted, step, restore = _prepare(context, model, tensor, op, group, is_ours=True)
 
     def compare_and_fold() -> Tensor:
         compare_calls(context, f"all_reduce {op.name}", tensor, group)
-        return _gather_and_fold(context.model, converted, step, group)
+        return _gather_and_fold(model, converted, step, group)
 
     def begin() -> Handle[Tensor]:
         compare_calls(context, f"all_reduce {op.name}", tensor, group)
         return context.start_all_reduce(converted, step, group)
 
-    if converted.dtype not in context.model.dtypes:  # a gather and a fold, not one operation
+    if converted.dtype not in model.dtypes:  # a gather and a fold, not one operation
         return context.start(compare_and_fold, group).then(restore)
     # Comparing calls waits for the other ranks; starting an operation must not.
     started = joined(context.start(begin, group)) if compares(context, group) else begin()
@@ -270,16 +285,15 @@ def reduce(
     context: ContextState, value: Tensor, dst: int, op: ReduceOp, group: Group | None
 ) -> Tensor | None:
     """Reduce a user's tensor to global rank `dst`. Collective over `group`."""
-    plane = plane_for(context, group)
+    value, plane = plain(value), plane_for(context, group)
     is_dst = context.model.topology.rank == dst
     # `dst` needs a copy, because the result overwrites its tensor.
-    tensor = private_copy(context, value) if is_dst else view_or_copy(context, value, plane, op)
-    compare_calls(context, f"reduce {op.name} to {dst}", tensor, group, plane)
-    converted, step, restore = _emulate_if_needed(context, plane, tensor, op, group)
-    if converted.dtype in plane.dtypes:
-        total = plane.reduce(converted.contiguous(), dst, step, group)
+    tensor, step, restore = _prepare(context, plane, value, op, group, is_read=not is_dst)
+    compare_calls(context, f"reduce {op.name} to {dst}", value, group, plane)
+    if tensor.dtype in plane.dtypes:
+        total = plane.reduce(tensor, dst, step, group)
         return None if total is None else restore(total).to(value.device)
-    total = _gather_and_fold(plane, converted, step, group)
+    total = _gather_and_fold(plane, tensor, step, group)
     return restore(total).to(value.device) if is_dst else None
 
 
@@ -289,11 +303,10 @@ def reduce_scatter(
     """Reduce a user's tensor [n*k, ...] and return this rank's part. Collective over `group`."""
     plane = plane_for(context, group)
     size = context.model.topology.size(group)
-    tensor = view_or_copy(context, value, plane, op)
-    rows = tensor.view(size, value.shape[0] // size, *value.shape[1:])
+    rows = torch.unflatten(plain(value), 0, (size, value.shape[0] // size))
+    tensor, step, restore = _prepare(context, plane, rows, op, group)
     compare_calls(context, f"reduce_scatter {op.name}", rows, group, plane)
-    converted, step, restore = _emulate_if_needed(context, plane, rows, op, group)
-    if converted.dtype in plane.dtypes:
-        return restore(plane.reduce_scatter(converted.contiguous(), step, group)).to(value.device)
-    total = _gather_and_fold(plane, converted, step, group)
+    if tensor.dtype in plane.dtypes:
+        return restore(plane.reduce_scatter(tensor, step, group)).to(value.device)
+    total = _gather_and_fold(plane, tensor, step, group)
     return restore(total[context.model.topology.position(group)]).to(value.device)

@@ -357,7 +357,7 @@ def sum_exactly(context: ContextState, call: str, terms: Tensor, group: Group | 
     if dtype not in FORMATS:
         # As in `all_reduce`, bools are summed by OR and integers wrap, so 64 bits are enough.
         total = terms.any(0) if dtype is torch.bool else terms.to(torch.int64).sum(0).to(dtype)
-        return emulation.all_reduce(context, total, ReduceOp.SUM, group, total.device)
+        return emulation.all_reduce(context, total, ReduceOp.SUM, group, is_ours=True)
     blocks = torch.split(terms, BLOCK, dim=1)
     spans, count = _agreed_spans(context, call, terms, [span(block) for block in blocks], group)
     total = terms.new_zeros(terms.shape[1])
@@ -365,7 +365,7 @@ def sum_exactly(context: ContextState, call: str, terms: Tensor, group: Group | 
         plan = layout(found, dtype, count)
         if plan is not None:  # else each sum is +0 on all ranks, as in `total`
             limbs = add(block, plan)
-            limbs = emulation.all_reduce(context, limbs, ReduceOp.SUM, group, limbs.device)
+            limbs = emulation.all_reduce(context, limbs, ReduceOp.SUM, group, is_ours=True)
             into.copy_(rounded(limbs, plan, dtype))
     return total
 

@@ -80,7 +80,7 @@ def _reduce_tensors(
         return emulation.private_copy(context, tensor).reshape(-1)
 
     def reduce(row: Tensor) -> Tensor:
-        return emulation.all_reduce(context, row, op, group, row.device)
+        return emulation.all_reduce(context, row, op, group, is_ours=True)
 
     return _reduce_joined(tensors, [tensor.shape for tensor in tensors], as_row, reduce)
 

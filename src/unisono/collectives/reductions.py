@@ -10,16 +10,12 @@ from torch import Tensor
 
 from unisono.collectives import _dtype_emulation as emulation
 from unisono.collectives._scalars import reduce_values, sum_values
-from unisono.collectives.call import TensorT, collective, compare_calls
+from unisono.collectives.call import TensorT, collective
 from unisono.collectives.membership import GroupLike
 from unisono.collectives.routing import reducer_for, reduces_natively
-from unisono.context import ContextState
 from unisono.errors import ArgumentError, PayloadError
-from unisono.host import memory
-from unisono.host.collectives import HostCollectives
 from unisono.model.reduction import FoldLike, OpLike, ReduceOp, parse_op
 from unisono.payload.tensors import plain
-from unisono.topology import Group
 from unisono.tracebacks import hides
 
 __tracebackhide__ = hides
@@ -143,7 +139,7 @@ def all_reduce(
         context.settle(members)  # queued calls must finish before the library starts this one
         started = emulation.start_all_reduce(context, copy, operation, members)
         return started.then(lambda total: total.to(tensor.device))
-    return partial(_all_reduce, context, tensor, operation, members)
+    return partial(emulation.all_reduce, context, tensor, operation, members)
 
 
 def _check_sum(op: ReduceOp) -> None:
@@ -157,19 +153,6 @@ def _check_sum(op: ReduceOp) -> None:
     else:
         advice = f"{op.name} never rounds, so call it without `exact`"
     raise ArgumentError(f"exact=True is for SUM, not for {op.name}: {advice}")
-
-
-def _all_reduce(context: ContextState, tensor: Tensor, op: ReduceOp, group: Group | None) -> Tensor:
-    """Reduce a tensor to a new one."""
-    plane = reducer_for(context, tensor, group)
-    # Only shared memory of one host reads the tensor in place and writes the result elsewhere, so
-    # only there no copy is needed.
-    if not isinstance(plane, HostCollectives) or not reduces_natively(plane, tensor, op):
-        copy = emulation.private_copy(context, tensor)
-        return emulation.all_reduce(context, copy, op, group, tensor.device)
-    compare_calls(context, f"all_reduce {op.name}", tensor, group, plane)
-    values = emulation.view_or_copy(context, tensor, plane)
-    return plane.all_reduce(values, op, group, memory.new(values, values.shape))
 
 
 @overload
@@ -266,7 +249,7 @@ def all_reduce_(
         context.settle(members)  # before the library starts this call
     # Before the first call over a group, `reducer_for` would wait for its other ranks.
     knows_plane = not async_op or context.control.is_connected(members)
-    plane = reducer_for(context, tensor, members) if knows_plane else None
+    plane = reducer_for(context, tensor, members)[0] if knows_plane else None
     is_direct = (  # whether the plane can reduce the user's own memory
         plane is not None
         and reduces_natively(plane, tensor, operation)
@@ -287,13 +270,9 @@ def all_reduce_(
         return started.then(partial(_written_back, tensor, values if is_direct else None))
 
     def call() -> Tensor:
-        if plane is None or not is_direct:
-            copy = emulation.private_copy(context, tensor)
-            total = emulation.all_reduce(context, copy, operation, members, copy.device)
-            return emulation.overwrite(tensor, total)
-        compare_calls(context, f"all_reduce {operation.name}", tensor, members, plane)
-        values = plain(tensor)
-        return _written_back(tensor, values, plane.all_reduce(values, operation, members))
+        values = plain(tensor) if is_direct else tensor
+        total = emulation.all_reduce(context, values, operation, members, is_ours=is_direct)
+        return _written_back(tensor, values, total)
 
     return call
 

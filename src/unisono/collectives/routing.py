@@ -18,6 +18,7 @@ from unisono.tracebacks import hides
 
 __tracebackhide__ = hides
 
+_EXCHANGED_BYTES = 1 << 15  # of all ranks: more are reduced faster in memory, on 2 and 4 ranks
 Plane = ComputationModel | HostCollectives
 """Collectives of tensors: the data plane, or memory that the ranks of a host share."""
 Reducer = ComputationModel | MemoryCollectives
@@ -28,10 +29,11 @@ def fits_exchange(
     context: ContextState, tensor: Tensor, group: Group | None, *, folds: bool = False
 ) -> bool:
     """Return whether an exchange of the control plane carries a tensor."""
-    # Local, and the same on every rank for tensors of the same dtype, shape and device.
-    if not tensor.is_cpu:
-        return False
-    return tensor.numel() * tensor.itemsize <= context.control.inline_bytes(group, folds)
+    # Local, and the same on every rank for tensors of the same dtype, shape and device. A tensor to
+    # reduce is copied to the transport device first, and ranks may have it on different devices.
+    is_on_cpu = context.model.transport_device.type == "cpu" if folds else tensor.is_cpu
+    size_bytes = tensor.numel() * tensor.itemsize
+    return is_on_cpu and size_bytes <= context.control.inline_bytes(group, folds)
 
 
 def plane_for(context: ContextState, group: Group | None) -> Plane:
@@ -46,21 +48,17 @@ def plane_for(context: ContextState, group: Group | None) -> Plane:
     return context.model
 
 
-def reducer_for(context: ContextState, tensor: Tensor, group: Group | None) -> Reducer | None:
-    """Return the plane that carries an `all_reduce`, None for an exchange."""
-    # Local or collective as `plane_for` is.
-    if not tensor.is_cpu:
-        plane_is("data")
-        return context.model
-    memory = context.control.memory(group)
+def reducer_for(context: ContextState, tensor: Tensor, group: Group | None) -> tuple[Reducer, bool]:
+    """Return the plane that reduces a tensor, and whether an exchange does so in its place."""
+    # Local or collective as `plane_for` is. An exchange reduces by the plane's dtypes, so that the
+    # precision doesn't depend on the size of a tensor.
+    memory = context.control.memory(group)  # first, as it connects the group
+    is_exchanged = fits_exchange(context, tensor, group, folds=True)
     if type(memory) is HostCollectives:
-        plane_is("memory")
-        return memory
-    # The test of `fits_exchange`, inline to save the call.
-    if tensor.numel() * tensor.itemsize <= context.control.inline_bytes(group, True):
-        return None
-    plane_is("data")
-    return context.model if memory is None else memory
+        is_exchanged = is_exchanged and tensor.nbytes * memory.size <= _EXCHANGED_BYTES
+    if not is_exchanged:
+        plane_is("memory" if type(memory) is HostCollectives else "data")
+    return memory or context.model, is_exchanged
 
 
 def reduces_natively(plane: Reducer, tensor: Tensor, op: ReduceOp) -> bool:

@@ -44,7 +44,7 @@ _LINE_WORDS = _LINE_BYTES // _WORD_BYTES
 _NAP, _TOKEN, _CORE = 1, 2, 3
 _PAGE_BYTES = 4096
 _MIB = 1 << 20
-_SPIN_S = 300e-6  # a barrier of ranks that are all awake takes a tenth of that
+_SPIN_S, _CROWDED_SPIN_S = 300e-6, 2e-3  # ten times as long as ranks that are awake need
 _LOOKS, _TURNS = 50, 3  # before a rank that waits gives way; from one look at cores to the next
 _CROWDED_LOOKS, _CROWDED_TURNS = 0, 64  # with more ranks than cores, each of which gives way often
 _FIRST_NAP_NS = 200_000
@@ -213,7 +213,7 @@ class Arena:
         for _ in range(self.looks):
             if words[line] >= interval:
                 return
-        end = time.monotonic() + _SPIN_S
+        end = time.monotonic() + (_CROWDED_SPIN_S if self.layout.is_crowded else _SPIN_S)
         while time.monotonic() < end:
             self.give_way()
             if words[line] >= interval:

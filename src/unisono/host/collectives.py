@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +22,7 @@ from unisono.host import memory
 from unisono.host.arena import Arena, Check
 from unisono.host.shared import MIN_BYTES, SharedTensors
 from unisono.model.contract import COMMON_DTYPES
-from unisono.model.reduction import ReduceOp, fold_into
+from unisono.model.reduction import ReduceOp, fold_tensors
 from unisono.payload.tensors import as_bytes_tensor, from_bytes
 from unisono.topology import Group
 
@@ -35,8 +35,9 @@ Copy = Callable[[int, int], None]
 """Copies a block, by its index, to or from the slots of a parity (even or odd interval)."""
 
 
+@lru_cache
 def folds(dtype: torch.dtype, op: ReduceOp) -> bool:
-    """Return whether `fold_into` supports an operation on a dtype."""
+    """Return whether `fold_tensors` supports an operation on a dtype."""
     if dtype not in DTYPES:
         return False
     if op is ReduceOp.AVERAGE:
@@ -145,7 +146,7 @@ class HostCollectives(Turns):
         self.size: int = arena.size
         self.position: int = arena.position
         self.block_bytes: int = arena.layout.block_bytes
-        """Maximum number of bytes that `all_reduce_packed` accepts."""
+        """Number of bytes up to which tensors are packed together."""
         self._arena = arena
         self._ranks = ranks  # global, by position
 
@@ -226,7 +227,7 @@ class HostCollectives(Turns):
             inputs[arena.position].copy_(source)
             arena.barrier(check)
             if target is not None:
-                fold_into(op, inputs, target)
+                fold_tensors(op, inputs, target)
             return
         room = arena.layout.block_bytes // source.itemsize
         for begin in range(0, count, room):
@@ -248,7 +249,7 @@ class HostCollectives(Turns):
         parts[arena.position] = own  # not copied, as no other rank needs it
         # The result goes into slots of the new interval: others still read inputs of the last one.
         views = both[arena.interval & 1]
-        fold_into(op, parts, views.reduced)
+        fold_tensors(op, parts, views.reduced)
         if target is not None:
             target.split_with_sizes(now.sizes)[1].copy_(views.reduced)
         arena.barrier(check)
@@ -258,16 +259,8 @@ class HostCollectives(Turns):
 
     def all_reduce_packed(self, tensors: Sequence[Tensor], op: ReduceOp) -> None:
         """Reduce several short tensors in place, in one step. Collective over the group."""
-        # One tensor, for one copy into the slot and one reduction.
-        arena, total = self._arena, torch.cat(list(tensors))
-
-        def work(check: Check) -> None:
-            inputs = arena.given(total.dtype, total.numel())[arena.interval & 1]
-            inputs[arena.position].copy_(total)
-            arena.barrier(check)
-            fold_into(op, inputs, total)
-
-        self._run(f"all_reduce {op.name}", work, total)
+        total = torch.cat(list(tensors))
+        self.all_reduce(total, op)
         parts = total.split_with_sizes([tensor.numel() for tensor in tensors])
         # Tensors made in inference mode can be written to only in that mode.
         is_inference = any(map(Tensor.is_inference, tensors))
@@ -292,7 +285,7 @@ class HostCollectives(Turns):
             count = results[block].numel()
             parts = [cells[parity][p][me][:count] for p in range(arena.size)]
             parts[me] = sources[me][block]
-            fold_into(op, parts, results[block])
+            fold_tensors(op, parts, results[block])
 
         self._move(call, len(results), self._give_cells(sources, cells), take)
         return target
@@ -315,7 +308,7 @@ class HostCollectives(Turns):
             own = slices[me][block * room : (block + 1) * room]
             parts = [cells[parity][p][me][: own.numel()] for p in range(arena.size)]
             total, parts[me] = parts[me], own  # the result's place: a cell that no other rank reads
-            fold_into(op, parts, total)
+            fold_tensors(op, parts, total)
             own.copy_(total)
 
         blocks = -(-slices[0].numel() // room)  # the first slice is the longest

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from unisono.host.arena import Arena, Check
-from unisono.model.reduction import ReduceOp, fold_into
+from unisono.model.reduction import ReduceOp, fold_tensors
 
 MIN_BYTES = 1 << 18
 """Shorter tensors are faster through slots than with two barriers and a write for each rank."""
@@ -88,7 +88,7 @@ class SharedTensors:
         width = -(-count // arena.size)
         begin = min(arena.position * width, count)  # the last ranks may have nothing left
         for block in _blocks([part[begin : begin + width] for part in parts]):
-            fold_into(op, block, block[0])  # only this rank uses this slice now
+            fold_tensors(op, block, block[0])  # only this rank uses this slice now
             for other in block[1:]:
                 other.copy_(block[0])
 
@@ -96,7 +96,7 @@ class SharedTensors:
         """Reduce this rank's row of all tensors, [n, *shape] each. Collective over the group."""
         rows = [part.view(self._arena.size, -1)[self._arena.position] for part in parts]
         for target_block, *block in _blocks([target, *rows]):
-            fold_into(op, block, target_block)
+            fold_tensors(op, block, target_block)
 
     def all_gather(self, parts: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
         """Copy the other ranks' tensors. Collective over the group."""

@@ -23,7 +23,6 @@ __all__ = (
     "OpLike",
     "ReduceOp",
     "as_ordered_ints",
-    "fold_into",
     "fold_numbers",
     "fold_tensors",
     "is_order_of_floats",
@@ -50,10 +49,9 @@ class ReduceOp(enum.Enum):
     @property
     def is_bitwise(self) -> bool:
         """Whether it works on bits, and therefore only on integers and bools."""
-        return self in _BITWISE
+        return self in (ReduceOp.AND, ReduceOp.OR, ReduceOp.XOR)
 
 
-_BITWISE = frozenset({ReduceOp.AND, ReduceOp.OR, ReduceOp.XOR})
 _BY_NAME: dict[str, ReduceOp] = {op.name: op for op in ReduceOp}
 _BY_NAME |= {"MEAN": ReduceOp.AVERAGE, "AVG": ReduceOp.AVERAGE}
 _BY_NAME |= {"BAND": ReduceOp.AND, "BOR": ReduceOp.OR, "BXOR": ReduceOp.XOR}  # torch's names
@@ -117,45 +115,33 @@ def mean_factors(size: int) -> tuple[float, float]:
     return before, size * before
 
 
-def fold_tensors(op: ReduceOp, parts: Sequence[Tensor] | Tensor) -> Tensor:
-    """Reduce tensors of equal shape in the order given, as every model must."""
-    step = TENSOR_STEPS[op]
-    first, *rest = parts
-    total = first.clone()
-    for part in rest:
-        total = step(total, part)
-    return total
+def fold_tensors(
+    op: ReduceOp, parts: Sequence[Tensor] | Tensor, out: Tensor | None = None
+) -> Tensor:
+    """Reduce tensors of equal shape in the order given, as every model must; into `out` if given.
 
-
-def fold_into(op: ReduceOp, parts: Sequence[Tensor], out: Tensor) -> None:
-    """Reduce several tensors as `fold_tensors` does, but into `out`, and also for AVERAGE."""
+    AVERAGE is for floats that `mean_factors` hardly rounds, so neither for float16 nor integers.
+    """
+    count = len(parts)
     if op is ReduceOp.AVERAGE:
-        before, after = mean_factors(len(parts))
-        torch.mul(parts[0], before, out=out)
-        for part in parts[1:]:
-            torch.add(out, part, alpha=before, out=out)
-        if after != 1.0:
-            out.div_(after)
-        return
+        before, after = mean_factors(count)
+        total = torch.mul(parts[0], before, out=out)
+        for position in range(1, count):
+            total.add_(parts[position], alpha=before)
+        return total if after == 1.0 else total.div_(after)
+    if count == 1:
+        return parts[0].clone() if out is None else out.copy_(parts[0])
     step = TENSOR_STEPS[op]
-    step(parts[0], parts[1], out=out)  # at least two, because a single rank shares no memory
-    for part in parts[2:]:
-        step(out, part, out=out)
+    total = step(parts[0], parts[1], out=out)
+    for position in range(2, count):
+        step(total, parts[position], out=total)
+    return total
 
 
 _NUMBER_STEPS: dict[ReduceOp, Callable[[Any, Any], Any]] = {
     ReduceOp.PRODUCT: mul,
     ReduceOp.AND: and_,
     ReduceOp.OR: or_,
-    ReduceOp.XOR: xor,
-}
-_BOOL_STEPS: dict[ReduceOp, Callable[[Any, Any], Any]] = {
-    ReduceOp.SUM: or_,
-    ReduceOp.MAX: or_,
-    ReduceOp.OR: or_,
-    ReduceOp.PRODUCT: and_,
-    ReduceOp.MIN: and_,
-    ReduceOp.AND: and_,
     ReduceOp.XOR: xor,
 }
 
@@ -170,7 +156,9 @@ def fold_numbers(op: ReduceOp, values: Sequence[Number]) -> Number:
     if kinds == {bool}:
         if op is ReduceOp.AVERAGE:
             raise PayloadError("AVERAGE isn't defined on bool: pass int(value) or float(value)")
-        return bool(reduce(_BOOL_STEPS[op], values))
+        if op is ReduceOp.XOR:
+            return bool(reduce(xor, values))
+        return any(values) if op in (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.OR) else all(values)
     if op.is_bitwise and not kinds <= {bool, int}:
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise PayloadError(f"{op.name} works on bool and int, not on {names}")

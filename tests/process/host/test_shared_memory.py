@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import subprocess
@@ -88,10 +89,12 @@ def test_values_of_all_lengths_are_whole(pairs: int, tmp_path: Path) -> None:
     assert {limit > INLINE_BYTES for _, limit in found} == {is_everywhere}
 
 
+@pytest.mark.parametrize("plane", ["data", "memory"])
 def test_a_short_sum_is_recorded_on_the_plane_that_carries_it(
-    monkeypatch: pytest.MonkeyPatch,
+    plane: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("UNISONO_SHARED_BYTES", "0")
+    if plane == "data":
+        monkeypatch.setenv("UNISONO_SHARED_BYTES", "0")
 
     def planes(rank: int) -> list[str]:
         seen: list[str] = []
@@ -101,7 +104,37 @@ def test_a_short_sum_is_recorded_on_the_plane_that_carries_it(
         remove()
         return seen
 
-    assert unisono.spawn("gloo", planes, nproc_per_node=2) == [["control", "data"]] * 2
+    assert unisono.spawn("gloo", planes, nproc_per_node=2) == [["control", plane]] * 2
+
+
+KINDS: list[tuple[torch.dtype, str]] = [
+    *itertools.product(
+        (torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        ("SUM", "AVERAGE", "PRODUCT", "MIN", "MAX"),
+    ),
+    *itertools.product((torch.complex64,), ("SUM", "AVERAGE", "PRODUCT")),
+    *itertools.product(
+        (torch.bool, torch.int8, torch.uint16, torch.int64, torch.uint64),
+        ("SUM", "PRODUCT", "MIN", "MAX", "AND", "OR", "XOR"),
+    ),
+]
+
+
+@pytest.mark.ranks(3, on="gloo")
+def test_a_short_tensor_has_the_bits_of_a_long_one() -> None:
+    """A round carries the short tensor; slots of memory carry the long one."""
+    generator = torch.Generator().manual_seed(unisono.get_rank())
+    for dtype, name in KINDS:
+        op = unisono.ReduceOp[name]
+        # 64 in all, as torch's kernels choose other bits of NaN at the end of a vector.
+        numbers = torch.randn(58, generator=generator, dtype=torch.float64) * 100
+        odd = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-45])
+        floats = torch.cat([numbers, odd.roll(unisono.get_rank())])
+        is_inexact = dtype.is_floating_point or dtype.is_complex
+        short = (floats if is_inexact else numbers.abs()).to(dtype)
+        total = unisono.all_reduce(short.repeat(1000), op)[: len(short)]
+        for got in (unisono.all_reduce(short, op), unisono.all_reduce_(short.clone(), op)):
+            assert torch.equal(got.view(torch.uint8), total.view(torch.uint8)), (dtype, op)
 
 
 def test_a_short_mean_is_not_taken_for_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,6 @@ from unisono.payload import pickling, tensors
 Mutant: TypeAlias = Callable[[pytest.MonkeyPatch], None]
 """A function that breaks something in a process, and so in its forks, before they initialise."""
 _choose, _gather = process_group.choose_device, NativeModel.all_gather
-_CPU = torch.device("cpu")
 _reduce, _from_bytes = _dtype_emulation.all_reduce, tensors.from_bytes
 
 
@@ -83,7 +82,7 @@ MUTANTS: dict[str, tuple[Mutant, str, str]] = {
         replaces(
             _dtype_emulation,
             "all_reduce",
-            lambda context, tensor, op, group, _: _reduce(context, tensor, op, group, _CPU),
+            lambda *args, **options: _reduce(*args, **options).cpu(),
         ),
         _RESULTS,
         _OF_CPU,

@@ -304,7 +304,7 @@ def test_which_tensors_ride_the_data_plane() -> None:
     spread = torch.zeros(1).expand(INLINE_TENSOR_BYTES // 4 + 1)
     fit = [fits_exchange(context, tensor, None) for tensor in (small, long, wide, spread)]
     assert fit == [True, False, True, False]
-    assert reducer_for(context, small, None) is context.model
+    assert reducer_for(context, small, None) == (context.model, False)
     assert encode_or_header(context, long, None) == header(long)
     for other in (torch.eye(99).to_sparse(), torch.empty(999, device="meta"), "x" * 999, None):
         assert not is_exact(other)
