@@ -7,7 +7,7 @@ bytes. Blobs that fit need one round. The frame's size never varies, so XLA comp
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,13 +47,6 @@ def inline_part(frame: bytes) -> bytes | None:
     return frame[_LENGTH.size : _LENGTH.size + size] if size <= _INLINE_BYTES else None
 
 
-def read_frames(frames: Sequence[bytes]) -> tuple[list[int], list[bytes] | None]:
-    """Return the lengths of the ranks' blobs, and the blobs if all of them fit into the frames."""
-    sizes = [length_of(frame) for frame in frames]
-    blobs = [blob for frame in frames if (blob := inline_part(frame)) is not None]
-    return sizes, blobs if len(blobs) == len(frames) else None
-
-
 def at_least_one(size_bytes: int) -> int:
     """Round a size up to at least 1, so that no tensor is empty."""
     return max(size_bytes, 1)
@@ -67,8 +60,11 @@ def exchange(
 ) -> list[bytes]:
     """Return every rank's blob, in one round or two. Collective over `group`."""
     rows = model.all_gather(_tensor(model, as_frame(blob)), group).cpu()
-    sizes, blobs = read_frames([to_bytes(row) for row in rows])
-    return exchange_bodies(model, blob, sizes, group, bucket) if blobs is None else blobs
+    frames = [to_bytes(row) for row in rows]
+    blobs = [part for frame in frames if (part := inline_part(frame)) is not None]
+    if len(blobs) == len(frames):
+        return blobs
+    return exchange_bodies(model, blob, [*map(length_of, frames)], group, bucket)
 
 
 def exchange_bodies(

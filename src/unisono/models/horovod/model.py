@@ -48,8 +48,8 @@ if not hasattr(hvd, "init"):  # without its extension horovod.torch only prints 
 _log = logging.getLogger(__name__)
 _DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
 _LEAVE_S = 2.0  # for Horovod's shutdown after a peer has failed or timed out
-Start = Callable[[str, Any], int]
-"""Function that starts an operation under a name in a process set; returns Horovod's handle."""
+Start = Callable[..., int]
+"""Function that starts an operation, given `name` and `process_set`; returns Horovod's handle."""
 _NARROW = frozenset({torch.uint8, torch.int8, torch.int16})
 _ERRORS: dict[str, type[CollectiveError]] = {
     "^Mismatched": CollectiveMismatchError,
@@ -144,7 +144,8 @@ class HorovodModel(ComputationModel, TrainingHooks):
         try:
             # The first rank that shuts down breaks the others' pending operations, so all ranks
             # meet before, in a reduction, because hvd.barrier can't time out.
-            start = _reduction(torch.zeros(1, dtype=torch.int32), ReduceOp.SUM)
+            mark = torch.zeros(1, dtype=torch.int32)
+            start = partial(hvd.allreduce_async_, mark, op=hvd.Sum)
             self._run("barrier", None, 1, start, ".barrier")
         except CollectiveError as error:
             _log.debug("shutting Horovod down without the others: %s", error)
@@ -184,13 +185,9 @@ class HorovodModel(ComputationModel, TrainingHooks):
         return partial(skipping.__exit__, None, None, None)
 
     def all_gather(self, tensor: Tensor, group: Group | None = None) -> Tensor:
-        row = tensor.unsqueeze(0)
-        rows: Tensor = self._run(
-            "all_gather",
-            group,
-            tensor.numel() * self.topology.size(group),
-            lambda name, members: hvd.allgather_async(row, name, members),
-        )
+        count = tensor.numel() * self.topology.size(group)
+        start = partial(hvd.allgather_async, tensor.unsqueeze(0))
+        rows: Tensor = self._run("all_gather", group, count, start)
         return rows
 
     def exchange(self, blob: bytes, group: Group | None = None) -> list[bytes]:
@@ -199,47 +196,35 @@ class HorovodModel(ComputationModel, TrainingHooks):
     def all_reduce(self, tensor: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
         if op not in _OPS:
             return super().all_reduce(tensor, op, group)
-        carrier, restore = _widened(tensor)
-        start = _reduction(carrier, op)
-        return restore(self._run("all_reduce", group, tensor.numel(), start))
+        start = partial(hvd.allreduce_async_, _widened(tensor), op=_OPS[op])
+        total: Tensor = self._run("all_reduce", group, tensor.numel(), start)
+        return total.to(tensor.dtype)
 
     def start_all_reduce(
         self, tensor: Tensor, op: ReduceOp, group: Group | None = None
     ) -> Handle[Tensor] | None:
         if op not in _OPS:
             return None
-        carrier, restore = _widened(tensor)
-        start = _reduction(carrier, op)
-        return self._start("all_reduce", group, tensor.numel(), start).then(restore)
+        start = partial(hvd.allreduce_async_, _widened(tensor), op=_OPS[op])
+        started = self._start("all_reduce", group, tensor.numel(), start)
+        return started.then(lambda total: total.to(tensor.dtype))
 
     def broadcast(self, tensor: Tensor, src: int, group: Group | None = None) -> Tensor:
-        got: Tensor = self._run(
-            "broadcast",
-            group,
-            tensor.numel(),
-            lambda name, members: hvd.broadcast_async_(tensor, src, name, members),
-        )
+        start = partial(hvd.broadcast_async_, tensor, src)
+        got: Tensor = self._run("broadcast", group, tensor.numel(), start)
         return got
 
     def reduce_scatter(self, rows: Tensor, op: ReduceOp, group: Group | None = None) -> Tensor:
         if op is not ReduceOp.SUM:
             return super().reduce_scatter(rows, op, group)
-        carrier, restore = _widened(rows)
-        row: Tensor = self._run(
-            "reduce_scatter",
-            group,
-            rows.numel(),
-            lambda name, members: hvd.reducescatter_async(carrier, name, hvd.Sum, members),
-        )
-        return restore(row.squeeze(0))  # Horovod keeps the dimension that it divides
+        start = partial(hvd.reducescatter_async, _widened(rows), op=hvd.Sum)
+        row: Tensor = self._run("reduce_scatter", group, rows.numel(), start)
+        return row.squeeze(0).to(rows.dtype)  # Horovod keeps the dimension that it divides
 
     def all_to_all(self, rows: Tensor, group: Group | None = None) -> Tensor:
-        got: Tensor = self._run(
-            "all_to_all",
-            group,
-            rows.numel(),
-            lambda name, members: hvd.alltoall_async(rows, None, name, members),
-        )[0]  # without the sizes of the received parts
+        start = partial(hvd.alltoall_async, rows)
+        got: Tensor
+        got, _sizes = self._run("all_to_all", group, rows.numel(), start)
         return got
 
     def new_group(self, ranks: tuple[int, ...], **options: Any) -> Group:
@@ -313,7 +298,7 @@ class HorovodModel(ComputationModel, TrainingHooks):
             self._wait(call, group, 0, earlier)
         step = self.control.steps.begin(name_of(group), call)
         try:
-            handle = self._under_way[key] = start(name, members)
+            handle = self._under_way[key] = start(name=name, process_set=members)
         except (RuntimeError, ValueError) as error:  # HorovodInternalError is a RuntimeError
             self._fail(call, group, error)
         return key, call, group, step, handle
@@ -355,19 +340,9 @@ def _is_done(handle: int) -> bool:
         return True
 
 
-def _widened(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Return a tensor that Horovod reduces exactly, and the inverse conversion."""
-    dtype = tensor.dtype
-    if dtype in _NARROW:
-        return tensor.to(torch.int32), lambda total: total.to(dtype)
-    return tensor, lambda total: total
-
-
-def _reduction(tensor: Tensor, op: ReduceOp) -> Start:
-    native = _OPS[op]
-    return lambda name, members: hvd.allreduce_async_(
-        tensor, name=name, op=native, process_set=members
-    )
+def _widened(tensor: Tensor) -> Tensor:
+    """Return a tensor that Horovod reduces exactly."""
+    return tensor.to(torch.int32) if tensor.dtype in _NARROW else tensor
 
 
 def _initialize(info: RankInfo, timeout_s: float) -> None:

@@ -253,7 +253,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         )
         if not _can_reduce(tensor, op):  # now all ranks are known to decide this alike
             return False
-        mine = _reducible(tensor, op)
+        mine = _memory_of(tensor)
         total = host.all_reduce(mine, op) if dst is None else host.reduce(mine, dst, op)
         if total is not None:  # else this rank isn't `dst`
             _copy_back(total, tensor)
@@ -285,7 +285,7 @@ class _UnisonoGroup(_ProcessGroup):  # type: ignore[misc]
         self._compare(f"reduce_scatter {op.name}", tensor)
         if not _can_reduce(tensor, op):
             return False
-        _copy_back(host.reduce_scatter(_reducible(tensor, op).view(host.size, -1), op), output)
+        _copy_back(host.reduce_scatter(_memory_of(tensor).view(host.size, -1), op), output)
         return True
 
     reduce_scatter_single = _reduce_scatter_base
@@ -513,13 +513,6 @@ def _memory_of(tensor: Tensor) -> Tensor:
     """Return a contiguous tensor, sharing memory if possible."""
     # The result has its own version counter, so autograd doesn't notice writes, as with gloo.
     return tensor.data.resolve_conj().resolve_neg().contiguous()
-
-
-def _reducible(tensor: Tensor, op: ReduceOp) -> Tensor:
-    """Return a contiguous tensor to reduce, sharing memory if possible."""
-    flat = _memory_of(tensor)
-    is_narrow = op is ReduceOp.AVERAGE and tensor.dtype is torch.float16
-    return flat.float() if is_narrow else flat
 
 
 def _copy_back(result: Tensor, tensor: Tensor) -> None:
