@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
@@ -79,8 +81,9 @@ class Forked:
             self.read_status()
         return self.returncode
 
-    def wait(self) -> int:
-        """Wait for the end of the process; return its exit code."""
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end of the process; return its exit code, or raise TimeoutError."""
+        self.status.settimeout(timeout)
         while self.returncode is None:
             self.read_status(0)
         return self.returncode
@@ -112,6 +115,25 @@ class ForkServer:
                 bufsize=0,
             )
         self._answers: list[bytes] = []
+
+    @classmethod
+    def of(cls, script: Script, environ: Mapping[str, str], held: ExitStack) -> ForkServer | None:
+        """Start the server of a script's ranks; return None if each is to be a new interpreter."""
+        with contextlib.suppress(OSError):  # starting a rank will fail, too, and say so
+            if not why_fresh(script):
+                server = cls(script.program, {"PYTHONUNBUFFERED": "1", **environ})
+                held.callback(server.end)
+                return server
+        return None
+
+    @classmethod
+    def of_stdin(cls) -> ForkServer:
+        """Return the server whose control socket is this process's stdin; see `fork_rank`."""
+        server = cls.__new__(cls)
+        server.control = socket.socket(fileno=os.dup(0))
+        with open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), 0)
+        return server
 
     def why_unusable(self) -> str:
         """Wait until torch is imported; return why forks wouldn't be like new interpreters."""
@@ -145,8 +167,8 @@ class ForkServer:
             raise OSError("the fork server has ended, or can't fork")
         return forked
 
-    def fork_rank(self, environ: Mapping[str, str]) -> Forked:
-        """Start a rank of the script; raise OSError if that fails."""
+    def fork_rank(self, environ: Mapping[str, str], agent: Sequence[str] = ()) -> Forked:
+        """Start a rank of the script, or torch's agent with these options; may raise OSError."""
         (out, their_out), (err, their_err) = os.pipe(), os.pipe()
         with (
             open(os.devnull, "r+b") as nothing,
@@ -154,7 +176,10 @@ class ForkServer:
             os.fdopen(their_err, "wb", 0),
         ):
             pipes = os.fdopen(out, "rb", 0), os.fdopen(err, "rb", 0)
-            rank = self.fork({"environ": dict(environ)}, [nothing.fileno(), their_out, their_err])
+            # The agent's ranks are to be forks, too, and it gives them no descriptor but its stdin.
+            stdin = self.control.fileno() if agent else nothing.fileno()
+            message = {"environ": dict(environ), "agent": agent}
+            rank = self.fork(message, [stdin, their_out, their_err])
         rank.stdout, rank.stderr = pipes
         return rank
 

@@ -30,6 +30,7 @@ from unisono.launchers.job.job import Job, JobRanks
 from unisono.launchers.job.output import Pipes, show
 from unisono.launchers.job.process_state import TITLE
 from unisono.launchers.job.signals import END_S, OTHERS, TO_END, TO_SAVE, signals
+from unisono.launchers.script.forks import Forked
 from unisono.launchers.script.rank.report import Reader, Report
 from unisono.launchers.script.script import RANK_WRAPPER, Script, dying_with, env_for
 from unisono.launchers.variables import OF_TORCH, run_variables, without
@@ -116,7 +117,7 @@ class Supervisor(Programs):
         reach: Callable[[int, int], bool] | None = None,
     ) -> None:
         super().__init__(script.token)
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[subprocess.Popen[bytes] | Forked] = []
         self._script = script
         # With infos there is no launcher: `processes.run` restarts all ranks with a new supervisor.
         self._restarts = script.may_restart and not infos
@@ -136,10 +137,10 @@ class Supervisor(Programs):
         """Start a launcher."""
         self.processes.append(self._pipes.start(arguments, environ))
 
-    def add(self, wrapper: subprocess.Popen[bytes]) -> None:
-        """Supervise the wrapper of a rank."""
-        self.processes.append(wrapper)
-        self._pipes.add(wrapper)
+    def add(self, process: subprocess.Popen[bytes] | Forked) -> None:
+        """Supervise a launcher, or the wrapper of a rank."""
+        self.processes.append(process)
+        self._pipes.add(process)
 
     def run(self) -> ScriptOutcome:
         """Print the processes' output until all have ended or one fails, and end the others."""
@@ -162,7 +163,7 @@ class Supervisor(Programs):
         """End all processes at once."""
         self._signal(signal.SIGKILL)
         for process in self.processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            with contextlib.suppress(subprocess.TimeoutExpired, TimeoutError):
                 process.wait(_DRAIN_S)
         self._pipes.close()
 
