@@ -23,6 +23,7 @@ from tests.support.processes import MARK, SOURCES, gone
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no rank is a fork")
 Rows: TypeAlias = "dict[str, Any]"
 WAYS = ("fork", "fresh")
+LAUNCHERS = ("processes", "torchrun")
 # Rows that tell a fork from a new interpreter, and why they may.
 NOT_EQUAL = {
     "rank's own: hash secret": "all ranks of a start have one",
@@ -36,6 +37,7 @@ NOT_EQUAL = {
 }
 # Each job has its own.
 OF_A_JOB = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "UNISONO_PRIVATE_STORE", MARK)
+OF_AN_AGENT = ("TORCHELASTIC_ERROR_FILE",)
 IN_C = {"PYTHONUTF8": "0", "LC_ALL": "C", "PYTHONIOENCODING": "latin-1:replace"}
 OPTIMIZED = {"PYTHONWARNINGS": "error::DeprecationWarning", "PYTHONOPTIMIZE": "2"}
 CASES: dict[str, tuple[list[str], dict[str, str]]] = {
@@ -47,6 +49,7 @@ CASES: dict[str, tuple[list[str], dict[str, str]]] = {
         {"OMP_NUM_THREADS": "3", "TORCH_LOGS": "+dynamo"},
     ),
     "other path, C's encoding": (["./folder/../sees.py", "--short"], IN_C),
+    "below torch's agent": (["sees.py"], {"UNISONO_RUN_LAUNCHER": "torchrun"}),
 }
 # Libraries read these while they are loaded.
 AT_LOAD = (
@@ -153,6 +156,8 @@ def seen(
         assert len(rows) > 116
         for name in OF_A_JOB:
             del rows["environment: names and values"][name]
+        for name in OF_AN_AGENT:
+            rows["environment: names and values"].pop(name, None)
     return found
 
 
@@ -262,8 +267,9 @@ def test_stdout_may_be_closed(tmp_path: Path) -> None:
     assert "[0] reached" in done.err
 
 
-def test_a_script_may_not_import_torch(tmp_path: Path) -> None:
-    done = run_script(tmp_path, KIND, n=2)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_script_may_not_import_torch(launcher: str, tmp_path: Path) -> None:
+    done = run_script(tmp_path, KIND, "--launcher", launcher, n=2)
     assert (done.code, done.err) == (0, "")
     assert sorted(done.out.splitlines()) == ["[0] FORK None", "[1] FORK None"]
 
@@ -285,7 +291,8 @@ def test_a_file_beside_the_script_is_imported(name: str, tmp_path: Path) -> None
     ],
     ids=["thread", "device"],
 )
-def test_a_server_that_cant_be_forked_says_so(code: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_server_that_cant_be_forked_says_so(code: str, launcher: str, tmp_path: Path) -> None:
     """Libraries that extend torch are loaded by it, and start what they like."""
     begin = f"import threading, time\ndef begin():\n    import torch\n    {code}\n"
     (tmp_path / "extends_torch.py").write_text(begin)
@@ -293,7 +300,8 @@ def test_a_server_that_cant_be_forked_says_so(code: str, tmp_path: Path) -> None
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: extends_torch\nVersion: 1\n")
     (metadata / "entry_points.txt").write_text("[torch.backends]\nx = extends_torch:begin\n")
-    done = run_script(tmp_path, KIND, PYTHONPATH=f"{SOURCES}:{tmp_path}")
+    path = f"{SOURCES}:{tmp_path}"
+    done = run_script(tmp_path, KIND, "--launcher", launcher, PYTHONPATH=path)
     assert (done.code, done.out, done.err) == (0, "[0] NEW None\n", "")
 
 
@@ -346,6 +354,34 @@ def test_nothing_outlives_what_is_ended(
     assert named.get(target, "") in error
 
 
+@pytest.mark.parametrize(
+    ("target", "number"),
+    [
+        *[("launcher", number) for number in (signal.SIGTERM, signal.SIGKILL)],
+        *[(target, signal.SIGKILL) for target in ("agent", "wrapper", "rank", "server")],
+    ],
+)
+def test_nothing_outlives_what_is_ended_below_torchs_agent(
+    target: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(WAITS)
+    with started([*words("--launcher", "torchrun", str(script), n=2)]) as job:
+        job.wait_for("READY", 2)
+        rank, server = map(int, re.findall(r"\[1\] READY (\d+) (\d+)", job.out())[0])
+        (agent,) = [each for each in psutil.Process(server).children() if each.children()]
+        wrapper = agent.children()[1].pid
+        pids = {"launcher": job.process.pid, "wrapper": wrapper, "rank": rank, "server": server}
+        os.kill({**pids, "agent": agent.pid}[target], number)
+        code = job.process.wait(LIMIT_S)
+        nobody_is_left(job.mark)
+        error = job.err()
+    # At the end of a wrapper the agent ends the job, and says which.
+    assert code == (-number if code < 0 else 1 if target == "wrapper" else 128 + number), error
+    named = {"rank": "error: rank 1 of 2 ", "server": "error: rank ", "wrapper": "rank      : 1 "}
+    assert named.get(target, "") in error
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_signal_to_all_processes_lets_ranks_save(way: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
@@ -377,8 +413,9 @@ def test_ctrl_c_is_for_ranks_though_a_shell_has_ignored_it(tmp_path: Path) -> No
     assert "default_int_handler" in done.out
 
 
-def test_ranks_start_again_as_forks_of_the_same_server(tmp_path: Path) -> None:
-    done = run_script(tmp_path, FAILS_ONCE, "--max-restarts", "1", n=2)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_ranks_start_again_as_forks_of_the_same_server(launcher: str, tmp_path: Path) -> None:
+    done = run_script(tmp_path, FAILS_ONCE, "--launcher", launcher, "--max-restarts", "1", n=2)
     assert done.code == 0, done.err
     assert "restart 1 of 1" in done.err
     servers = re.findall(r"SERVER (\d+)", done.out)

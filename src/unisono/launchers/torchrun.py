@@ -17,9 +17,10 @@ from unisono.control.addresses import why_unreachable
 from unisono.deadlines import DEFAULT_TIMEOUT_S
 from unisono.errors import ArgumentError, LaunchError
 from unisono.launchers.job.store import private_store
+from unisono.launchers.script.forks import ForkServer
 from unisono.launchers.script.remote_workers import LauncherSpec, run_function
 from unisono.launchers.script.script import Script
-from unisono.launchers.script.supervisor import ScriptOutcome, run_launcher
+from unisono.launchers.script.supervisor import ScriptOutcome, Supervisor, run_launcher
 from unisono.launchers.variables import OF_TORCH, without
 from unisono.topology import PRIVATE_STORE, LaunchPlan, RankInfo
 
@@ -75,6 +76,8 @@ def environment(script: Script, environ: Mapping[str, str]) -> dict[str, str]:
     # How long the agent waits for its ranks after a signal, a second longer than they may take;
     # agents of older torch wait 30 s.
     variables.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", f"{math.ceil(script.grace_s) + 1}")
+    # The agent sets it for ranks, which are forks if they read what their server has read at start.
+    variables.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if script.may_restart:
         # https://github.com/pytorch/pytorch/issues/135712: stale keys of the previous attempt
         variables.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -95,7 +98,17 @@ def _prepare(script: Script, held: contextlib.ExitStack) -> tuple[list[str], dic
 def run(script: Script) -> ScriptOutcome:
     """Run a script in ranks of torch's agent on this node."""
     with contextlib.ExitStack() as held:
-        return run_launcher(script, *_prepare(script, held), signal.SIGINT)
+        server = ForkServer.of(script, environment(script, os.environ), held)
+        arguments, variables = _prepare(script, held)
+        if server is not None and not server.why_unusable():
+            _python, _m, _module, *options = argv(replace(script, has_server=True))
+            supervisor = Supervisor(script)
+            try:
+                supervisor.start_agent(server, options, variables)
+            except OSError as error:
+                raise LaunchError(f"torch's agent can't be started: {error}") from error
+            return supervisor.run()
+        return run_launcher(script, arguments, variables, signal.SIGINT)
 
 
 def _wait_for_node_0(script: Script, addr: str, port: int) -> None:

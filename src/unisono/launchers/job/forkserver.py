@@ -203,6 +203,12 @@ class Forked:
         status = signal.SIGKILL if self.wait_status is None else self.wait_status
         return os.waitstatus_to_exitcode(status)
 
+    def wait(self, limit_s: float) -> None:
+        """Wait for the end of the process; after `limit_s` seconds it counts as killed."""
+        self.status.settimeout(limit_s)
+        while not self.read_status(0):
+            pass
+
 
 class _Orphans:
     """Processes left behind by workers that have ended; this process then becomes their parent."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,25 @@ class ForkServer:
                 bufsize=0,
             )
         self._answers: list[bytes] = []
+
+    @classmethod
+    def of(cls, script: Script, environ: Mapping[str, str], held: ExitStack) -> ForkServer | None:
+        """Start the server of a script's ranks; return None if each is to be a new interpreter."""
+        with contextlib.suppress(OSError):  # starting a rank will fail, too, and say so
+            if not why_fresh(script):
+                server = cls(script.program, {"PYTHONUNBUFFERED": "1", **environ})
+                held.callback(server.end)
+                return server
+        return None
+
+    @classmethod
+    def of_stdin(cls) -> ForkServer:
+        """Return the server whose control socket is this process's stdin; see `Supervisor`."""
+        server = cls.__new__(cls)
+        server.control = socket.socket(fileno=os.dup(0))
+        with open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), 0)
+        return server
 
     def why_unusable(self) -> str:
         """Wait until torch is imported; return why forks wouldn't be like new interpreters."""

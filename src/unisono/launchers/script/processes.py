@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from unisono.errors import ArgumentError, LaunchError
 from unisono.launchers.job.forkserver import Fork
-from unisono.launchers.script.forks import ForkServer, why_fresh
+from unisono.launchers.script.forks import ForkServer
 from unisono.launchers.script.script import RANK_WRAPPER, Script, env_for
 from unisono.launchers.variables import OF_TORCH, share_of_cores, without
 from unisono.topology import LaunchPlan
@@ -37,13 +37,9 @@ def run(script: Script) -> ScriptOutcome:
         )
     base = {**_LOOPBACK, **without(os.environ, OF_TORCH)}  # the user's variables have priority
     with ExitStack() as held:
-        server = None
-        if not why_fresh(script):
-            # What all ranks have in common: libraries read some of it while they are loaded.
-            shared = {**share_of_cores(script.plan().info(0)), "PYTHONUNBUFFERED": "1", **base}
-            with contextlib.suppress(OSError):  # starting a rank will fail, too, and say so
-                server = ForkServer(script.program, shared)
-                held.callback(server.end)
+        # What all ranks have in common: libraries read some of it while they are loaded.
+        shared = {**share_of_cores(script.plan().info(0)), **base}
+        server = ForkServer.of(script, shared, held)
         # All that isn't needed before is imported while the server imports torch.
         from unisono.launchers.script.supervisor import restart
 

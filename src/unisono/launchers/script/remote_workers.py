@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import pickle
 import secrets
@@ -138,8 +137,9 @@ class RemoteWorkers(Workers):
         super().__init__(spec.world_size, held, spec.stop_limit_s)
         self.process: subprocess.Popen[bytes] | None = None
         self.pipes: Pipes = Pipes()
-        self._reader: threading.Thread | None = None
-        self._has_read = threading.Event()  # ends `_reader`, as `pass_on` reads from then on
+        # Prints the launcher's lines, also between the calls of a pool.
+        self._reader = threading.Thread(target=self._read, name="unisono-lines", daemon=True)
+        self._is_closing = threading.Event()  # as other processes may hold the pipes
         self.last: deque[str] = deque(maxlen=self.n_last)
         self._spec, self._entry, self._environ = spec, entry, environ
         self._listener = _RankListener(spec, held)
@@ -151,6 +151,7 @@ class RemoteWorkers(Workers):
         """Start the launcher."""
         environ = {**self._environ, **variables, **self.link.variables()}
         self.process = self.pipes.start(arguments, environ, stdout=self.stdout)
+        self._reader.start()
         self._begin = self._arrived_at = time.monotonic()
 
     def print(self, target: int, line: bytes) -> None:
@@ -158,44 +159,22 @@ class RemoteWorkers(Workers):
         self.last.append(line.decode(errors="replace").rstrip())
         show(target, line)
 
-    def pass_on(self, timeout_s: float = 0.0) -> None:
-        """Print the launcher's lines, from now on in this thread; wait `timeout_s` for them."""
-        if self._reader is not None:
-            self._has_read.set()
-            self._reader.join()
-            self._reader = None
-        self._print_lines(timeout_s)
-
-    def read_on(self) -> None:
-        """Start a thread that prints the launcher's lines until `pass_on` does."""
-        self._reader = threading.Thread(target=self._read_on, name="unisono-lines", daemon=True)
-        self._reader.start()
-
-    def _read_on(self) -> None:
-        while self.pipes.open and not self._has_read.is_set():
-            self._print_lines(_POLL_S)
-
-    def _print_lines(self, timeout_s: float) -> None:
-        for target, line in self.pipes.read(timeout_s):
-            self.print(target, line)
+    def _read(self) -> None:
+        while self.pipes.open and not self._is_closing.is_set():
+            for target, line in self.pipes.read(_POLL_S):
+                self.print(target, line)
 
     def has_ended(self, within_s: float | None = 0.0) -> bool:
-        """Wait for the launcher's end, without a limit for None; print its lines meanwhile."""
+        """Wait for the launcher's end, without a limit for None."""
         if self.process is None:
             return False
-        until = math.inf if within_s is None else time.monotonic() + within_s
-        while self.process.poll() is None and time.monotonic() < until:
-            self.pass_on(_POLL_S)
-        return self.process.poll() is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(within_s)
+        return self.process.returncode is not None
 
     def last_lines(self, within_s: float = 1.0) -> str:
         """Return the launcher's last lines, after waiting up to `within_s` for more."""
-        self.pass_on()
-        until = time.monotonic() + within_s
-        while self.pipes.open and time.monotonic() < until:
-            self.pass_on(_POLL_S)
-        for target, line in self.pipes.rests():
-            self.print(target, line)
+        self._reader.join(within_s)
         return "\n".join(self.last).strip() or "(none)"
 
     def early_end(self, job: Job[Any]) -> LaunchError:
@@ -259,6 +238,10 @@ class RemoteWorkers(Workers):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
         self.last_lines(self.drain_s)
+        self._is_closing.set()
+        self._reader.join()
+        for target, line in self.pipes.rests():
+            self.print(target, line)
         self.pipes.close()
 
     def lost(self, job: Job[Any], rank: int) -> LaunchError:
@@ -272,8 +255,6 @@ class RemoteWorkers(Workers):
     def _register(self, job: Job[Any], selector: BaseSelector) -> None:
         super()._register(job, selector)
         self._listener.register(selector)
-        for pipe in self.pipes.open if self._reader is None else ():  # otherwise a thread reads
-            selector.register(pipe, EVENT_READ, self.pass_on)
 
     def _check_limits(self, job: Job[Any]) -> None:
         """Admit the ranks that have connected, and stop the job if some are late."""
@@ -360,7 +341,6 @@ def run_function(
             workers.start(dying_with(os.getpid(), spec.end_signal, list(arguments)), variables)
             if join:
                 return job.join()
-            workers.read_on()
         except BaseException:  # also Ctrl-C: no rank may outlive this call
             job.terminate()
             raise

@@ -36,6 +36,7 @@ class Script:
     is_coloured: bool = False
     is_function: bool = False
     is_fresh: bool = False
+    has_server: bool = False
     stdin_rank: int | None = None
     token: str = field(default_factory=lambda: secrets.token_hex(8))
     options: tuple[tuple[str, str], ...] = ()
@@ -92,6 +93,7 @@ class Script:
             "token": self.token,
             "local_ranks": self.local_ranks,
             "is_coloured": self.is_coloured,
+            "has_server": self.has_server,
         }
         given: dict[str, Any] = {name: value for name, value in options.items() if value}
         if self.grace_s != GRACE_S:  # added separately, since 0 is a valid value

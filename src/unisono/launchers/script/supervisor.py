@@ -26,10 +26,12 @@ from unisono.errors import (
     WorkerFailedError,
 )
 from unisono.launchers.job.failure import chain, exit_code_of
+from unisono.launchers.job.forkserver import Forked
 from unisono.launchers.job.job import Job, JobRanks
 from unisono.launchers.job.output import Pipes, show
 from unisono.launchers.job.process_state import TITLE
 from unisono.launchers.job.signals import END_S, OTHERS, TO_END, TO_SAVE, signals
+from unisono.launchers.script.forks import ForkServer
 from unisono.launchers.script.rank.report import Reader, Report
 from unisono.launchers.script.script import RANK_WRAPPER, Script, dying_with, env_for
 from unisono.launchers.variables import OF_TORCH, run_variables, without
@@ -117,7 +119,7 @@ class Supervisor(Programs):
         reach: Callable[[int, int], bool] | None = None,
     ) -> None:
         super().__init__(script.token)
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[subprocess.Popen[bytes] | Forked] = []
         self._script = script
         # With infos there is no launcher: `processes.run` restarts all ranks with a new supervisor.
         self._restarts = script.may_restart and not infos
@@ -136,6 +138,15 @@ class Supervisor(Programs):
     def start(self, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
         """Start a launcher."""
         self.processes.append(self._pipes.start(arguments, environ))
+
+    def start_agent(
+        self, server: ForkServer, options: Sequence[str], environ: Mapping[str, str]
+    ) -> None:
+        """Start torch's agent as a fork; raise OSError if that fails."""
+        message = {"agent": options, "environ": dict(environ)}
+        with self._pipes.ends() as streams:
+            # Its ranks are to be forks, too, and it gives them no descriptor but its stdin.
+            self.processes.append(server.fork(message, [server.control.fileno(), *streams]))
 
     def add(self, wrapper: subprocess.Popen[bytes]) -> None:
         """Supervise the wrapper of a rank."""
@@ -278,8 +289,9 @@ class Supervisor(Programs):
 
     def _signal(self, number: int) -> None:
         for process in self.processes:
-            with contextlib.suppress(OSError):
-                process.send_signal(number)
+            if process.poll() is None:
+                with contextlib.suppress(OSError):
+                    os.kill(process.pid, number)
 
     def _lost(self) -> list[Report]:
         """Return reports of ranks whose wrapper failed by itself, and without a report."""
@@ -295,7 +307,7 @@ class Supervisor(Programs):
         """Return the outcome, by reports, signals and exit codes of the processes."""
         if job.orders.received:
             return outcome(job, self.reports)
-        codes = [process.returncode for process in self.processes]
+        codes = [process.poll() for process in self.processes]
         if not job.failures and not any(codes):  # reports of repeated attempts don't count
             if self._restart_at < math.inf:  # the new attempt ended before `poll` printed it
                 self._restart()

@@ -26,10 +26,11 @@ import signal  # noqa: E402
 import socket  # noqa: E402
 import threading  # noqa: E402
 import time  # noqa: E402
+import traceback  # noqa: E402
 import warnings  # noqa: E402
 from pathlib import Path  # noqa: E402
 from types import ModuleType  # noqa: E402
-from typing import Any  # noqa: E402
+from typing import Any, NoReturn  # noqa: E402
 
 _LINK = "UNISONO_LINK"
 _HERE = Path(__file__).resolve().parent
@@ -185,8 +186,20 @@ class _Hidden:
         )
 
 
+def _run_agent(options: list[str]) -> NoReturn:
+    """Be torch's agent, which gives its stdin to the wrappers of its ranks."""
+    from torch.distributed.run import main
+
+    try:
+        main(options)
+    except Exception:  # a rank has failed, or a signal has come
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
 def _become_rank(channel: socket.socket, server: int, mask: set[Any], hidden: _Hidden) -> None:
-    """Make this fork a rank of the script, or host the ranks' store and never return."""
+    """Make this fork a rank of the script; the ranks' store and torch's agent never return."""
     with channel:  # until it is closed, the launcher waits: no signal may come before `setpgid`
         with channel.makefile() as file:
             request = json.load(file)
@@ -202,6 +215,8 @@ def _become_rank(channel: socket.socket, server: int, mask: set[Any], hidden: _H
     # A new interpreter has this handler, too: a shell's "&" has made the server ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    if options := request.get("agent"):
+        _run_agent(options)
     try:
         hidden.hide()
     except Exception:  # this Python or torch is other than expected

@@ -39,9 +39,11 @@ def main() -> None:
         from unisono.control.stores import host_forever
 
         host_forever(*options["store"])
+    from unisono.launchers.script.forks import ForkServer
     from unisono.launchers.script.rank.program import run_rank
 
-    run_rank(parent, program, options)
+    server = ForkServer.of_stdin() if options.pop("has_server", False) else None
+    run_rank(parent, program, options, server=server)
 
 
 if __name__ == "__main__":
