@@ -61,8 +61,6 @@ def flatten(tree: Tree) -> tuple[list[Any], list[str]]:
 
 def survey(tree: Tree) -> tuple[list[Any], list[str], list[str]]:
     """Return the leaves and their paths as `flatten` does, and the paths of empty containers."""
-    if type(tree) in _LEAVES:
-        return [tree], [""], []
     leaves: list[Any] = []
     paths: list[str] = []
     empty: list[str] = []
@@ -92,7 +90,7 @@ def _visit(node: Tree, path: str, leaves: list[Any], paths: list[str], empty: li
 
 def unflatten(tree: Tree, leaves: list[Any]) -> Tree:
     """Build a container with the structure of `tree` from other leaves."""
-    return leaves[0] if type(tree) in _LEAVES else _build(tree, iter(leaves))
+    return _build(tree, iter(leaves))
 
 
 def _build(node: Tree, source: Iterator[Any]) -> Tree:
