@@ -170,13 +170,9 @@ class MpiModel(ComputationModel):
         self._comms.append(comm)
         return comm
 
-    def _pieces(self, tensor: Tensor) -> list[Tensor]:
+    def _pieces(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Split a tensor into parts small enough for one call of MPI."""
-        size, count = self.largest_count, tensor.numel()
-        if count <= size:
-            return [tensor]
-        flat = tensor.view(-1)
-        return [flat[at : at + size] for at in range(0, count, size)]
+        return torch.split(tensor.view(-1), self.largest_count)
 
     def _is_too_large(self, row: Tensor, group: Group | None) -> bool:
         return row.numel() * self.topology.size(group) > self.largest_count

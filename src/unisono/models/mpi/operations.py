@@ -121,7 +121,7 @@ class MPICalls:
     def run(self, name: str, group: Group | None, comm: Any, *args: Any) -> None:
         """Call a method of a communicator, with tensors as buffers, and wait for it."""
         # Collective over `group`.
-        try:
+        with self.mapped_errors(name):
             if limit_of(allowed_s(self._control.timeout_s, group)) is None:
                 self._check_in_step(name)  # nothing to poll for: MPI's own wait is faster
                 self._control.steps.begin(name_of(group), name)
@@ -131,8 +131,6 @@ class MPICalls:
                 number, started = self._begin(name, group, start, args)
                 self._await(*started)
                 self._release(number)
-        except self._mpi.Exception as error:
-            self._fail(name, error)
 
     def _begin(
         self, name: str, group: Group | None, start: Callable[..., Any], args: tuple[Any, ...]
