@@ -12,6 +12,7 @@ from typing import Any
 
 from unisono.errors import ArgumentError, EnvironmentDetectionError
 
+LAST_PORT = 65535
 _HOST = re.compile(r"([\w.-]+)(?::([1-9][0-9]{0,5}))?")
 
 
@@ -54,11 +55,6 @@ def check_flag(name: str, value: Any) -> bool:
     except Exception as error:  # such as a tensor of several elements
         kind = type(value).__name__
         raise ArgumentError(f"{name} should be True or False, not a {kind}: {error}") from error
-
-
-def check_port(name: str, value: Any) -> int:
-    """Return a TCP port, also from a decimal string."""
-    return check_count(name, value, 1, 65535)
 
 
 def ranks_by_host(name: str, text: str) -> dict[str, int]:

@@ -18,7 +18,7 @@ from typing_extensions import TypeVarTuple, Unpack
 
 from unisono import context
 from unisono.accelerators import accelerator
-from unisono.arguments import check_count, check_names, check_port, check_variables, seconds
+from unisono.arguments import LAST_PORT, check_count, check_names, check_variables, seconds
 from unisono.collectives.call import introduce
 from unisono.control.signatures import level, line_of_call
 from unisono.deadlines import Limit, within
@@ -216,7 +216,7 @@ def _pop_rank(options: dict[str, Any]) -> RankInfo:
             rank,
             world_size,
             master_addr=os.environ.get("MASTER_ADDR"),
-            master_port=None if port is None else check_port("MASTER_PORT", port),
+            master_port=None if port is None else check_count("MASTER_PORT", port, 1, LAST_PORT),
         )
     detected = read_environment(os.environ)
     if detected is not None:
@@ -459,7 +459,26 @@ def spawn(
         [18, 18]
     """
     warn_in_a_rank("spawn", nproc_per_node, options)
-    return start(backend, fn, args, kwargs_dict, nproc_per_node, **options)
+    cls, plan = check_job("spawn", backend, nproc_per_node, options)
+    _check_call(fn, args, kwargs_dict)
+    # Without join the replicas outlive the block, so its deadline doesn't apply to them.
+    limit = Limit.here() if options.get("join") is not False else None
+    replica = _replica(plan, options, fn, args, kwargs_dict, limit)
+    if limit is not None and limit.left_s == 0:
+        raise CollectiveTimeoutError("nothing was spawned: the block's deadline is over")
+    try:
+        return _launch(cls, replica, plan, options)
+    except UnisonoError as error:
+        # A replica may have been the first to notice that the block's deadline has passed.
+        is_over = limit is not None and time.monotonic() >= limit.until
+        if isinstance(error, WorkerFailedError) and (
+            is_over and isinstance(error.__cause__, CollectiveTimeoutError)
+        ):
+            raise CollectiveTimeoutError(f"the block's deadline is over: {error}") from error
+        raise raised_here(error) from error.__cause__  # without our frames, but with its cause
+    except KeyboardInterrupt as error:
+        say_instead(error, interrupted("spawn"))
+        raise
 
 
 def warn_in_a_rank(call: str, nproc_per_node: Any, options: Mapping[str, Any]) -> None:
@@ -482,37 +501,6 @@ def warn_in_a_rank(call: str, nproc_per_node: Any, options: Mapping[str, Any]) -
             'call warnings.filterwarnings("ignore", "replicas within a rank")'
         )
         warnings.warn(text, UserWarning, stacklevel=level())
-
-
-def start(
-    backend: str | None,
-    fn: Callable[..., Any],
-    args: Sequence[Any] = (),
-    kwargs_dict: Mapping[str, Any] | None = None,
-    nproc_per_node: int = 1,
-    **options: Any,
-) -> Any:
-    """Implement `spawn` without its warning about nested ranks."""
-    cls, plan = check_job("spawn", backend, nproc_per_node, options)
-    _check_call(fn, args, kwargs_dict)
-    # Without join the replicas outlive the block, so its deadline doesn't apply to them.
-    limit = Limit.here() if options.get("join") is not False else None
-    replica = _replica(plan, options, fn, args, kwargs_dict, limit)
-    if limit is not None and limit.left_s == 0:
-        raise CollectiveTimeoutError("nothing was spawned: the block's deadline is over")
-    try:
-        return _launch(cls, replica, plan, options)
-    except UnisonoError as error:
-        # A replica may have been the first to notice that the block's deadline has passed.
-        is_over = limit is not None and time.monotonic() >= limit.until
-        if isinstance(error, WorkerFailedError) and (
-            is_over and isinstance(error.__cause__, CollectiveTimeoutError)
-        ):
-            raise CollectiveTimeoutError(f"the block's deadline is over: {error}") from error
-        raise raised_here(error) from error.__cause__  # without our frames, but with its cause
-    except KeyboardInterrupt as error:
-        say_instead(error, interrupted("spawn"))
-        raise
 
 
 def _replica(
@@ -543,6 +531,14 @@ def start_to_stay(
         return None
     job: Job[Any] = _launch(cls, _replica(plan, options, fn, args), plan, options, join=False)
     return job
+
+
+def run_to_end(
+    backend: str | None, fn: Callable[..., Any], args: Sequence[Any], size: int, **options: Any
+) -> None:
+    """Run `fn` in replicas that their model starts itself, until all have returned."""
+    cls, plan = check_job("WorkerPool", backend, size, options)
+    _launch(cls, _replica(plan, options, fn, args), plan, options)
 
 
 def check_stay(cls: type[ComputationModel], options: Mapping[str, Any]) -> None:
@@ -673,7 +669,7 @@ def _plan(backend: str, nproc_per_node: Any, options: Mapping[str, Any]) -> Laun
         if name in given:
             given[name] = check_count(name, given[name], least)
     if "master_port" in given:
-        given["master_port"] = check_port("master_port", given["master_port"])
+        given["master_port"] = check_count("master_port", given["master_port"], 1, LAST_PORT)
     if options.get("grace") is not None:
         given["grace_s"] = seconds("grace", options["grace"], may_be_zero=True).total_seconds()
     size = check_count("nproc_per_node", nproc_per_node)

@@ -6,10 +6,9 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, TypeVar
+from typing import Any, Concatenate, Literal, TypeVar
 
-from typing_extensions import ParamSpec, Unpack
+from typing_extensions import ParamSpec, Self, Unpack
 
 from unisono import context, facts
 from unisono.arguments import check_names, seconds
@@ -28,9 +27,6 @@ from unisono.plugins import read_environment
 from unisono.registry import find_launcher, find_model
 from unisono.topology import NodeInfo, RankInfo
 from unisono.tracebacks import hides
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __tracebackhide__ = hides
 
@@ -307,12 +303,7 @@ class Parallel:
             facts.make_audible(_log)
             _log.info("%s", text)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        frames: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, frames: object) -> None:
         self._is_entered = False
         if not self._has_context:
             return

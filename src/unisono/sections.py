@@ -63,7 +63,7 @@ def one_rank_only(
             if not with_barrier:
                 return fn(*args, **kwargs) if is_chosen else None
             name = f"{fn.__qualname__} (one_rank_only)"
-            with _outcome_for_all(communicator(), None, rank, name):
+            with outcome_for_all(communicator(), None, rank, name):
                 return fn(*args, **kwargs) if is_chosen else None
 
         return guarded
@@ -104,7 +104,7 @@ def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
     else:
         check_rank(context, None, rank, "rank")
     is_first = context.model.topology.rank == rank
-    with _outcome_for_all(context, group, rank, "one_rank_first"):
+    with outcome_for_all(context, group, rank, "one_rank_first"):
         if is_first:
             yield
     if not is_first:
@@ -112,8 +112,8 @@ def one_rank_first(rank: int = 0, local: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def _outcome_for_all(
-    context: ContextState, group: Group | None, rank: int, name: str
+def outcome_for_all(
+    context: ContextState, group: Group | None, rank: int, name: str, refusal: str | None = None
 ) -> Iterator[None]:
     """Run the body, and raise on every rank if it failed on `rank`."""
     error: BaseException | None = None
@@ -123,7 +123,7 @@ def _outcome_for_all(
         raise
     except BaseException as raised:  # of any kind, because other ranks must not wait forever
         error = raised
-    agreed(context, name, error, group=group, call=f"{name} of rank {rank}")
+    agreed(context, name, error, group=group, call=f"{name} of rank {rank}", refusal=refusal)
 
 
 def master_only(fn: Callable[P, T]) -> Callable[P, T | None]:
@@ -172,7 +172,7 @@ def run_on_rank(fn: Callable[[], T], rank: int = 0) -> T:
     check_rank(context, None, rank, "rank")
     value: Any = None
     name = f"{getattr(fn, '__qualname__', type(fn).__qualname__)} (run_on_rank)"
-    with _outcome_for_all(context, None, rank, name):
+    with outcome_for_all(context, None, rank, name):
         if context.model.topology.rank == rank:
             value = fn()
     # Only after the outcome, because a rank that failed has no value to send.

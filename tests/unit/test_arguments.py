@@ -14,7 +14,6 @@ import unisono as idist
 from unisono.arguments import (
     check_count,
     check_names,
-    check_port,
     number_in,
     ranks_by_host,
     seconds,
@@ -37,11 +36,11 @@ def test_counts() -> None:
 @pytest.mark.parametrize("value", [0, -1, 65536, True, 80.0, "0", "65536", "http", None])
 def test_no_port(value: Any) -> None:
     with pytest.raises(ArgumentError, match=r"^p=.* from 1 to 65535$"):
-        check_port("p", value)
+        check_count("p", value, 1, 65535)
 
 
 def test_ports() -> None:
-    assert [check_port("p", port) for port in (1, "29500", 65535)] == [1, 29500, 65535]
+    assert [check_count("p", port, 1, 65535) for port in (1, "29500", 65535)] == [1, 29500, 65535]
 
 
 def test_hosts_have_their_ranks_or_one() -> None:

@@ -16,8 +16,6 @@ from unisono.options import InitializeOptions
 from unisono.registry import find_environment
 from unisono.topology import RankInfo
 
-__all__ = ("get_dist_info", "infer_launcher", "init_dist")
-
 # The environments behind each launcher's name, in order of detection.
 _LAUNCHERS = {
     "pytorch": ("torchrun",),

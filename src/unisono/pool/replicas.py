@@ -20,7 +20,7 @@ from unisono.errors import CollectiveTimeoutError, LaunchError
 from unisono.launchers.job import channel
 from unisono.launchers.job.job import Job
 from unisono.launchers.job.worker_handles import Worker, Workers
-from unisono.lifecycle import start, start_to_stay
+from unisono.lifecycle import run_to_end, start_to_stay
 from unisono.model.contract import ComputationModel
 from unisono.pool import worker as inside
 from unisono.recording import stack_signal
@@ -192,7 +192,7 @@ class _Threads(Workers):
 
         def spawn() -> None:
             try:
-                start(backend, inside.serve, (os.getpid(), ends, models), None, size, **options)
+                run_to_end(backend, inside.serve, (os.getpid(), ends, models), size, **options)
             except BaseException as error:  # `poll` raises it in the pool's call
                 errors.append(error.with_traceback(None))  # frames would keep their variables
             finally:

@@ -19,7 +19,7 @@ import torch
 
 from unisono.collectives.broadcasts import broadcast
 from unisono.collectives.membership import check_rank
-from unisono.collectives.outcomes import agreed, together
+from unisono.collectives.outcomes import together
 from unisono.context import ContextState, communicator, current, current_model
 from unisono.errors import (
     ArgumentError,
@@ -30,7 +30,7 @@ from unisono.errors import (
     UnsupportedOperation,
 )
 from unisono.payload.codec import check_pickle_allowed
-from unisono.sections import run_on_rank
+from unisono.sections import outcome_for_all, run_on_rank
 from unisono.training.atomic_files import check_archive, write_whole
 from unisono.training.equality import differing, digest
 from unisono.training.loader import moved
@@ -159,13 +159,9 @@ def _save_file(
 ) -> None:
     """Write a file on one rank; if that fails, raise on all ranks. Collective over all ranks."""
     check_rank(context, None, rank, "rank")
-    error: BaseException | None = None
-    try:
+    with outcome_for_all(context, None, rank, _SAVE, refusal=""):
         if context.model.topology.rank == rank:
             _write_state(target, plain(obj, states), rank)
-    except BaseException as raised:  # of any type: the other ranks must not wait forever
-        error = raised
-    agreed(context, _SAVE, error, call=f"{_SAVE} by rank {rank}", refusal="")
 
 
 def _write_state(target: Path, state: Any, rank: int) -> None:

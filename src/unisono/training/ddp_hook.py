@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,6 @@ from unisono.recording.records import plane_is
 from unisono.topology import Group
 from unisono.training.averaging import all_reduce_grads
 from unisono.training.data_parallel import call_after_backward, hook_gradients, name_of_gradients
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 def average_gradients(
@@ -158,8 +155,8 @@ class DDPAverager:
             done.set_result(handle.wait())
 
     # A copied module keeps a copy as forward hook, but its parameters lose their hooks.
-    def __deepcopy__(self, memo: object) -> Self:
-        return type(self)(self.group, self._name)
+    def __deepcopy__(self, memo: object) -> DDPAverager:
+        return DDPAverager(self.group, self._name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), ())

@@ -56,22 +56,14 @@ def unwrap_model(model: nn.Module) -> nn.Module:
         >>> idist.unwrap_model(idist.auto_model(torch.nn.Identity()))
         Identity()
     """
-    return _within(model, _inner_name)
+    name = _inner_name(model)
+    return model if name is None else unwrap_model(model.get_submodule(name))
 
 
 def hidden_module(module: nn.Module) -> nn.Module:
     """Return the module inside wrappers that add nothing to its state."""
-    return _within(module, _hidden_name)
-
-
-def _within(module: nn.Module, inner_name: Callable[[nn.Module], str | None]) -> nn.Module:
-    """Return the module inside wrappers; `inner_name` returns the name of a wrapper's child."""
-    name = inner_name(module)
-    while name is not None:
-        inner = module._modules[name]
-        assert inner is not None
-        module, name = inner, inner_name(inner)
-    return module
+    name = _hidden_name(module)
+    return module if name is None else hidden_module(module.get_submodule(name))
 
 
 def _hidden_name(module: nn.Module) -> str | None:
