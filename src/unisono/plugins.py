@@ -24,6 +24,7 @@ from unisono.topology import RankInfo
 __all__ = (
     "LAUNCHERS",
     "MODELS",
+    "NATIVE",
     "OF_MODELS",
     "PluginRegistry",
     "Row",
@@ -86,6 +87,8 @@ MODELS = (
         "unisono.models.xla.setup:why_unusable",
     ),
 )
+# torch's own backends; torch alone knows them all.
+NATIVE = Row(("gloo", "nccl"), "unisono.models.native.model:NativeModel")
 LAUNCHERS = (
     Row(
         ("processes",),
