@@ -70,6 +70,8 @@ MODELS = (
         "unisono.models.xla.setup:why_unusable",
     ),
 )
+# torch's own backends; torch alone knows them all.
+NATIVE = Row(("gloo", "nccl"), "unisono.models.native.model:NativeModel")
 LAUNCHERS = (
     Row(
         ("processes",),

@@ -21,6 +21,7 @@ from unisono.model.contract import ComputationModel
 from unisono.plugins import (
     LAUNCHERS,
     MODELS,
+    NATIVE,
     PluginRegistry,
     Row,
     by_name,
@@ -77,9 +78,6 @@ class _Watched:
     cls: type[ComputationModel] | None = None
 
 
-_NATIVE = Row((), "unisono.models.native.model:NativeModel")
-
-
 class _Models(PluginRegistry[type[ComputationModel]]):
     """Models by backend. A name without a row may be a backend of torch, which only torch knows."""
 
@@ -87,7 +85,7 @@ class _Models(PluginRegistry[type[ComputationModel]]):
 
     @property
     def native(self) -> type[ComputationModel]:
-        return self.load(_NATIVE)
+        return self.load(NATIVE)
 
     def is_of_torch(self, name: str) -> bool:
         """Return whether torch knows a backend, or each of ``cpu:one,cuda:other``."""
@@ -100,7 +98,7 @@ class _Models(PluginRegistry[type[ComputationModel]]):
 
     def entry(self, name: Any) -> Row | type[ComputationModel] | None:
         if name not in self.registered and name not in self.built_in and self.is_of_torch(name):
-            return _NATIVE
+            return NATIVE
         return super().entry(name)
 
     def watch(self) -> list[_Watched]:
@@ -112,7 +110,7 @@ class _Models(PluginRegistry[type[ComputationModel]]):
             self.watched = [
                 # Their libraries are unknown, so unisono, which is always loaded, stands for them.
                 *(_Watched(Row(cls.backends, ""), "unisono", cls) for cls in registered),
-                _Watched(_NATIVE, "torch.distributed"),
+                _Watched(NATIVE, "torch.distributed"),
                 *(_Watched(row, row.library) for row in rows),
             ]
             return self.watched

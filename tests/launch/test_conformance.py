@@ -109,9 +109,9 @@ def pickles_abc_by_value(entry: Any, plan: Any, *, environ: Any = None) -> Any:
     [
         (pickles_abc_by_value, "classes_of_every_kind_arrive"),
         (lambda *job, **more: processes(*job, **more)[::-1], "results_come_in_the_order_of_ranks"),
-        (lambda entry, plan, **_: processes(entry, plan), "variables_are_handed_over"),
+        (lambda entry, plan, **_: processes(entry, plan), "each_rank_gets_its_facts_and_variables"),
         (names_no_rank, "the_first_failure_is_named_with_its_traceback"),
-        (names_no_rank, "a_signal_is_named"),
+        (names_no_rank, "an_exit_code_or_a_signal_is_named"),
         (changes_the_parent, "the_parent_is_left_as_it_was"),
     ],
 )
@@ -159,7 +159,7 @@ def mine(entry, plan, *, environ=None):
 
 lifecycle.find_launcher = launchers.find_launcher = lambda name: mine
 tempfile.tempdir = sys.argv[1]
-print(testing.check_launcher("mine", laws=["a_signal_is_named"]))
+print(testing.check_launcher("mine", laws=["an_exit_code_or_a_signal_is_named"]))
 """
 
 
@@ -197,13 +197,14 @@ def test_a_law_that_hangs_fails_and_a_timer_that_ran_before_goes_on(
     launches(monkeypatch, lambda *_, **__: threading.Event().wait(60))
     before = signal.setitimer(signal.ITIMER_REAL, 1000.0)
     try:
-        (outcome,) = check_launcher("mine", laws=["variables_are_handed_over"], timeout_s=0.5)
+        law = "each_rank_gets_its_facts_and_variables"
+        (outcome,) = check_launcher("mine", laws=[law], timeout_s=0.5)
         assert 900.0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 1000.0
     finally:
         signal.setitimer(signal.ITIMER_REAL, *before)
     assert outcome.status == "failed"
     assert "it wasn't done after 0.5 s" in outcome.reason
-    assert "variables_are_handed_over" in outcome.reason
+    assert law in outcome.reason
 
 
 # Environments that are broken on purpose.

@@ -116,9 +116,11 @@ def _command_line(name: str) -> Any:
         context_settings=_HELP,
     )(_unisono)
     for each, line in COMMANDS.items():
-        command = _load(each) if each == name else _unloaded
+        function: Callable[..., int] = _unloaded
+        if each == name:
+            function = getattr(importlib.import_module(f"unisono.cli.{each}"), each)
         # Only the summary: the rest of a docstring is for readers of the code.
-        text = (command.__doc__ or "").partition("\n\n")[0]
+        text = (function.__doc__ or "").partition("\n\n")[0]
         example, page = _EXAMPLES[each]
         app.command(
             each,
@@ -127,7 +129,7 @@ def _command_line(name: str) -> Any:
             short_help=line,
             epilog=f"\b\nExample:  {example}\nGuide:    docs/{page}",
             context_settings={**_HELP, **_SETTINGS.get(each, {})},
-        )(command)
+        )(function)
     group = typer.main.get_command(app)
     for param in group.commands["run"].params:  # type: ignore[attr-defined]
         if param.param_type_name == "option":
@@ -140,11 +142,6 @@ def _command_line(name: str) -> Any:
     for command in group.commands.values():  # type: ignore[attr-defined]
         command.params.append(version)
     return group
-
-
-def _load(name: str) -> Callable[..., int]:
-    command: Callable[..., int] = getattr(importlib.import_module(f"unisono.cli.{name}"), name)
-    return command
 
 
 def _unloaded() -> int:

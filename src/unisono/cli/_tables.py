@@ -64,16 +64,13 @@ def show(title: str, columns: Sequence[Column], rows: Sequence[Sequence[str | Te
     # Measure at unlimited width: at the terminal's width rich would shrink the columns, and every
     # table would seem to fit.
     unlimited = console.options.update(max_width=_UNLIMITED)
-    kept = list(range(len(columns)))
-    while True:
+    for last in sorted({column.drop_order for column in columns}, reverse=True):
+        kept = [index for index, column in enumerate(columns) if column.drop_order <= last]
         kept_cells = [[row[index] for index in kept] for row in rows]
         table = table_of([columns[index] for index in kept], kept_cells)
         table.box = SIMPLE_HEAD if console.is_terminal else None
-        next_out = max(kept, key=lambda index: columns[index].drop_order)
-        fits = console.measure(table, options=unlimited).maximum <= console.width
-        if fits or columns[next_out].drop_order == 0:
+        if console.measure(table, options=unlimited).maximum <= console.width:
             break
-        kept.remove(next_out)
     with console.capture() as captured:  # rich fills lines with spaces, which are removed
         console.print(Text(title, "italic"), table, sep="\n")
     typer.echo("\n".join(map(str.rstrip, captured.get().splitlines())))

@@ -127,13 +127,12 @@ class _Subject(NamedTuple):
 
 
 def _subject(backend: str | None, launcher: str | None, environment: str | None) -> _Subject:
-    """Return the subject that the arguments name; raise unless they name one that exists."""
+    """Return the subject that the arguments name; raise unless they name one."""
     # With --launcher, the backend isn't the subject: the launcher's ranks use it.
     subjects = (launcher, environment, None if launcher else backend)
     if sum(each is not None for each in subjects) != 1:
         raise typer.BadParameter("name one thing: a backend, --launcher NAME or --environment NAME")
     if launcher is not None:
-        registry.find_launcher(launcher)  # raises if it is unknown
         used = backend or "gloo"
         return _Subject(
             f"launcher {launcher} with {used}",
@@ -143,7 +142,6 @@ def _subject(backend: str | None, launcher: str | None, environment: str | None)
             partial(testing.check_launcher, launcher, backend=used),
         )
     if environment is not None:
-        registry.find_environment(environment)  # raises if it is unknown
         return _Subject(
             f"environment {environment}",
             {"environment": environment},

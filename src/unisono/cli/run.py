@@ -19,7 +19,7 @@ from unisono.cli import OF_RUN
 from unisono.environments.platforms import PORT
 from unisono.errors import ArgumentError
 from unisono.launchers.script.script import Script
-from unisono.plugins import LAUNCHERS, by_name, load
+from unisono.plugins import LAUNCHERS, NATIVE, by_name, load
 from unisono.topology import GRACE_S, NodeInfo
 
 if TYPE_CHECKING:
@@ -294,7 +294,7 @@ def _export(backend: str | None, trace: Path | None) -> None:
 
 def _has_threads(backend: str) -> bool:
     """Return whether a backend's replicas are threads; raise if it is unknown."""
-    if backend in ("gloo", "nccl"):  # known without torch, whose import takes a second
+    if backend in NATIVE.names:  # known without torch, whose import takes a second
         return False
     from unisono import registry
 

@@ -213,12 +213,14 @@ class Platform:
     hosts: tuple[str, ...] = ()
     parse: Callable[[str], Sequence[str]] = _parse_list
     starts: Literal["nodes", "first node", "ranks"] = "nodes"
-    read: Callable[[Platform, Reader, Machine], NodeInfo | None] = _read_node
+    applies: Callable[[Reader], object] = lambda reader: True
+    read: Callable[[Platform, Reader, Machine], NodeInfo] = _read_node
 
     def detect(self, env: Mapping[str, str], machine: Machine) -> NodeInfo | None:
         """Return the facts of a node of this platform."""
         reader = Reader(env, self.NAME, f"{self.remedy}, {_ALONE}")
-        return self.read(self, reader, machine) if reader.has(*self.marks) else None
+        is_here = reader.has(*self.marks) and self.applies(reader)
+        return self.read(self, reader, machine) if is_here else None
 
 
 def _kubeflow(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo:
@@ -234,12 +236,11 @@ def _kubeflow(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo:
     return replace(info, max_restarts=None if restarts is None else restarts.value)
 
 
-def _pai(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo | None:
-    """Read a node of PAI DLC, which is recognized by the name of the job's first node."""
-    leader = reader.value("MASTER_ADDR") or ""
+def _is_dlc(reader: Reader) -> bool:
+    """Return whether this is a node of PAI DLC, by the name of the job's first node."""
+    is_leader = re.compile(r"dlc[0-9a-z]+-master-0(\..+)?").fullmatch
     # If LOCAL_RANK is set, this process is a rank that torchrun has started on such a node.
-    is_dlc = re.fullmatch(r"dlc[0-9a-z]+-master-0(\..+)?", leader) and not reader.has("LOCAL_RANK")
-    return _read_node(platform, reader, machine) if is_dlc else None
+    return bool(is_leader(reader.value("MASTER_ADDR") or "")) and not reader.has("LOCAL_RANK")
 
 
 def _volcano(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo:
@@ -252,22 +253,19 @@ def _volcano(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo:
     return _read_node(platform, reader, machine)
 
 
-def _pytorchjob(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo | None:
-    """Read a pod of PyTorchJob, which is recognized by the pod's name."""
-    pod = reader.value("HOSTNAME") or ""
-    if reader.has("LOCAL_RANK") or not _is_pod_of_rank(pod, reader):
-        return None
-    info = _read_node(platform, reader, machine)
+def _pytorchjob(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo:
+    info, pod = _read_node(platform, reader, machine), reader.value("HOSTNAME") or ""
     if info.master_addr in _LOOPBACK:  # set only on the master; workers reach it by its pod's name
         return replace(info, master_addr=reader.host("HOSTNAME", pod))
     return info
 
 
-def _is_pod_of_rank(pod: str, reader: Reader) -> bool:
+def _is_pod_of_rank(reader: Reader) -> bool:
     """Return whether a pod's name shows that RANK is the pod's number in the job."""
-    addr, rank = reader.value("MASTER_ADDR") or "", reader.value("RANK") or ""
+    pod, rank = reader.value("HOSTNAME") or "", reader.value("RANK") or ""
+    addr = reader.value("MASTER_ADDR") or ""
     match = re.fullmatch(r"(?P<job>.+)-(?P<role>master|worker)-(?P<index>[0-9]{1,9})", pod)
-    if match is None or (rank and not rank.isdecimal()):
+    if reader.has("LOCAL_RANK") or match is None or (rank and not rank.isdecimal()):
         return False
     if addr in _LOOPBACK:  # only on the master itself
         return (match["role"], match["index"], rank or "0") == ("master", "0", "0")
@@ -277,12 +275,6 @@ def _is_pod_of_rank(pod: str, reader: Reader) -> bool:
             offset = first if match["role"] == "worker" else 0
             return not rank or int(match["index"]) + offset == int(rank)
     return False
-
-
-def _stated(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo | None:
-    """Read a node if the user states that RANK and WORLD_SIZE count nodes."""
-    is_node = reader.counts_nodes() and not reader.has("LOCAL_RANK")
-    return _read_node(platform, reader, machine) if is_node else None
 
 
 def _aws_batch(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo:
@@ -320,9 +312,7 @@ def _tpu(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo:
     return _read_node(platform, reader, machine)
 
 
-def _kubernetes(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo | None:
-    if not reader.has(*platform.nnodes):
-        return None  # a pod that works alone, as in a sweep
+def _kubernetes(platform: Platform, reader: Reader, machine: Machine) -> NodeInfo:
     if _count_nodes(platform, reader, None) == (1, 1):  # such a pod may have any index
         platform = replace(platform, node_rank=())
     return _read_node(platform, reader, machine)
@@ -371,7 +361,7 @@ PLATFORMS: tuple[Platform, ...] = (
         node_rank=("RANK",),
         nnodes=("WORLD_SIZE",),
         nproc_per_node=("NPROC_PER_NODE",),
-        read=_pai,
+        applies=_is_dlc,
     ),
     # Volcano: the `env` plug-in numbers the pods of a task (VK_TASK_INDEX is the older name); the
     # `svc` plug-in lists them, as in VC_WORKER_HOSTS. The `pytorch` plug-in sets WORLD_SIZE,
@@ -397,6 +387,7 @@ PLATFORMS: tuple[Platform, ...] = (
         marks=("RANK", "WORLD_SIZE"),
         node_rank=("RANK",),
         nnodes=("WORLD_SIZE",),
+        applies=_is_pod_of_rank,
         read=_pytorchjob,
     ),
     # The user states, in UNISONO_RANK_COUNTS, whether RANK and WORLD_SIZE count nodes or ranks, if
@@ -407,7 +398,7 @@ PLATFORMS: tuple[Platform, ...] = (
         marks=("UNISONO_RANK_COUNTS",),
         node_rank=("RANK",),
         nnodes=("WORLD_SIZE",),
-        read=_stated,
+        applies=lambda reader: reader.counts_nodes() and not reader.has("LOCAL_RANK"),
     ),
     # SkyPilot: SKYPILOT_NODE_IPS has one address a line, the head node first.
     Platform(
@@ -494,6 +485,7 @@ PLATFORMS: tuple[Platform, ...] = (
         derive_leader=_first_pod,
         port=("PET_MASTER_PORT", "MASTER_PORT"),
         nproc_per_node=("PET_NPROC_PER_NODE",),
+        applies=lambda reader: reader.has("PET_NNODES"),
         read=_kubernetes,
     ),
 )

@@ -121,11 +121,10 @@ class RankSet:
         again = f"{_STAY}. {_AGAIN}" if is_lost else _STAY
         late = named(run.given_up) if run.given_up else ""
         if are_threads:  # their names are in this process, so that new threads have them, too
-            if not (late or is_lost or run.error):
-                return _STAY
-            if not late:  # else a late thread continues the call, which holds the pool's lock
+            if not late and (is_lost or run.error):
                 end_replicas(self._pool)
-            self._pool = self._new_pool()
+            if late:  # it continues the call, which holds the pool's lock
+                self._pool = self._new_pool()
             return f"{late} can't be interrupted there: left to itself. {_STAY}" if late else again
         if late:
             return f"{late} of {self.size} didn't come back: all ranks have been ended, and {_LOST}"

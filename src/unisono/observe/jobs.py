@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from unisono.observe.stacks import Stack, parse
+from unisono.observe.stacks import Frame, Stack
 from unisono.observe.verdict import ObservedCall, Rank
 from unisono.recording import stack_signal
 from unisono.recording.status_page import (
@@ -235,7 +235,8 @@ def stacks_of(
         texts = stack_signal.texts(rank.pid, rank.facts, thread_id, timeout_s, all_threads)
         if texts is None:
             return f"doesn't answer within {timeout_s:g} s"
-        return [Stack(thread, parse(text)) for thread, text in texts.items()]
+        stacks = {thread: stack_signal.parse(text) for thread, text in texts.items()}
+        return [Stack(each, tuple(Frame(*line) for line in of)) for each, of in stacks.items()]
 
     with ThreadPoolExecutor(_N_AT_ONCE) as executor:
         found = executor.map(stacks, ranks)

@@ -28,11 +28,6 @@ class Answer:
     at_s: float
     state: tuple[object, ...]
 
-    @property
-    def may_be_retried(self) -> bool:
-        """Whether a rank that didn't answer may do so now, even in the same state."""
-        return isinstance(self.stacks, str) and time.monotonic() - self.at_s >= _RETRY_S
-
 
 class StackCache:
     """The last stacks of each rank that has been asked for them."""
@@ -49,10 +44,12 @@ class StackCache:
         """Return the stacks of ranks; ask those whose call has changed since the last time."""
         living = {rank.rank: rank for rank in job.ranks if rank.is_alive}
         states = {rank: _call_state(living[rank], verdict) for rank in wanted if rank in living}
-        stale = []
+        stale, retried_s = [], time.monotonic() - _RETRY_S
         for rank, state in states.items():
             known = self._known.get((job.name, rank))
-            if known is None or known.state != state or known.may_be_retried:
+            # A rank that didn't answer may do so now, even in the same state.
+            has_failed = known is not None and isinstance(known.stacks, str)
+            if known is None or known.state != state or (has_failed and known.at_s <= retried_s):
                 stale.append(living[rank])
         for rank, stacks in stacks_of(stale, _ANSWER_S).items():
             self._known[job.name, rank] = Answer(stacks, time.monotonic(), states[rank])

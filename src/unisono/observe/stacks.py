@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from unisono.recording import stack_signal
 from unisono.topology import ranks_by_value
 from unisono.tracebacks import is_of_a_library
 
@@ -27,11 +26,6 @@ class Stack(NamedTuple):
 
     thread_id: int
     frames: tuple[Frame, ...]
-
-
-def parse(text: str) -> tuple[Frame, ...]:
-    """Parse a stack that faulthandler has written."""
-    return tuple(Frame(*frame) for frame in stack_signal.parse(text))
 
 
 def user_frame(frames: Sequence[Frame]) -> Frame | None:

@@ -303,9 +303,10 @@ def classes_of_every_kind_arrive(trial: LauncherTrial) -> None:
 
 
 @_law
-def every_rank_is_told_who_it_is(trial: LauncherTrial) -> None:
-    """`entry` is called once in each rank with a complete RankInfo; its results are returned."""
-    infos = [info for info, _, _ in trial.launch({})]
+def each_rank_gets_its_facts_and_variables(trial: LauncherTrial) -> None:
+    """`entry` gets a complete RankInfo, and its process the variables of `environ` not set yet."""
+    ranks = trial.launch({_MARK: "yes", "HOME": "/nowhere"})
+    infos = [info for info, _, _ in ranks]
     assert [info.rank for info in infos] == list(range(trial.nproc)), infos
     for info in infos:
         check_info(info)
@@ -313,12 +314,7 @@ def every_rank_is_told_who_it_is(trial: LauncherTrial) -> None:
         has_local = None not in (info.local_rank, info.local_world_size)
         assert has_local, f"no local rank or size: {info}"
     assert len({(info.master_addr, info.master_port) for info in infos}) == 1, infos
-
-
-@_law
-def variables_are_handed_over(trial: LauncherTrial) -> None:
-    """Ranks have the variables of `environ`; variables already set there are kept."""
-    for info, mark, home in trial.launch({_MARK: "yes", "HOME": "/nowhere"}):
+    for info, mark, home in ranks:
         assert mark == "yes", f"rank {info.rank} has {_MARK}={mark}"
         # If this process has no HOME, the one of `environ` is right.
         assert home != "/nowhere" or "HOME" not in os.environ, "a variable was overwritten"
@@ -334,16 +330,11 @@ def the_first_failure_is_named_with_its_traceback(trial: LauncherTrial) -> None:
 
 
 @_law
-def an_exit_code_is_named(trial: LauncherTrial) -> None:
-    """The error for ``os._exit``, also of 0, names the rank, and the exit code if it is known."""
+def an_exit_code_or_a_signal_is_named(trial: LauncherTrial) -> None:
+    """The error names the rank, and if it is known the exit code, also of 0, or the signal."""
     for code in (_EXIT_CODE, 0):
         error = trial.fails(os._exit, code)
         assert error.exit_code in (code, None), f"exit code {error.exit_code}: {error}"
-
-
-@_law
-def a_signal_is_named(trial: LauncherTrial) -> None:
-    """The error for a killed rank names the rank, and the signal if it is known."""
     error = trial.fails(signal.raise_signal, signal.SIGKILL)
     assert error.signal in ("SIGKILL", None), f"signal {error.signal}: {error}"
 
@@ -433,17 +424,12 @@ def an_interrupt_ends_all_ranks(trial: LauncherTrial) -> None:
 
 
 @_law
-def wrong_options_are_refused_before_anything_starts(trial: LauncherTrial) -> None:
-    """An option unknown to the launcher, or to all launchers, is rejected."""
+def wrong_calls_are_refused_before_anything_starts(trial: LauncherTrial) -> None:
+    """An unknown option is an ArgumentError, what can't be pickled a PayloadError."""
     _refused(trial, ArgumentError, launcher_options={**trial.options, "no_such_option": 1})
     _refused(trial, ArgumentError, no_such_option=1)
     _refused(trial, ArgumentError, nnodes=0)
     _refused(trial, ArgumentError, backend="threads", launcher_options={})  # threads need none
-
-
-@_law
-def what_cant_be_pickled_is_refused_before_anything_starts(trial: LauncherTrial) -> None:
-    """An argument that cannot be pickled is a PayloadError in the parent, and no rank starts."""
     _refused(trial, PayloadError, threading.Lock())
 
 
@@ -540,7 +526,11 @@ def _limited(seconds: float) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handler = signal.signal(_TOO_LONG, _raise_too_long)
+
+    def stop(*_: object) -> NoReturn:
+        raise _TookTooLongError
+
+    handler = signal.signal(_TOO_LONG, stop)
     timer = threading.Timer(seconds, signal.pthread_kill, (threading.get_ident(), _TOO_LONG))
     timer.daemon = True
     timer.start()
@@ -552,7 +542,3 @@ def _limited(seconds: float) -> Iterator[None]:
             timer.join()  # a signal that was already sent arrives while this handler is set
         finally:
             signal.signal(_TOO_LONG, handler)
-
-
-def _raise_too_long(*_: object) -> NoReturn:
-    raise _TookTooLongError

@@ -11,8 +11,9 @@ from typing import Any
 
 from tests.support.hanging import hanging, takes_stacks
 from unisono.observe.jobs import STOPPED, stacks_of
-from unisono.observe.stacks import Frame, equal, folded, is_before, parse, user_frame
+from unisono.observe.stacks import Frame, equal, folded, is_before, user_frame
 from unisono.observe.verdict import Rank
+from unisono.recording import stack_signal
 
 TEXT = """\
 Stack (most recent call first):
@@ -24,12 +25,12 @@ Stack (most recent call first):
 
 
 def test_what_faulthandler_writes_is_read() -> None:
-    assert parse(TEXT) == (
-        Frame("/usr/lib/python3.11/threading.py", 327, "wait"),
-        Frame("data.py", 0, "load"),
-        Frame("/home/me/train, 2.py", 9, "<lambda>"),
-    )
-    assert parse("") == parse("nothing of this kind") == ()
+    assert stack_signal.parse(TEXT) == [
+        ("/usr/lib/python3.11/threading.py", 327, "wait"),
+        ("data.py", 0, "load"),
+        ("/home/me/train, 2.py", 9, "<lambda>"),
+    ]
+    assert stack_signal.parse("") == stack_signal.parse("nothing of this kind") == []
 
 
 OURS = Frame(sys.modules[user_frame.__module__].__file__ or "", 1, "wait")

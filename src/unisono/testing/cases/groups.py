@@ -14,11 +14,14 @@ from unisono.testing.cases._law import law, raises, same, tensor_of
 
 
 @law("groups")
-def a_group_is_ordered_by_rank_and_knows_its_members(rank: int, size: int) -> None:
+def a_group_is_the_ordered_list_of_its_ranks(rank: int, size: int) -> None:
     group = idist.new_group(list(reversed(range(size))))
     same(group.ranks, tuple(range(size)))
     same(group.size, size)
     assert 0 in group and size not in group
+    assert group == list(range(size))
+    assert group != [*range(size), size]
+    assert group != idist.new_group(list(range(size))), "two groups are two communicators"
 
 
 @law("groups")
@@ -118,14 +121,6 @@ def a_group_of_nobody_gives_every_rank_its_input(rank: int, size: int) -> None:
         idist.barrier(group=nobody)
     same(idist.all_reduce(1), size)
     assert idist.local_group().size > 0
-
-
-@law("groups")
-def a_group_equals_the_list_of_its_ranks(rank: int, size: int) -> None:
-    group = idist.new_group(list(range(size)))
-    assert group == list(range(size))
-    assert group != [*range(size), size]
-    assert group != idist.new_group(list(range(size))), "two groups are two communicators"
 
 
 @law("groups", ranks=2)

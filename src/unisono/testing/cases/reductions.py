@@ -133,6 +133,11 @@ def the_input_is_never_changed(rank: int, size: int) -> None:
             if result is not None:
                 result.fill_(1)  # would change the input if they shared memory
         same(value, kept, dtype)
+    tree: Any = {"list": [1], "t": torch.zeros(3)}
+    for copy in (idist.broadcast(tree), idist.all_gather(tree)[0], idist.all_gather(tree)[-1]):
+        copy["list"].append(2)
+        copy["t"].add_(1)
+    same(tree, {"list": [1], "t": torch.zeros(3)})
     weight = torch.nn.Parameter(torch.full((3,), float(rank)))
     got = idist.all_reduce(weight)
     assert not got.requires_grad
