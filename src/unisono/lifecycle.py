@@ -43,12 +43,10 @@ from unisono.recording.records import CallLog, job_of
 from unisono.recording.status_page import close_all as close_pages, pages
 from unisono.registry import find_launcher, find_model
 from unisono.topology import PREFIXED, LaunchPlan, RankInfo
-from unisono.tracebacks import hides, raised_here, say_instead
+from unisono.tracebacks import raised_here, say_instead
 
 if TYPE_CHECKING:
     from unisono.launchers.job.job import Job
-
-__tracebackhide__ = hides
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,6 @@ from unisono.options import ParallelOptions
 from unisono.plugins import read_environment
 from unisono.registry import find_launcher, find_model
 from unisono.topology import NodeInfo, RankInfo
-from unisono.tracebacks import hides
-
-__tracebackhide__ = hides
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -16,9 +16,6 @@ from unisono.collectives.outcomes import agreed
 from unisono.context import ContextState, communicator, current
 from unisono.errors import ArgumentError
 from unisono.topology import Group
-from unisono.tracebacks import hides
-
-__tracebackhide__ = hides
 
 P = ParamSpec("P")
 T = TypeVar("T")

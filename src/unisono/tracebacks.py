@@ -68,7 +68,7 @@ def is_full() -> bool:
 
 
 def hides(_: object = None) -> bool:
-    """Return whether pytest must hide a module's frames; assigned to ``__tracebackhide__``."""
+    """Return whether pytest must hide a module's frames, as its ``__tracebackhide__``."""
     return not is_full()
 
 

@@ -37,9 +37,6 @@ from unisono.payload.tensors import (
     why_not_dense,
 )
 from unisono.topology import Group
-from unisono.tracebacks import hides
-
-__tracebackhide__ = hides
 
 Restore = Callable[[Tensor], Tensor]
 _SIGN = -(2**63)

@@ -28,10 +28,6 @@ from unisono.context import ContextState
 from unisono.errors import PayloadError
 from unisono.model.reduction import ReduceOp
 from unisono.topology import Group
-from unisono.tracebacks import hides
-
-__tracebackhide__ = hides
-
 
 BLOCK = 1 << 16
 """How many numbers a block has. They fit into a core's cache, and a rank keeps the limbs of one

@@ -21,10 +21,6 @@ from unisono.payload.codec import decode_all, encode, frame_or_reason
 from unisono.payload.pytree import survey, unflatten
 from unisono.payload.tensors import plain
 from unisono.topology import Group
-from unisono.tracebacks import hides
-
-__tracebackhide__ = hides
-
 
 _PLAIN = frozenset({bool, int, float, complex})
 _BOOLS_OF_NUMPY = (("numpy", "bool"), ("numpy", "bool_"))  # until numpy 2: bool_

@@ -27,9 +27,6 @@ from unisono.host.collectives import HostCollectives
 from unisono.payload.codec import decode, decode_all, encode, frame_or_reason, header
 from unisono.payload.tensors import TensorHeader, from_bytes, is_exact, plain, to_bytes
 from unisono.topology import Group
-from unisono.tracebacks import hides
-
-__tracebackhide__ = hides
 
 
 @overload

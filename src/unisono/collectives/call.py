@@ -25,9 +25,7 @@ from unisono.payload.codec import encode, header, reason
 from unisono.payload.tensors import is_exact
 from unisono.recording.records import Token, is_in_step, mark_in_step
 from unisono.topology import EVERYBODY, Group
-from unisono.tracebacks import hides, is_interrupt, raised_here
-
-__tracebackhide__ = hides
+from unisono.tracebacks import is_interrupt, raised_here
 
 _LONGEST_CALL = 500
 T = TypeVar("T")

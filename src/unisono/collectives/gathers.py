@@ -20,9 +20,6 @@ from unisono.errors import ArgumentError, CollectiveMismatchError, PayloadError
 from unisono.payload.codec import decode_all, encode, frame_or_reason
 from unisono.payload.tensors import TensorHeader, head_of, plain
 from unisono.topology import Group
-from unisono.tracebacks import hides
-
-__tracebackhide__ = hides
 
 
 @overload

@@ -16,9 +16,6 @@ from unisono.context import communicator, current_model
 from unisono.control.rendezvous import host_of_this_process
 from unisono.options import GroupOptions
 from unisono.topology import Group
-from unisono.tracebacks import hides
-
-__tracebackhide__ = hides
 
 
 @guarded

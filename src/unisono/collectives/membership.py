@@ -8,9 +8,6 @@ from typing import Any
 from unisono.context import ContextState, communicator
 from unisono.errors import ArgumentError, GroupMembershipError
 from unisono.topology import Group
-from unisono.tracebacks import hides
-
-__tracebackhide__ = hides
 
 GroupLike = Any
 """Values of `group=`: a Group, a list of global ranks, or a group of the model's own library."""

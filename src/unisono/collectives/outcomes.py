@@ -13,9 +13,7 @@ from unisono.context import ContextState
 from unisono.errors import CollectiveMismatchError, PayloadError, PeerFailedError
 from unisono.payload.codec import decode, encode
 from unisono.topology import Group
-from unisono.tracebacks import fold, hides, summary
-
-__tracebackhide__ = hides
+from unisono.tracebacks import fold, summary
 
 _CPU = torch.device("cpu")
 

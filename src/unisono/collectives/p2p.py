@@ -17,9 +17,6 @@ from unisono.model.fallback import FRAME_BYTES, as_frame, inline_part, length_of
 from unisono.payload.codec import decode, frame_or_reason, raise_failures
 from unisono.payload.tensors import TensorHeader, from_bytes, to_bytes
 from unisono.topology import Group, pair
-from unisono.tracebacks import hides
-
-__tracebackhide__ = hides
 
 
 @guarded

@@ -16,9 +16,6 @@ from unisono.collectives.routing import reducer_for, reduces_natively
 from unisono.errors import ArgumentError, PayloadError
 from unisono.model.reduction import FoldLike, OpLike, ReduceOp, parse_op
 from unisono.payload.tensors import plain
-from unisono.tracebacks import hides
-
-__tracebackhide__ = hides
 
 
 class _Dataclass(Protocol):

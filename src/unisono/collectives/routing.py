@@ -14,9 +14,6 @@ from unisono.model.contract import ComputationModel
 from unisono.model.reduction import ReduceOp, is_order_of_floats
 from unisono.recording.records import plane_is
 from unisono.topology import Group
-from unisono.tracebacks import hides
-
-__tracebackhide__ = hides
 
 _EXCHANGED_BYTES = 1 << 15  # of all ranks: more are reduced faster in memory, on 2 and 4 ranks
 Plane = ComputationModel | HostCollectives

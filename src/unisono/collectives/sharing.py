@@ -24,9 +24,6 @@ from unisono.host.shared import room_bytes
 from unisono.payload.codec import check_pickle_allowed
 from unisono.payload.pickling import load_file, save_file
 from unisono.topology import Group
-from unisono.tracebacks import hides
-
-__tracebackhide__ = hides
 
 _IS_MAPPED = b"+"  # a rank's vote
 _MOST_BYTES = 1 << 47  # the address space of one process

@@ -25,12 +25,10 @@ from unisono.errors import (
 from unisono.model.handle import BACKGROUND
 from unisono.plugins import load
 from unisono.topology import Group, name_of, named, ranks_by_value
-from unisono.tracebacks import frame_of, hides, is_ours, place_of, where as innermost_frame
+from unisono.tracebacks import frame_of, is_ours, place_of, where as innermost_frame
 
 if TYPE_CHECKING:
     from unisono.control.plane import SocketControlPlane
-
-__tracebackhide__ = hides
 
 _log = logging.getLogger(__name__)
 _WARN_AFTER_S = 30.0

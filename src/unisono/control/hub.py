@@ -33,9 +33,6 @@ from unisono.control.signatures import describe
 from unisono.deadlines import end_of_call, host_s
 from unisono.errors import CollectiveError
 from unisono.host.arena import Arena
-from unisono.tracebacks import hides
-
-__tracebackhide__ = hides
 
 _SPIN_S = 200e-6  # longer than a wake-up takes, or one slow round would make the next one slow
 # The rank above knows more about missing ranks, so it has time to warn or raise first.

@@ -37,9 +37,6 @@ from unisono.control.connection import (
 from unisono.control.signatures import SequenceNumbers
 from unisono.control.tree import Links
 from unisono.errors import CollectiveError, CollectiveTimeoutError, PeerFailedError
-from unisono.tracebacks import hides
-
-__tracebackhide__ = hides
 
 _log = logging.getLogger(__name__)
 _SEND_S = 1.0

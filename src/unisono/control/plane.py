@@ -28,14 +28,11 @@ from unisono.host.collectives import HostCollectives
 from unisono.host.hierarchical import MemoryCollectives, TwoLevels
 from unisono.model import fallback
 from unisono.topology import EVERYBODY, Group, name_of
-from unisono.tracebacks import hides
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from unisono.model.contract import ComputationModel
-
-__tracebackhide__ = hides
 
 INLINE_BYTES = 1 << 16
 """Longest blob sent through the hub; the data plane carries longer ones.

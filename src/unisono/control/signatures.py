@@ -32,9 +32,7 @@ import torch
 from unisono.control.connection import COPIED_BYTES
 from unisono.errors import CollectiveMismatchError
 from unisono.topology import EVERYBODY, Group, ranks_by_value
-from unisono.tracebacks import hides, place_of
-
-__tracebackhide__ = hides
+from unisono.tracebacks import place_of
 
 _log = logging.getLogger(__name__)
 _CALL = struct.Struct("<2sHH")

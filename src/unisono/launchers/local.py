@@ -30,9 +30,6 @@ from unisono.launchers.job.wrapper import boot
 from unisono.launchers.variables import share_of_cores
 from unisono.plugins import read_environment
 from unisono.topology import PREFIXED, PRIVATE_STORE, LaunchPlan, RankInfo
-from unisono.tracebacks import hides
-
-__tracebackhide__ = hides
 
 START_METHODS = ("forkserver", "spawn", "fork")
 _DEFAULT_METHOD = "forkserver" if sys.platform == "linux" else "spawn"

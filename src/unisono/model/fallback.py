@@ -16,12 +16,9 @@ from torch import Tensor
 from unisono.errors import CollectiveError
 from unisono.payload.tensors import from_bytes, to_bytes
 from unisono.topology import Group
-from unisono.tracebacks import hides
 
 if TYPE_CHECKING:
     from unisono.model.contract import ComputationModel
-
-__tracebackhide__ = hides
 
 FRAME_BYTES = 256
 INLINE_TENSOR_BYTES = 128

@@ -17,9 +17,6 @@ from unisono.errors import (
     PeerFailedError,
 )
 from unisono.topology import named
-from unisono.tracebacks import hides
-
-__tracebackhide__ = hides
 
 T = TypeVar("T")
 _Round = dict[int, tuple[str, Any]]  # the call and the item of each rank that has arrived

@@ -22,12 +22,9 @@ from unisono.model.launching import LaunchHooks
 from unisono.model.reduction import ReduceOp, fold_tensors
 from unisono.models.thread_exchange import ThreadExchange
 from unisono.topology import ContextHint, Group, LaunchPlan, RankInfo, Topology, name_of
-from unisono.tracebacks import hides
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-__tracebackhide__ = hides
 
 T = TypeVar("T")
 _GRACE_S = 2.0  # time for replicas to notice a failure

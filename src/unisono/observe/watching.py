@@ -14,9 +14,6 @@ from unisono.context import communicator
 from unisono.observe.waits import Clock, Watch as Watch, common_clock, waits
 from unisono.recording.records import CollectiveRecord, add_hook
 from unisono.topology import boot_id
-from unisono.tracebacks import hides
-
-__tracebackhide__ = hides
 
 _MOST = 100_000  # calls of a rank that are kept: the last ones
 _MOST_OF_ALL = 1_000_000  # calls of all ranks together, which each of them compares

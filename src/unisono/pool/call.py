@@ -16,9 +16,6 @@ from unisono.launchers.job.job import Job, JobRanks
 from unisono.launchers.job.signals import TO_SAVE
 from unisono.pool.replicas import Replicas
 from unisono.pool.worker import ANSWER, BROKEN
-from unisono.tracebacks import hides
-
-__tracebackhide__ = hides
 
 _LOOK_S = 0.15  # between two looks at busy replicas after another one has failed
 _LOOKS = 2  # so many in a row must find a replica that waits

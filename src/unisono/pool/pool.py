@@ -26,12 +26,10 @@ from unisono.options import PoolOptions
 from unisono.plugins import seats_nodes
 from unisono.pool.call import LateError, PoolCall, once
 from unisono.pool.replicas import Replicas
-from unisono.tracebacks import hides, say_instead
+from unisono.tracebacks import say_instead
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-__tracebackhide__ = hides
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -24,9 +24,7 @@ from unisono.lifecycle import run_to_end, start_to_stay
 from unisono.model.contract import ComputationModel
 from unisono.pool import worker as inside
 from unisono.recording import stack_signal
-from unisono.tracebacks import frame_of, hides, is_ours
-
-__tracebackhide__ = hides
+from unisono.tracebacks import frame_of, is_ours
 
 _QUIT_S = 0.3  # for threads to end after the abort of their context
 _LEAVE_S = 1.0  # for idle replicas to confirm that they end

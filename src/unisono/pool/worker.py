@@ -19,9 +19,6 @@ from unisono.launchers.job.worker import describe
 from unisono.model.contract import ComputationModel
 from unisono.pickling import dumps
 from unisono.recording import stack_signal
-from unisono.tracebacks import hides
-
-__tracebackhide__ = hides
 
 READY = b"y"  # with the replica's process, threads, and the facts of `stack_signal`
 LEFT = b"l"  # the end was received; threads and exit handlers may still run

@@ -39,9 +39,7 @@ from unisono.recording.status_page import (
     short_name,
 )
 from unisono.topology import EVERYBODY, Group, RankInfo, members_of_pair
-from unisono.tracebacks import hides, summary
-
-__tracebackhide__ = hides
+from unisono.tracebacks import summary
 
 T = TypeVar("T")
 _now = time.monotonic_ns  # global names, as each collective calls these functions

@@ -286,6 +286,31 @@ def test_failures_are_told_once_and_by_rank(sessions: Sessions, tmp_path: Path) 
         again.stdout.fnmatch_lines_random(line)
 
 
+CALLS = """
+import pytest
+import unisono as idist
+
+
+def test_alone():
+    idist.gather_results(1, size=2)
+
+
+@pytest.mark.ranks(2, on="threads")
+def test_in_ranks(world):
+    idist.gather_results(1, size=2)
+"""
+
+
+def test_frames_of_the_library_are_shown_only_on_request(
+    sessions: Sessions, tmp_path: Path
+) -> None:
+    for options, count in (((), 0), (("--full-trace",), 2)):
+        result = sessions.run(tmp_path, *options, test_calls=CALLS)
+        result.assert_outcomes(failed=2)
+        shown = re.findall(r"^\S*unisono/training/evaluation.py:\d+", str(result.stdout), re.M)
+        assert len(shown) == count
+
+
 DRAWS = """
 import pytest
 import unisono as idist

@@ -14,9 +14,6 @@ from unisono.deadlines import end_of_block, host_s, overdue
 from unisono.errors import CollectiveTimeoutError, LaunchError, WorkerFailedError
 from unisono.launchers.job.failure import Failure, Failures, Fault, signal_name
 from unisono.launchers.job.signals import Orders, handled
-from unisono.tracebacks import hides
-
-__tracebackhide__ = hides
 
 T = TypeVar("T")
 _DEADLINE_GRACE_S = 0.5  # for the ranks' own, more precise errors at a deadline

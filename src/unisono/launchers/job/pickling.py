@@ -21,9 +21,6 @@ import cloudpickle
 
 from unisono.errors import PayloadError
 from unisono.pickling import Pickler, dumps
-from unisono.tracebacks import hides
-
-__tracebackhide__ = hides
 
 _lock = threading.Lock()
 _MAIN = "__main__"

@@ -22,9 +22,6 @@ from unisono.launchers.job.failure import signal_name
 from unisono.launchers.job.forkserver import Forked
 from unisono.launchers.job.job import Job, JobRanks
 from unisono.launchers.job.signals import TO_SAVE
-from unisono.tracebacks import hides
-
-__tracebackhide__ = hides
 
 _log = logging.getLogger(__name__)
 _FLUSH_S = 0.3  # after END, before SIGTERM

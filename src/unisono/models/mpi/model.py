@@ -19,12 +19,9 @@ from unisono.model.reduction import ReduceOp
 from unisono.models.mpi import world
 from unisono.models.mpi.operations import DATATYPES, MPICalls, is_folded_by_torch
 from unisono.topology import EVERYBODY, ContextHint, Group, RankInfo, Topology, named, pair
-from unisono.tracebacks import hides
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-__tracebackhide__ = hides
 
 
 _TAG = 32_767  # the largest tag that every MPI allows, to avoid the tags of users' messages

@@ -26,9 +26,6 @@ from unisono.model.handle import BACKGROUND, Handle, SafeFuture
 from unisono.model.reduction import TENSOR_STEPS, ReduceOp
 from unisono.models.mpi.barrier import bounded_barrier
 from unisono.topology import Group, name_of, named
-from unisono.tracebacks import hides
-
-__tracebackhide__ = hides
 
 T = TypeVar("T")
 

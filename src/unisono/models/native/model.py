@@ -53,12 +53,9 @@ from unisono.topology import (
     Topology,
     name_of,
 )
-from unisono.tracebacks import hides
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-__tracebackhide__ = hides
 
 _NAMES = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")  # the last three only on gloo
 _OPS = {parse_op(name): getattr(dist.ReduceOp, name) for name in _NAMES}

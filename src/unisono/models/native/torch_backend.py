@@ -38,9 +38,6 @@ from unisono.payload.tensors import from_bytes, to_bytes
 from unisono.recording.records import UNRECORDED, CallLog, Token, job_of, plane_is
 from unisono.recording.status_page import CALLED, IN_FLIGHT
 from unisono.topology import Group, Topology, pair
-from unisono.tracebacks import hides
-
-__tracebackhide__ = hides
 
 _CPU = torch.device("cpu")
 _PACKAGE = f"{OUR_FRAMES[0]}{os.sep}"

@@ -7,11 +7,14 @@ imported by the first test that is marked, or uses ``ranks``.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+
+from unisono.tracebacks import hides
 
 IN_RANK = "unisono_rank"
 """An option that is set only in a rank's configuration."""
@@ -80,6 +83,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _MARK)
     if not hasattr(config.option, IN_RANK):  # a rank runs the body itself
         config.pluginmanager.register(_Session(), "unisono-ranks")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
+    """Hide our frames in the traceback of a failure, except those of laws and kits."""
+    if call.excinfo is not None:
+        for name, module in [*sys.modules.items()]:
+            if name.startswith("unisono.") and not name.startswith("unisono.testing."):
+                vars(module).setdefault("__tracebackhide__", hides)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
