@@ -24,7 +24,8 @@ from tests.support.virtual_hosts import Hosts
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
 IN_A_CONTAINER = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--"]
-PAGE = {block.language: block.text for block in blocks(ROOT / "docs" / "how-to" / "preemption.md")}
+BLOCKS = [*blocks(ROOT / "docs" / "how-to" / "preemption.md")]
+PAGE = {block.language: block.text for block in BLOCKS}
 SAVES = [JOB, "save", "gloo"]
 
 
@@ -86,7 +87,7 @@ def test_the_pods_of_a_job_that_is_deleted(containers: Hosts, name: str) -> None
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_tasks_of_slurm(slurm: dict[str, str], number: int) -> None:
     """SIGTERM comes from scancel; SIGUSR1 by the page's option, half a minute after the start."""
-    (line,) = (text for text in PAGE[""].splitlines() if "--launcher slurm" in text)
+    (line,) = (each.text.strip() for each in BLOCKS if "--launcher slurm" in each.text)
     if number == signal.SIGUSR1:
         line = line.replace("time=2:00:00", "time=2").replace("USR1@120", "USR1@60")
     line = line.replace("train.py", " ".join(SAVES)).replace("-o time", "-o job-name=saves -o time")

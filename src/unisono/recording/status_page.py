@@ -180,7 +180,8 @@ class Lane:
 
     def __init__(self, page: StatusPage, index: int) -> None:
         head = (_LANES_AT + index * _LANE_BYTES) // WORD
-        self.memory, self.words = page._memory, page._words
+        self.memory: mmap.mmap = page._memory
+        self.words: memoryview = page._words
         self.first: int = head + _HEAD_BYTES // WORD
         stamps = self.words[self.first : self.first + _RING * STEP : STEP]
         # Stamps only grow, even from one thread of a lane to the next.

@@ -45,7 +45,7 @@ class Worker(Forked):
         self.rank = rank
         self.channel = channel
         self.inbox: messages.Inbox = messages.Inbox(channel)
-        self.task = task  # what hasn't been sent of it
+        self.task: memoryview = task  # what hasn't been sent of it
         self.asked_at: float = time.monotonic()  # when its process was requested
         self.is_silent: bool = False  # its channel has ended
         self.stopped_s: float = 0.0  # since a signal stopped its process
