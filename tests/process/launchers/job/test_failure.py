@@ -77,7 +77,7 @@ def test_an_error_of_the_call_itself_shows_no_frame_below_it(
     with pytest.raises((ArgumentError, PayloadError)) as caught:
         unisono.spawn("gloo", len, args=(fn,), **options)
     frames = traceback.extract_tb(caught.value.__traceback__)
-    assert [frame.name for frame in frames[1:]] == ["spawn", "start"]
+    assert [frame.name for frame in frames[1:]] == ["spawn"]
 
 
 class Picky(Exception):
