@@ -122,10 +122,10 @@ def private_copy(context: ContextState, tensor: Tensor) -> Tensor:
 def view_or_copy(
     context: ContextState, tensor: Tensor, plane: Reducer, *, is_read: bool = True
 ) -> Tensor:
-    """Return a contiguous view of the user's memory if it will only be read, else a copy."""
+    """Return a contiguous view of a plain tensor if it will only be read, else a copy."""
     # Only collectives through shared memory of one host don't overwrite the tensor.
     if is_read and type(plane) is HostCollectives and tensor.is_cpu:
-        return plain(tensor).resolve_conj().resolve_neg().contiguous()
+        return tensor.resolve_conj().resolve_neg().contiguous()
     return private_copy(context, tensor)
 
 

@@ -257,7 +257,8 @@ def _scatter(context: ContextState, values: Any, src: int, group: Group | None) 
     rows = None
     if is_src:
         stacked = values if isinstance(values, Tensor) else torch.stack(list(values))
-        rows, _ = emulation.as_movable(plane, emulation.view_or_copy(context, stacked, plane))
+        kept = emulation.view_or_copy(context, plain(stacked), plane)
+        rows, _ = emulation.as_movable(plane, kept)
     got = restore(plane.scatter(rows, into, src, group))
     value = got.to(device_for(context, head))
     return head.finish(value if got is memory else value.clone())  # `got` may be a view of all rows
@@ -342,7 +343,7 @@ def all_to_all(value: Any, group: GroupLike = None, *, async_op: bool = False) -
     def call() -> Tensor:
         compare_calls(context, "all_to_all", value, members)
         plane = plane_for(context, members)
-        tensor = emulation.view_or_copy(context, value, plane)
+        tensor = emulation.view_or_copy(context, plain(value), plane)
         rows = tensor.view(size, value.shape[0] // size, *value.shape[1:])
         movable, restore = emulation.as_movable(plane, rows)
         return restore(plane.all_to_all(movable, members)).reshape(value.shape).to(value.device)

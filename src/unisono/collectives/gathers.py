@@ -122,7 +122,7 @@ def _padded_rows(
     """Gather the elements of all ranks' tensors, each row padded to the longest."""
     longest = max(math.prod(shape) for shape in shapes)
     plane = plane_for(context, group)
-    row = emulation.view_or_copy(context, tensor, plane).reshape(-1)
+    row = emulation.view_or_copy(context, plain(tensor), plane).reshape(-1)
     if row.numel() < longest:
         row = torch.cat([row, row.new_zeros(longest - row.numel())])
     return emulation.all_gather(plane, row, group).to(tensor.device)
