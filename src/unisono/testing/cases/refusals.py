@@ -158,7 +158,7 @@ def tensors_without_memory_of_their_own_are_refused_by_name(rank: int, size: int
             raises(PayloadError, parts, call, tensor)
         raises(PayloadError, parts, idist.all_reduce, {"a": tensor})
     for call in _TAKE_TENSORS:
-        raises(PayloadError, ["dense"], call, torch.eye(3).to_sparse())
+        raises(PayloadError, ["dense"], call, torch.eye(3, device="cpu").to_sparse())
     spread: Any = Spread()
     for call in [*_TAKE_TENSORS, idist.broadcast]:
         raises(PayloadError, ["Spread", "to_local()", "full_tensor()"], call, spread)
