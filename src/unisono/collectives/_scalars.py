@@ -22,7 +22,7 @@ from unisono.payload.pytree import survey, unflatten
 from unisono.payload.tensors import plain
 from unisono.topology import Group
 
-_PLAIN = frozenset({bool, int, float, complex})
+_PLAIN = bool, int, float, complex  # no set, as a class of a user may have no hash
 _BOOLS_OF_NUMPY = (("numpy", "bool"), ("numpy", "bool_"))  # until numpy 2: bool_
 _CPU = torch.device("cpu")
 _add_rows: Callable[..., Any] = partial(map, add)  # leaf by leaf, as `fold_numbers` adds them
@@ -60,6 +60,7 @@ def reduce_values(
 
     rows, leaves, tensors = _exchange_numbers(context, call, value, check_tensor, group)
     totals = _reduce_tensors(context, tensors, op, group) if tensors else []
+    # As in `fold_numbers`, the first values decide: `+` is right for any that follow.
     if op is ReduceOp.SUM and {*map(type, rows[0])} <= {int, float}:
         scalars = list(reduce(_add_rows, rows))
     else:
@@ -196,7 +197,7 @@ def _describe(
 
 def _are_plain(leaves: list[Any]) -> bool:
     """Return whether all leaves are numbers of Python, whose ints have at most 64 bits."""
-    if not _PLAIN.issuperset(map(type, leaves)):
+    if not {*map(type, leaves)}.issubset(_PLAIN):
         return False
     return all(map(_INTS.__contains__, [leaf for leaf in leaves if type(leaf) is int]))
 

@@ -48,7 +48,7 @@ def exchange_blobs(
         introduce(context, call)
     control, name = context.control, EVERYBODY if group is None else group.name
     head = call_head(call, line.known or site())
-    blobs = control.exchange(head + blob, group)
+    blobs = context.model.exchange(head + blob, group)
     histories = control.steps.histories
     if name not in histories:  # the user may switch comparisons off
         histories[name] = None if control.checks(group) is False else CallHistory()
@@ -60,7 +60,7 @@ def introduce(context: ContextState, call: str) -> None:
     # The first call in a context is collective over all ranks; later calls return at once.
     if context.must_introduce:
         head = call_head(call, site())
-        blobs = context.control.exchange(head + host_of_this_process().encode(), None)
+        blobs = context.model.exchange(head + host_of_this_process().encode(), None)
         hosts = unpack(blobs, head, partial(context.model.topology.members, None))
         context.hosts = tuple(bytes(host) for host in hosts)
         context.must_introduce = False  # last, so that the next call retries a failed one

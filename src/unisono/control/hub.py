@@ -96,7 +96,7 @@ class Hub:
             if not peers.lock.acquire(False):
                 until = end_of_call(timeout_s)
                 peers.wait_for_turn(blob, until)
-            if peers.failure is not None or peers.is_in_round:
+            if peers.failure is not None or peers.is_in_round or peers.flooded is not None:
                 peers.refuse(given)
             self._timeout_s, self._until = timeout_s, until
             peers.seq += 1

@@ -132,7 +132,8 @@ class Peers:
         self._next_hops = {far: down for down, fars in links.below.items() for far in fars}
         self._departures: dict[int, Departure | None] = {}  # None: gone without a report
         self._answers: dict[int, State] = {}  # by position: to this rank's last ASK
-        self._flooded: bytes | None = None  # body of the first FAIL, sent or received
+        self.flooded: bytes | None = None
+        """Body of the first FAIL, sent or received."""
         self._late: dict[str, tuple[int, str]] = {}  # by group: step and text of the last report
         self._condition = Condition()
         self._wake_reader, self._wake_writer = os.pipe()
@@ -184,6 +185,8 @@ class Peers:
     def refuse(self, blob: bytes) -> NoReturn:
         """Raise in place of a round with `blob`: the group has failed, or is in a round."""
         self.raise_failure()
+        if self.flooded is not None and not self.is_in_round:  # the others have failed without it
+            raise self.fail(read_failure(self.flooded))
         # The lock lets its owner in again, so this thread is in a round already.
         raise CollectiveError(
             f"{self}: {signatures.describe(blob)} was called within "
@@ -192,7 +195,7 @@ class Peers:
         )
 
     def leave_failed(self) -> None:
-        """Report a failure that another thread has recorded during this thread's round."""
+        """Report a failure of this thread's round, or of a call that another thread made in it."""
         self._send_failure()
         # `wait_for_turn` has rejected another thread's call, so the ranks are out of step.
         if self.concurrent_calls and self.failure is None:
@@ -247,9 +250,9 @@ class Peers:
         ended = [position for position in ended if not self._is_done(position, group, step)]
         # The report, if one comes, says which of several has failed and not just left after it.
         wait_s = _REPORT_S if len(ended) > 1 else 0.0
-        self._condition.wait(lambda: self._flooded is not None, wait_s)
-        if self._flooded is not None:
-            failure = read_failure(self._flooded)
+        self._condition.wait(lambda: self.flooded is not None, wait_s)
+        if self.flooded is not None:
+            failure = read_failure(self.flooded)
             # A failure of a rank that isn't needed counts only if needed ranks have ended.
             if ranks is None or ended or failure.rank in ranks:
                 raise self.fail(failure)
@@ -430,9 +433,9 @@ class Peers:
     def _flood_failure(self, body: bytes, source: int | None = None) -> None:
         """Report a failure to all ranks, even while their own threads are in a collective."""
         with self._condition.lock:
-            if self._flooded is not None:
+            if self.flooded is not None:
                 return  # the first report stays, and a flood ends where it is known
-            self._flooded = body
+            self.flooded = body
             self._condition.notify_all()
         self._flood(FAIL, body, source)
 

@@ -482,6 +482,8 @@ class _Connector:
             hello = _HELLO.pack(self.position, channel)
             if not call(sock, self._secret, hello, self._until):
                 text = f"the process listening at {address!r} does not belong to this job"
+                if not is_local:
+                    text += "; if it isn't the other host, set UNISONO_SOCKET_IFNAME"
                 raise _RefusedError(up, text)
             if is_local and channel == _ROUNDS:
                 return sock, mailbox.receive(sock)  # stands for ACCEPTED

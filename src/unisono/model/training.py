@@ -66,8 +66,9 @@ class TrainingHooks:
             A function that lets the step average again, called after a step and at the next
             gradient; None if the step doesn't average.
         """
-        settle: Callable[[], Callable[[], None]] | None = getattr(optimizer, "settle", None)
-        return None if settle is None else settle()
+        average: Callable[[], Callable[[], None]] | None
+        average = getattr(optimizer, "unisono_average", None)
+        return None if average is None else average()
 
     def wrap_loader(self, loader: Any) -> Any:
         """Adapt a data loader to the library, such as one that feeds a device."""

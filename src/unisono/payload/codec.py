@@ -241,27 +241,29 @@ _DAMAGE: tuple[type[Exception], ...] = (
 
 def decode(blob: bytes, device: torch.device) -> Any:
     """Decode one frame."""
+    return _decode_each((blob,), device)[0]
+
+
+def _decode_each(frames: Sequence[bytes], device: torch.device) -> list[Any]:
+    values: list[Any] = []
     try:
-        return _READERS[blob[0]](blob, device)
+        for frame in frames:
+            values.append(_READERS[frame[0]](frame, device))  # noqa: PERF401
     except PayloadError:  # it is a TypeError, too
         raise
     except _DAMAGE as error:
         raise PayloadError(f"received a damaged frame: {type(error).__name__}: {error}") from error
+    return values
 
 
 def decode_all(
     frames: Sequence[bytes], ranks: Callable[[], Sequence[int]], call: str, device: torch.device
 ) -> list[Any]:
     """Decode every rank's frame; raise the same error on all if some rank had no value to send."""
-    values: list[Any] = []
-    try:
-        for frame in frames:
-            values.append(_READERS[frame[0]](frame, device))  # noqa: PERF401
-        return values
-    except Exception:  # raised below, with the ranks that failed or as damage
-        values.clear()
-    raise_failures(frames, ranks, call)
-    return [decode(frame, device) for frame in frames]
+    for frame in frames:
+        if frame[:1] == b"e":
+            raise_failures(frames, ranks, call)
+    return _decode_each(frames, device)
 
 
 def _plain_of(blob: bytes, _: Any = None) -> Any:

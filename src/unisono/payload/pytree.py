@@ -39,7 +39,8 @@ def _names(node: Tree) -> Sequence[str]:
     if isinstance(node, list):
         return [f"[{index}]" for index in range(len(node))]
     if isinstance(node, tuple):
-        return [f"({name})" for name in getattr(node, "_fields", range(len(node)))]
+        names = getattr(node, "_fields", range(len(node)))
+        return [f"({name})" for name, _ in zip(names, node, strict=True)]
     return [f".{item.name}" for item in fields(node) if item.init]
 
 

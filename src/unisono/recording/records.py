@@ -181,6 +181,8 @@ class _Here(threading.local):
     """A thread's state for one log."""
 
     lane: Lane | None = None
+    has_asked: bool = False
+    """Whether the thread has asked for a lane, of which a page has few."""
 
 
 class Token:
@@ -307,9 +309,11 @@ class CallLog:
         number = self._numbers[key] = self._numbers.get(key, 0) + 1
         if group is not None and number == 1:
             self._record_members(group)
-        lane = self._here.lane
-        if lane is None and self._page is not None:
-            lane = self._here.lane = self._page.lane()
+        here = self._here
+        lane = here.lane
+        if lane is None and self._page is not None and not here.has_asked:
+            lane, here.has_asked = self._page.lane(), True
+            here.lane = lane
         if lane is None and not _hooks:  # counted above, as on other ranks
             return UNRECORDED
         try:
@@ -324,7 +328,7 @@ class CallLog:
         kind = type(value)
         try:
             size = value.nbytes if kind is Tensor else 0 if kind in _PLAIN else _size_of(value)
-        except RuntimeError:  # a sparse tensor has no memory of its own
+        except (RuntimeError, TypeError):  # a sparse tensor has no memory, a class may have no hash
             size = 0
         token, now = Token(), _now()
         if lane is not None:

@@ -20,7 +20,7 @@ def average_in_step(optimizer: Optimizer) -> Optimizer:
     class Averaging(kind):  # type: ignore[misc, valid-type]
         is_settled = False  # whether the gradients are averaged already
 
-        def settle(self) -> Callable[[], None]:
+        def unisono_average(self) -> Callable[[], None]:
             all_reduce_grads(each for entry in self.param_groups for each in entry["params"])
             self.is_settled = True
             return self._unsettle
@@ -30,7 +30,7 @@ def average_in_step(optimizer: Optimizer) -> Optimizer:
 
         def step(self, closure: Any = None) -> Any:
             if not self.is_settled:
-                self.settle()()  # for this step alone
+                self.unisono_average()()  # for this step alone
             result = kind.step(self) if closure is None else kind.step(self, closure)
             # Without this, operations of all steps would be recorded in one growing graph.
             current().control.settle()

@@ -35,8 +35,7 @@ CONTRACT = members(contract.__file__, "ComputationModel")
 def called_on_models() -> set[str]:
     """List the methods that the facade's collectives call on a model, or on a plane like one."""
     called = set()
-    files = ROOT / "context.py", ROOT / "control" / "plane.py"
-    for path in (*(ROOT / "collectives").glob("*.py"), *files):
+    for path in (*(ROOT / "collectives").glob("*.py"), ROOT / "context.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 owner = ast.unparse(node.func.value)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from fractions import Fraction
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -312,6 +312,19 @@ def test_which_tensors_ride_the_data_plane() -> None:
     assert is_dense(small)
 
 
+class Alarm:
+    """An object during whose loading a signal comes."""
+
+    loads: ClassVar[list[None]] = []
+
+    def __setstate__(self, state: object) -> None:
+        self.loads.append(None)
+        raise RuntimeError("a signal")
+
+    def __getstate__(self) -> object:
+        return 1
+
+
 def test_failures_are_raised_with_rank_and_reason() -> None:
     frames = [encode(1), failure("é is stuck \udc80"), frame_or_reason(encode, 2**70)]
     with pytest.raises(PayloadError, match=r"^é is stuck"):
@@ -324,6 +337,9 @@ def test_failures_are_raised_with_rank_and_reason() -> None:
     with pytest.raises(PayloadError, match="received a damaged frame"):
         decode_all([frames[0], b"i"], lambda: [3, 5], "f", CPU)
     raise_failures(frames[:1], lambda: [0], "f")
+    with pytest.raises(PayloadError, match="a signal"):
+        decode_all([encode(Alarm())] * 2, lambda: [0, 1], "f", CPU)
+    assert len(Alarm.loads) == 1  # the error isn't lost in a second try
     assert decode_all(frames[:1] * 2, lambda: [0, 1], "f", CPU) == [1, 1]
 
 

@@ -287,7 +287,10 @@ class MpiModel(ComputationModel):
         comm = self._calls.run_when_all_arrived(name, parent, ranks, create)
         # The count gives each group of the same ranks its own connections.
         count = self._groups_made[ranks] = self._groups_made.get(ranks, 0) + 1
-        return Group(ranks, comm, f"{ranks} {count}", timeout_s)
+        group = Group(ranks, comm, f"{ranks} {count}", timeout_s)
+        if self.control.hubs.get(EVERYBODY, self) is None:  # the ranks couldn't be connected
+            self.control.hubs[group.name] = None  # nor these: trying again may take 10 s
+        return group
 
     def adopt_group(self, handle: object) -> Group | None:
         if not isinstance(handle, self._mpi.Comm):

@@ -119,6 +119,17 @@ class Scaled:
         self.value *= by
 
 
+class Equal(type):
+    """A type of classes that can't be hashed."""
+
+    def __eq__(cls, other: object) -> bool:
+        return cls is other
+
+
+class NoHash(metaclass=Equal):
+    """An object whose class can't be hashed."""
+
+
 @law()
 def what_a_users_class_raises_leaves_the_ranks_in_step(rank: int, size: int) -> None:
     """The ranks stay in step if the class raises before or after the exchange of a call."""
@@ -127,6 +138,9 @@ def what_a_users_class_raises_leaves_the_ranks_in_step(rank: int, size: int) -> 
         same(idist.all_reduce(1), size)
     raises(ArgumentError, ["async_op"], idist.all_reduce, 1, async_op=torch.ones(2))
     same(idist.all_reduce(1), size)
+    for call in (idist.all_reduce, idist.all_gather):
+        raises(PayloadError, [], call, NoHash())
+        same(idist.all_reduce(1), size)
     raises(ValueError, ["no repr"], idist.all_reduce, 1, NoRepr())
 
 

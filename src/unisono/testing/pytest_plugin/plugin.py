@@ -91,7 +91,7 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
     if call.excinfo is not None:
         for name, module in [*sys.modules.items()]:
             if name.startswith("unisono.") and not name.startswith("unisono.testing."):
-                vars(module).setdefault("__tracebackhide__", hides)
+                getattr(module, "__dict__", {}).setdefault("__tracebackhide__", hides)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

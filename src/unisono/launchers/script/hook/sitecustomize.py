@@ -192,7 +192,7 @@ def _run_agent(options: list[str]) -> NoReturn:
 
     try:
         main(options)
-    except Exception:  # a rank has failed, or a signal has come
+    except BaseException:  # a rank has failed, or a signal has come
         traceback.print_exc()
         os._exit(1)
     os._exit(0)

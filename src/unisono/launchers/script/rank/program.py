@@ -271,7 +271,8 @@ class _Running:
                 self._signal(signal.SIGCONT)  # a stopped program receives it once it continues
         is_over = self._orders.until is not None and time.monotonic() > self._orders.until
         if is_over and signal.SIGKILL not in self._sent:
-            if self._orders.received[0] in TO_SAVE and self._orders.grace_s:
+            is_orphan = os.getppid() != self._parent  # which has less time
+            if self._orders.received[0] in TO_SAVE and self._orders.grace_s and not is_orphan:
                 self._warn(
                     f"hasn't ended {self._orders.grace_s:g} s after "
                     f"{signal_name(self._orders.received[0])} and is killed: --grace gives it more"
