@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 import zipapp
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -164,6 +164,14 @@ def seen(
 def differing(one: Rows, other: Rows) -> set[str]:
     names = {name for name in one.keys() | other.keys() if not name.startswith("rank's own: ")}
     return {name for name in names if one.get(name) != other.get(name)}
+
+
+@pytest.fixture(autouse=True)
+def hangup() -> Iterator[None]:
+    """Undo what ``nohup`` did: torch's agent gives only new interpreters the default again."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("case", CASES)
