@@ -62,7 +62,7 @@ BARS = (
         "step of the conv net of 0.4 M parameters, DDP, our hook",
         "DDP over gloo",
     ),
-    Bar("20 metrics averaged", "payloads", 2, "metrics dict of 20 scalars", "torch"),
+    Bar("20 metrics averaged", "payloads", 2, "metrics dict of 20 scalars", "mmengine"),
     Bar("barrier", "payloads", 2, "barrier", "mmengine"),
     Bar("4 workers started", "starts", 4, "first spawn", "torchrun"),
     Bar("100 tests on 2 ranks", "sessions", 2, "100 tests on gloo", "MultiProcContinuousTest"),
