@@ -167,11 +167,13 @@ def differing(one: Rows, other: Rows) -> set[str]:
 
 
 @pytest.fixture(autouse=True)
-def hangup() -> Iterator[None]:
-    """Undo what ``nohup`` did: torch's agent gives only new interpreters the default again."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def signals() -> Iterator[None]:
+    """Undo what ``nohup`` and "&" did: torch's agent does so for new interpreters alone."""
+    ignored = (signal.SIGHUP, signal.SIGQUIT)
+    before = [signal.signal(number, signal.SIG_DFL) for number in ignored]
     yield
-    signal.signal(signal.SIGHUP, before)
+    for number, handler in zip(ignored, before, strict=True):
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("case", CASES)
