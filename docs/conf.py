@@ -61,7 +61,10 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(pathlib|concurrent|contextlib|abc|ignite|dist|nn|np)\..*"),
     (r"py:class", r"(unisono\..*\.)?([A-Z]|_\w+)"),  # variables of types, private types
     # Attributes of what a page shows whole, and classes of the model that no user meets.
-    (r"py:(class|obj)", r"unisono\.(model|launchers|environments|payload|collectives|testing|observe)\..*"),
+    (
+        r"py:(class|obj)",
+        r"unisono\.(model|launchers|environments|payload|collectives|testing|observe)\..*",
+    ),
 ]
 
 myst_enable_extensions = ["colon_fence"]
