@@ -42,7 +42,8 @@ If all ranks share memory, the size of their mailboxes sets the limit instead.
 _NO_HANDLE: tuple[Callable[[], Any], int] = (lambda: None), 0
 _TENSOR_PART = 4
 """A round carries a CPU tensor of at most the longest blob's size divided by this: 16 KiB over
-sockets, 1 MiB divided by the number of ranks through memory. Measured on 2 and 4 ranks."""
+sockets, 1 MiB divided by the number of ranks through memory. Measured on 2 and 4 ranks; for sums
+`routing` has a lower limit."""
 
 
 class ControlPlane:
@@ -84,10 +85,6 @@ class ControlPlane:
         """Whether calls over different groups may run at the same time, each in its own thread."""
         # Not on accelerators: NCCL may wait forever if ranks begin the calls in different orders.
         return self.model.transport_device.type == "cpu"
-
-    def exchange(self, blob: bytes, group: Group | None = None) -> list[bytes]:
-        """Return the blobs of every rank. Collective over `group`."""
-        return self.model.exchange(blob, group)
 
     def is_connected(self, group: Group | None) -> bool:
         """Return whether a group's first call, in which its ranks connect, is done."""
