@@ -56,7 +56,7 @@ class Tally:
     Args:
         messages: number of sent messages, by kind.
         sent_bytes: sum over the bodies that it sent in rounds.
-        below: places to which it has sent the result of a round.
+        below: places to which it has sent others' blobs, or those that end a round.
         connections: number of connections made, for rounds and for the sideband.
         mailboxes: number of connections with a mailbox.
         held_bytes: bytes of mailboxes that messages have filled.
@@ -250,10 +250,11 @@ class Simulation:
 
     def depth(self) -> int:
         """Return the number of hops from rank 0 to the last rank that gets a result."""
-        depth, layer = 0, sorted(self.tallies[0].below)
+        depth, layer, seen = -1, {0}, {0}
         while layer:
             depth += 1
-            layer = [far for place in layer for far in self.tallies[place].below]
+            layer = {far for place in layer for far in self.tallies[place].below} - seen
+            seen |= layer
         return depth
 
     def _tally(self) -> Tally:

@@ -138,12 +138,14 @@ def test_a_report_of_a_failure_is_read_or_closes_the_line(body: bytes) -> None:
 
 
 @contextmanager
-def hub(place: int) -> Iterator[tuple[Hub, socket.socket, socket.socket]]:
-    """Make the hub of one of two ranks; the test speaks for the other."""
+def hub(
+    place: int, *hosts: list[int]
+) -> Iterator[tuple[Hub, socket.socket, socket.socket]]:
+    """Make the hub of one of two ranks, on one host or on these; the test speaks for the other."""
     ours, main = socket.socketpair()
     beside, aside = socket.socketpair()
     other = 1 - place
-    part = links([[0, 1]], place)
+    part = links(hosts or [[0, 1]], place)
     lines = (
         {other: Connection(ours, None, LIMIT_BYTES)},
         {other: Connection(beside, None, LIMIT_BYTES)},
@@ -155,11 +157,13 @@ def hub(place: int) -> Iterator[tuple[Hub, socket.socket, socket.socket]]:
 
 
 @FUZZ
-@given(bundles, st.integers(0, 1))
-def test_any_bundle_ends_a_round_with_blobs_or_names_the_peer(bundle: bytes, place: int) -> None:
-    with hub(place) as (made, main, aside):
+@given(bundles, st.integers(0, 1), st.sampled_from([[[0, 1]], [[0], [1]]]))
+def test_any_bundle_ends_a_round_with_blobs_or_names_the_peer(
+    bundle: bytes, place: int, hosts: list[list[int]]
+) -> None:
+    with hub(place, *hosts) as (made, main, aside):
         aside.shutdown(socket.SHUT_WR)  # so that no report is waited for
-        kind = GIVE if place == 0 else ALL
+        kind = GIVE if place == 0 and len(hosts) == 1 else ALL
         main.sendall(HEAD.pack(kind, 1, len(bundle)) + bundle)
         try:
             blobs, _ = made.exchange(b"mine", 10.0)
@@ -170,9 +174,11 @@ def test_any_bundle_ends_a_round_with_blobs_or_names_the_peer(bundle: bytes, pla
 
 
 @FUZZ
-@given(streams, streams)
-def test_any_bytes_on_its_lines_end_a_round_in_time(stream: bytes, beside: bytes) -> None:
-    with hub(0) as (made, main, aside):
+@given(streams, streams, st.sampled_from([[[0, 1]], [[0], [1]]]))
+def test_any_bytes_on_its_lines_end_a_round_in_time(
+    stream: bytes, beside: bytes, hosts: list[list[int]]
+) -> None:
+    with hub(0, *hosts) as (made, main, aside):
         aside.sendall(beside)
         aside.shutdown(socket.SHUT_WR)  # so that no report is waited for
         main.sendall(stream)

@@ -1,13 +1,15 @@
 """One rank's part of a group's control plane: rounds, each an all-gather of blobs.
 
 A round has two states. GIVE: a rank waits for the blobs of all ranks below it, and passes them up
-with its own. ALL: it waits for the blobs of all ranks from above, which the root has sent once it
-has them. Then it passes these down, and the round is over. A rank without a rank below it begins
-with ALL, the root ends with GIVE. A failure, or the deadline, ends every later round as well.
+with its own; a leader without a rank above passes them to the leaders across. ALL: it waits for the
+blobs of all ranks from above, or for those of each leader across. Then it passes all of them down,
+and the round is over. A rank without a rank below it begins with ALL, a root without one across
+ends with GIVE. A failure, or the deadline, ends every later round as well.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import threading
@@ -35,8 +37,9 @@ from unisono.errors import CollectiveError
 from unisono.host.arena import Arena
 
 _SPIN_S = 200e-6  # longer than a wake-up takes, or one slow round would make the next one slow
-# The rank above knows more about missing ranks, so it has time to warn or raise first.
-_WARN_LATER_S = 3.0
+# The rank above knows more about missing ranks, so it has time to warn or raise first. Of ranks
+# across, the first one that waits warns for all.
+_WARN_LATER_S, _WARN_IN_TURN_S = 3.0, 0.5
 _GRACE_S = 0.4
 _SUSPECT_S = 0.3  # between questions about a rank that ended while this one waits
 _FIRST_SLEEP_S = 0.002  # a neighbour may just have missed that this rank goes to sleep
@@ -64,18 +67,23 @@ class Hub:
         self.peers: Peers = peers
         # Closes a hub that was dropped unclosed; at exit the end of the process does that.
         weakref.finalize(self, peers.close).atexit = False
-        below, position = peers.links.below, peers.position
-        # Sorted, as bodies hold blobs by position, while `links.below` begins with the neighbour.
-        subtree = sorted((position, *(far for each in below.values() for far in each)))
-        index = {position: index for index, position in enumerate(subtree)}
-        self._count, self._index = len(subtree), index[position]
-        self._below = {down: [index[far] for far in sorted(fars)] for down, fars in below.items()}
-        # The sizes in a body: of the blobs that go up, of all, and of those from each neighbour.
-        self._own_head = Struct(f"<{len(subtree)}Q")
-        self._whole_head = Struct(f"<{len(peers.ranks)}Q")
-        self._heads = {down: Struct(f"<{len(fars)}Q") for down, fars in below.items()}
-        if peers.links.up is not None:
-            self._heads[peers.links.up] = self._whole_head
+        links, position = peers.links, peers.position
+        # Sorted, as bodies hold blobs by position, while `links.behind` begins with the neighbour.
+        behind = {near: sorted(fars) for near, fars in links.behind.items()}
+        own = sorted((position, *(far for down in links.downs for far in behind[down])))
+        index = {position: index for index, position in enumerate(own)}
+        self._count, self._index = len(own), index[position]
+        self._below = {down: [index[far] for far in behind[down]] for down in links.downs}
+        self._beside = {position: own} | {other: behind[other] for other in links.across}
+        # The sizes in a body: of this subtree's blobs, of all, and of those from each neighbour.
+        self._own_head, self._whole_head = Struct(f"<{len(own)}Q"), Struct(f"<{len(peers.ranks)}Q")
+        self._heads = {near: Struct(f"<{len(fars)}Q") for near, fars in behind.items()}
+        self._onward, self._passes = links.across, ALL
+        """The ranks that get this subtree's blobs, and in a message of which kind."""
+        self._warn_later_s = _WARN_IN_TURN_S * sum(other < position for other in links.across)
+        if links.up is not None:
+            self._heads[links.up] = self._whole_head
+            self._onward, self._passes, self._warn_later_s = (links.up,), GIVE, _WARN_LATER_S
         self._connections = peers.rounds
         self._kind = NOTICE  # of no round: nothing is awaited yet
         self._timeout_s: float | None = None
@@ -84,6 +92,8 @@ class Hub:
         self._position_of = {each.fd: other for other, each in self._connections.items()}
         self._position_of |= {fd: other for other, fd in peers.pidfds.items()}
         self._ended: list[int] = []  # ranks of this host that aren't neighbours
+        self._early: dict[int, Frame] = {}  # by rank: received before they were waited for
+        self._left: dict[int, str] = {}  # ranks that are gone after they gave their blobs: how
         for fd in self._position_of:
             self._poll.register(fd, select.POLLIN)
 
@@ -121,9 +131,9 @@ class Hub:
                 pass
 
     def _round(self, blob: bytes, size: int) -> Blobs:
-        """Pass blobs up the tree and all of them down again; `size` is that of the whole blob."""
+        """Gather the blobs of all ranks; `size` is that of this rank's whole blob."""
         peers, connections = self.peers, self._connections
-        up, downs = peers.links.up, peers.links.downs
+        up, downs, onward = peers.links.up, peers.links.downs, self._onward
         blobs, sizes = [b""] * self._count, [0] * self._count
         blobs[self._index], sizes[self._index] = blob, size
         if downs:
@@ -131,12 +141,14 @@ class Hub:
                 for source, index in enumerate(self._below[down]):
                     blobs[index], sizes[index] = given[source], given_sizes[source]
         gathered: Blobs = blobs, sizes
-        if up is not None:
+        if onward:
             body = b"".join((self._own_head.pack(*sizes), *blobs))
-            mailbox = connections[up].mailbox
-            if mailbox is None or not mailbox.put(GIVE, peers.seq, body):
-                self._send(GIVE, up, body)
-            gathered = self._receive(ALL, (up,))[up]
+            for other in onward:
+                mailbox = connections[other].mailbox
+                if mailbox is None or not mailbox.put(self._passes, peers.seq, body):
+                    self._send(self._passes, other, body)
+            parts = self._receive(ALL, onward)
+            gathered = self._joined(gathered, parts) if up is None else parts[up]
         if downs:
             body = b"".join((self._whole_head.pack(*gathered[1]), *gathered[0]))
             for down in downs:
@@ -144,6 +156,15 @@ class Hub:
                 if mailbox is None or not mailbox.put(ALL, peers.seq, body):
                     self._send(ALL, down, body)
         return gathered
+
+    def _joined(self, own: Blobs, parts: dict[int, Blobs]) -> Blobs:
+        """Return the blobs of all ranks from those of this subtree and of the ranks across."""
+        size = len(self.peers.ranks)
+        blobs, sizes = [b""] * size, [0] * size
+        for source, (given, given_sizes) in {self.peers.position: own, **parts}.items():
+            for index, position in enumerate(self._beside[source]):
+                blobs[position], sizes[position] = given[index], given_sizes[index]
+        return blobs, sizes
 
     def _deadline(self) -> float:
         """Return the deadline of this round: it counts from the first wait."""
@@ -163,6 +184,8 @@ class Hub:
             mailbox = connection.mailbox  # with a mailbox, the socket is read only before sleeping
             take = connection.take if mailbox is None else mailbox.take
             try:
+                if position in self._early:
+                    self._accept(self._early.pop(position), position)
                 while position not in got:
                     frame = take()
                     if frame is not None and frame[0] == kind and frame[1] == seq:
@@ -187,8 +210,8 @@ class Hub:
         kind, peers, until = self._kind, self.peers, self._deadline()
         positions, got = peers.waits
         wait_s, has_grace = _FIRST_SLEEP_S, kind == ALL
-        later_s = _WARN_LATER_S if kind == ALL else 0.0  # the rank above warns first
-        warn_at = time.monotonic() + host_s(self.warn_after_s) + later_s
+        warn_at = time.monotonic() + host_s(self.warn_after_s)
+        warn_at += self._warn_later_s if kind == ALL else 0.0
         suspect_at = time.monotonic() + _SUSPECT_S
         for position in positions:
             self._connections[position].sleep(True)
@@ -242,18 +265,26 @@ class Hub:
 
     def _take(self, position: int, is_gone: bool = False) -> None:
         """Process a neighbour's frames; raise if it is gone or has sent an invalid frame."""
-        how = ""
+        connection, how = self._connections[position], self._left.get(position, "")
+        is_gone = is_gone or position in self._left
         try:
             # If the rank is gone, take all its frames: a report may follow the awaited one.
-            while (frame := self._connections[position].take()) is not None:
+            while (frame := connection.take()) is not None:
                 if self._accept(frame, position) and not is_gone:
                     return
         except (ConnectionClosed, ValueError) as closed:
             is_gone, how = True, str(closed)
+        if not is_gone:
+            return
         # A peer that sent GIVE still waits for ALL, so its exit is a failure; one that sent ALL
         # may exit.
-        if is_gone and not (self._kind == ALL and position in self.peers.waits[1]):
+        if not (self._kind == ALL and position in self.peers.waits[1]):
             raise self.peers.fail_gone(position, how)
+        self._left[position] = how
+        for fd in (connection.fd, self.peers.pidfds.get(position)):
+            if fd is not None:  # it stays readable, and would end every later wait
+                with contextlib.suppress(KeyError):
+                    self._poll.unregister(fd)
 
     def _accept(self, frame: Frame, position: int) -> bool:
         """Process one frame of a neighbour; return whether it is the awaited one."""
@@ -266,10 +297,20 @@ class Hub:
             raise self.peers.fail(read_failure(body), position)
         positions, got = self.peers.waits
         is_awaited = (kind, seq) == (self._kind, self.peers.seq) and position in positions
-        if not is_awaited or position in got:  # its callers then count the rank as gone
-            raise ConnectionClosed(f"it sent frame {kind} of round {seq}")
+        if not is_awaited or position in got:
+            self._keep(frame, position)
+            return False
         got[position] = split_blobs(body, self._heads[position], self.inline_bytes)
         return True
+
+    def _keep(self, frame: Frame, position: int) -> None:
+        """Keep a frame that comes early: a rank across doesn't wait for this one's neighbours."""
+        kind, seq, _ = frame
+        next_seq = self.peers.seq + (position in self.peers.waits[1])
+        is_wrong = position not in self._beside or position in self._early
+        if (kind, seq) != (ALL, next_seq) or is_wrong:  # the callers then count the rank as gone
+            raise ConnectionClosed(f"it sent frame {kind} of round {seq}")
+        self._early[position] = frame
 
     def _send(self, kind: int, position: int, body: bytes) -> None:
         """Send a neighbour a frame of this round where its mailbox isn't enough, or raise."""
@@ -281,3 +322,4 @@ class Hub:
             raise self.peers.fail_gone(position, str(closed)) from None
         except TimeoutError:
             raise self.peers.fail_blocked(position) from None
+

@@ -129,7 +129,7 @@ class Peers:
         self.concurrent_calls: str = ""
         """Set by `wait_for_turn` in a rejected thread; the round's own thread then fails."""
         self._unsent: tuple[bytes, int | None] | None = None  # where another thread may be sending
-        self._next_hops = {far: down for down, fars in links.below.items() for far in fars}
+        self._next_hops = {far: down for down, fars in links.behind.items() for far in fars}
         self._departures: dict[int, Departure | None] = {}  # None: gone without a report
         self._answers: dict[int, State] = {}  # by position: to this rank's last ASK
         self.flooded: bytes | None = None
@@ -472,8 +472,8 @@ class Peers:
     def _missing(self, position: int, states: Mapping[int, State]) -> Missing:
         """Return the description of a missing rank, given states from `_ask`."""
         state = states.get(position, State())
-        # A silent rank may wait for one below it; `below` begins with the rank itself.
-        behind = () if position in states else self.links.below.get(position, ())[1:]
+        # A silent rank may wait for one below it; `behind` begins with the rank itself.
+        behind = () if position in states else self.links.behind.get(position, ())[1:]
         rank, pid = self.ranks[position], self.pids.get(position)
         return Missing(rank, [self.ranks[far] for far in behind], pid, state.stack, state.last)
 
@@ -482,8 +482,8 @@ class Peers:
         absent, got = self._awaited(), self.waits[1]
         arrived = {self.position: self.blob}
         for source, (blobs, _) in got.items():
-            # The blobs of the rank above are left out: in `below` it has no positions.
-            arrived |= zip(sorted(self.links.below.get(source, ())), blobs, strict=False)
+            # The blobs of the rank above are left out: in `behind` it has no positions.
+            arrived |= zip(sorted(self.links.behind.get(source, ())), blobs, strict=False)
         by_rank = {
             self.ranks[position]: signatures.describe(blob) for position, blob in arrived.items()
         }
@@ -580,7 +580,7 @@ class Peers:
         # Ranks of its host see the process end, but not whether the rank left in good order.
         if position in self.pids:
             body = _encode_departure(position, departure)
-            for other in self.sideband:
+            for other in self.links.downs:
                 if other != source and other in self.pids:
                     self._send(LEAVE, body, other)
 

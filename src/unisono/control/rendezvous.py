@@ -367,18 +367,19 @@ def _warn_once(reasons: str, remedy: str, unproved: str) -> None:
 
 
 class _Connector:
-    """The set-up of this rank's connections to its neighbours in the group's tree."""
+    """The set-up of this rank's connections to its neighbours."""
 
-    # A connection between a rank and the one above it; a wrong or missing message ends it:
+    # A connection between a rank and the one above it, or one across with a lower position; a wrong
+    # or missing message ends it:
     #
-    #   below                                        above
+    #   this rank                                    the other one
     #   connect                                      accept; a process of another user: closed
     #   HELLO: position, channel; proof    <----->   proof; is that rank expected? no: closed
     #   connected                          <------   on one host the mailbox of the rounds, and
     #                                                memory for tensors; else ACCEPTED
     #                                                connected
     #
-    # A rank connects upwards first and then accepts: the tree is built from its root down.
+    # A rank connects to those first and then accepts others: all begins with the first position.
 
     def __init__(
         self,
@@ -395,12 +396,16 @@ class _Connector:
         # The positions on this rank's host
         self._local = next(positions for positions in self.hosts if self.position in positions)
         self._links = links(self.hosts, self.position)
+        up, across = self._links.up, self._links.across
+        # The ranks that this one connects to, and those that connect to it.
+        self._called = [other for other in across if other < self.position] if up is None else [up]
+        self._callers = [*self._links.downs, *(each for each in across if each > self.position)]
         keys = "".join(advert.key for advert in adverts).encode()
         # Without a secret of the job, the random keys of all ranks have to do.
         self._secret = hashlib.sha256((control.secret or b"") + keys).digest()
         self._until = min(end_of_call(control.timeout_s), time.monotonic() + host_s(_SET_UP_S))
         self._arena: Arena | None = None
-        self._arena_fd: int | None = None  # open until the ranks below have the memory
+        self._arena_fd: int | None = None  # open until the other ranks here have the memory
 
     def connect(self, inline_bytes: int) -> tuple[Hub | None, _Vote]:
         """Connect to the neighbours; return the hub and this rank's vote."""
@@ -446,19 +451,18 @@ class _Connector:
         return {position: self._adverts[position].pid for position in shared}
 
     def _connect_neighbours(self) -> dict[tuple[int, int], Endpoint]:
-        """Return the connections to the ranks above and below, by position and channel."""
+        """Return the connections to all neighbours, by position and channel."""
         endpoints: dict[tuple[int, int], Endpoint] = {}
-        up = self._links.up
         try:
-            if up is not None:
+            for other in self._called:
                 for channel in (_ROUNDS, _SIDEBAND):
-                    endpoints[up, channel] = self._connect_to_parent(up, channel)
-                if up in self._local:  # the first rank of this host, which has created the memory
-                    self._receive_arena(endpoints[up, _ROUNDS][0])
-            self._make_arena()  # before ranks below are accepted, as `_admit` sends it
+                    endpoints[other, channel] = self._call(other, channel)
+                if other in self._local:
+                    self._receive_arena(endpoints[other, _ROUNDS][0])
+            self._make_arena()  # before other ranks are accepted, as `_admit` sends it
             for is_local in (True, False):
-                for child in self._accept_children(is_local):
-                    endpoints.update([child])
+                for caller in self._accept_callers(is_local):
+                    endpoints.update([caller])
         except BaseException:  # Ctrl-C too: no descriptor is left open
             for sock, _ in endpoints.values():
                 sock.close()
@@ -468,23 +472,23 @@ class _Connector:
                 os.close(self._arena_fd)
         return endpoints
 
-    def _connect_to_parent(self, up: int, channel: int) -> Endpoint:
-        """Connect to the rank above, with mutual authentication."""
-        address: Any = tuple(self._adverts[up].tcp)
-        family, is_local = int(socket.AF_INET), up in self._local
+    def _call(self, other: int, channel: int) -> Endpoint:
+        """Connect to a rank, with mutual authentication."""
+        address: Any = tuple(self._adverts[other].tcp)
+        family, is_local = int(socket.AF_INET), other in self._local
         if is_local:
-            family, address = int(socket.AF_UNIX), local_address(self._adverts[up].unix)
+            family, address = int(socket.AF_UNIX), local_address(self._adverts[other].unix)
         sock = _connect_until(family, address, self._until)
         try:
             if is_local and not (owner := peer(sock)).is_own_user:
                 text = f"{owner} is listening at a rank's address but does not belong to this job"
-                raise _RefusedError(up, text)
+                raise _RefusedError(other, text)
             hello = _HELLO.pack(self.position, channel)
             if not call(sock, self._secret, hello, self._until):
                 text = f"the process listening at {address!r} does not belong to this job"
                 if not is_local:
                     text += "; if it isn't the other host, set UNISONO_SOCKET_IFNAME"
-                raise _RefusedError(up, text)
+                raise _RefusedError(other, text)
             if is_local and channel == _ROUNDS:
                 return sock, mailbox.receive(sock)  # stands for ACCEPTED
             if receive(sock, len(_ACCEPTED), self._until) != _ACCEPTED:
@@ -494,26 +498,26 @@ class _Connector:
             raise
         return sock, None
 
-    def _accept_children(self, is_local: bool) -> Iterator[tuple[tuple[int, int], Endpoint]]:
-        """Accept connections of ranks below, on this host or on others; reject other processes."""
-        downs = [down for down in self._links.downs if (down in self._local) is is_local]
-        expected = {(down, channel) for down in downs for channel in (_ROUNDS, _SIDEBAND)}
+    def _accept_callers(self, is_local: bool) -> Iterator[tuple[tuple[int, int], Endpoint]]:
+        """Accept connections of ranks on this host, or of others; reject other processes."""
+        callers = [other for other in self._callers if (other in self._local) is is_local]
+        expected = {(other, channel) for other in callers for channel in (_ROUNDS, _SIDEBAND)}
         if not expected:
             return
         strangers: set[str] = set()
         admit = partial(self._admit, expected, strangers)
         listener = self._listeners[0 if is_local else 1]
         accepted = accept(listener, admit, strangers, self._until)
-        with contextlib.closing(accepted) as children:
-            for sock, (child, box) in children:
-                if child not in expected:  # a second connection for the same position and channel
+        with contextlib.closing(accepted) as arrived:
+            for sock, (caller, box) in arrived:
+                if caller not in expected:  # a second connection for the same position and channel
                     sock.close()
                     continue
-                expected.discard(child)
-                yield child, (sock, box)
+                expected.discard(caller)
+                yield caller, (sock, box)
                 if not expected:
                     return
-        late = sorted({down for down, _ in expected})
+        late = sorted({other for other, _ in expected})
         text = f"positions {late} of the group did not connect in time"
         if strangers:
             who = ", ".join(sorted(strangers))
@@ -524,7 +528,7 @@ class _Connector:
     def _admit(
         self, expected: Collection[tuple[int, int]], strangers: set[str], sock: socket.socket
     ) -> tuple[tuple[int, int], Mailbox | None] | None:
-        """Return position and channel of a rank below that proves itself; send it the memory."""
+        """Return position and channel of a rank that proves itself; send it the memory."""
         is_local = sock.family == socket.AF_UNIX
         if not is_local:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -555,7 +559,7 @@ class _Connector:
                 self._arena_fd, self._arena = made
 
     def _receive_arena(self, sock: socket.socket) -> None:
-        """Receive the memory for tensors, if there is any."""
+        """Receive the memory for tensors, if the other rank has made it."""
         try:
             shared = memory.receive(sock)
         except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import re
 import select
 import signal
@@ -218,17 +219,23 @@ def test_after_an_interrupted_round_the_next_one_says_so(rank: int, folder: Path
     leave()
 
 
-@in_ranks(7)
-def test_hosts_of_different_size_meet_in_a_tree_over_tcp(rank: int, folder: Path) -> None:
-    os.environ["UNISONO_SOCKET_IFNAME"] = "lo"
-    vars(rendezvous)["links"] = partial(tree.links, fan_out=2)
-    join(folder, rank, 7)
+def meet_as_hosts(hosts: str, rank: int, fan_out: int) -> None:
+    """Connect all ranks anew, each as if it were on the host of a letter."""
+    vars(rendezvous)["links"] = partial(tree.links, fan_out=fan_out)
+    vars(rendezvous)["host_of_this_process"] = lambda: hosts[rank]
     control: Any = communicator().control
-    before, host = len(listeners()), ("a", "b", "b", "c", "a", "d", "c")[rank]
-    vars(rendezvous)["host_of_this_process"] = lambda: host
     hub = rendezvous.connect_group(control, None, plane.INLINE_BYTES)
     assert hub is not None
     control.hubs[EVERYBODY] = hub
+
+
+@pytest.mark.parametrize("fan_out", [2, 3])
+@in_ranks(7)
+def test_hosts_of_different_size_meet_over_tcp(rank: int, folder: Path, fan_out: int) -> None:
+    os.environ["UNISONO_SOCKET_IFNAME"] = "lo"
+    join(folder, rank, 7)
+    before = len(listeners())
+    meet_as_hosts("abbcadc", rank, fan_out)  # with 3 the four leaders connect to each other
     assert unisono.all_gather(rank) == [*range(7)]
     assert unisono.all_reduce({"a": rank, "b": torch.ones(2)})["a"] == 21
     assert unisono.all_gather("é" * 100_000 * rank)[6] == "é" * 600_000
@@ -236,6 +243,18 @@ def test_hosts_of_different_size_meet_in_a_tree_over_tcp(rank: int, folder: Path
         unisono.barrier() if rank == 5 else unisono.all_gather(1)
     assert len(listeners()) == before
     unisono.barrier()
+    leave()
+
+
+@in_ranks(5)
+def test_hosts_that_are_connected_directly_go_at_their_own_pace(rank: int, folder: Path) -> None:
+    os.environ["UNISONO_SOCKET_IFNAME"] = "lo"
+    join(folder, rank, 5)
+    meet_as_hosts("abcdd", rank, 3)
+    pace = random.Random(rank)
+    for step in range(200):
+        sum(range(pace.choice((0, 0, 0, 20_000))))  # so that others are a round ahead
+        assert unisono.all_gather((rank, step)) == [(other, step) for other in range(5)]
     leave()
 
 
