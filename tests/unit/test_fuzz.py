@@ -138,9 +138,7 @@ def test_a_report_of_a_failure_is_read_or_closes_the_line(body: bytes) -> None:
 
 
 @contextmanager
-def hub(
-    place: int, *hosts: list[int]
-) -> Iterator[tuple[Hub, socket.socket, socket.socket]]:
+def hub(place: int, *hosts: list[int]) -> Iterator[tuple[Hub, socket.socket, socket.socket]]:
     """Make the hub of one of two ranks, on one host or on these; the test speaks for the other."""
     ours, main = socket.socketpair()
     beside, aside = socket.socketpair()

@@ -19,7 +19,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -82,6 +82,13 @@ def read_failure(body: bytes) -> FailureReport:
         raise ConnectionClosed("it sent an invalid report of a failure") from None
 
 
+def _until_writable(fd: int, wait_s: float) -> None:
+    """Wait until a socket takes more bytes, or the time is over."""
+    writable = select.poll()
+    writable.register(fd, select.POLLOUT)
+    writable.poll(wait_s * 1000)
+
+
 class Connection:
     """One connection to one rank."""
 
@@ -96,8 +103,15 @@ class Connection:
         self._is_within_frame = False  # a frame was begun, and perhaps not finished
         self.fd: int = sock.fileno()
 
-    def send(self, kind: int, seq: int, body: bytes, until: float) -> None:
-        """Send one frame over the socket."""
+    def send(
+        self,
+        kind: int,
+        seq: int,
+        body: bytes,
+        until: float,
+        wait: Callable[[int, float], object] = _until_writable,
+    ) -> None:
+        """Send one frame over the socket; `wait` waits while it takes no bytes."""
         if self._is_within_frame:  # what follows half a frame can't be read
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
@@ -106,19 +120,24 @@ class Connection:
         data = memoryview(_HEADER.pack(kind, seq, len(body)) + body)
         data = data[self._send_part(data) :]
         while data:
-            writable = select.poll()
-            writable.register(self.fd, select.POLLOUT)
             left = until - time.monotonic()
             if left <= 0:
                 raise TimeoutError
-            writable.poll(min(left, LONGEST_WAIT_S) * 1000)
+            wait(self.fd, min(left, LONGEST_WAIT_S))
             data = data[self._send_part(data) :]
         self._is_within_frame = False
 
-    def finish(self, kind: int, seq: int, body: bytes, until: float) -> None:
+    def finish(
+        self,
+        kind: int,
+        seq: int,
+        body: bytes,
+        until: float,
+        wait: Callable[[int, float], object] = _until_writable,
+    ) -> None:
         """Send what is left of a round's frame where putting it into a mailbox wasn't enough."""
         if self.mailbox is None or len(body) > MAILBOX_BYTES:
-            self.send(kind, seq, body, until)
+            self.send(kind, seq, body, until, wait)
             return
         # The mailbox has it. If the peer can't be woken, it has read the frame and exited.
         with contextlib.suppress(ConnectionClosed, TimeoutError):

@@ -315,7 +315,8 @@ class Hub:
     def _send(self, kind: int, position: int, body: bytes) -> None:
         """Send a neighbour a frame of this round where its mailbox isn't enough, or raise."""
         try:
-            self._connections[position].finish(kind, self.peers.seq, body, self._deadline())
+            connection, until = self._connections[position], self._deadline()
+            connection.finish(kind, self.peers.seq, body, until, self._until_writable)
         except ConnectionClosed as closed:
             self.peers.waits = (), {}  # no frame of a round counts any more
             self._take(position)  # the neighbour may have reported why
@@ -323,3 +324,12 @@ class Hub:
         except TimeoutError:
             raise self.peers.fail_blocked(position) from None
 
+    def _until_writable(self, fd: int, wait_s: float) -> None:
+        """Wait until a neighbour takes more bytes, or the time is over; read what arrives."""
+        # Ranks across send at the same time: if none read meanwhile, each would wait for another.
+        self._poll.register(fd, select.POLLIN | select.POLLOUT)
+        for readable, event in self._poll.poll(wait_s * 1000):
+            connection = self._connections.get(self._position_of[readable])
+            if connection is not None and connection.fd == readable and event & select.POLLIN:
+                connection.is_closed()  # reads ahead
+        self._poll.register(fd, select.POLLIN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import struct
 from collections.abc import Iterator, Sequence
@@ -19,24 +20,31 @@ from unisono.control.tree import links
 from unisono.errors import PeerFailedError
 
 HEAD = struct.Struct("<BQQ")
-LIMIT_BYTES = 4096
+LIMIT_BYTES = 1 << 22
+Lines = tuple[dict[int, Connection], dict[int, Connection]]
 Ends = dict[int, tuple[socket.socket, socket.socket]]
 """By neighbour: the other ends of its connections for rounds and for the sideband."""
 
 
+def hub_of(hosts: Sequence[Sequence[int]], place: int, lines: Lines) -> Hub:
+    """Make the hub of a position, which warns at once."""
+    part, ranks = links(hosts, place), range(sum(map(len, hosts)))
+    made = Hub(Peers(ranks, place, part, lines, {}, SequenceNumbers()), None, 0.0)
+    made.inline_bytes = LIMIT_BYTES
+    return made
+
+
 @contextmanager
 def first_of(hosts: Sequence[Sequence[int]]) -> Iterator[tuple[Hub, Ends]]:
-    """Make the hub of position 0, which warns at once; the test speaks for its neighbours."""
-    part, ends = links(hosts, 0), Ends()
-    lines: tuple[dict[int, Connection], dict[int, Connection]] = ({}, {})
-    for near in part.behind:
+    """Make the hub of position 0; the test speaks for its neighbours."""
+    ends: Ends = {}
+    lines: Lines = ({}, {})
+    for near in links(hosts, 0).behind:
         pairs = socket.socketpair(), socket.socketpair()
         for channel, (ours, _) in enumerate(pairs):
             lines[channel][near] = Connection(ours, None, LIMIT_BYTES)
         ends[near] = pairs[0][1], pairs[1][1]
-    ranks = range(sum(map(len, hosts)))
-    made = Hub(Peers(ranks, 0, part, lines, {}, SequenceNumbers()), None, 0.0)
-    made.inline_bytes = LIMIT_BYTES
+    made = hub_of(hosts, 0, lines)
     try:
         yield made, ends
     finally:
@@ -119,3 +127,19 @@ def test_a_frame_out_of_turn_is_its_senders_last(
         with pytest.raises(PeerFailedError, match="it sent frame") as caught:
             made.exchange(b"mine", 10.0)
         assert caught.value.rank == 1
+
+
+def test_ranks_may_send_more_at_once_than_sockets_hold() -> None:
+    lines: list[Lines] = [({}, {}) for _ in range(3)]
+    for one, other in itertools.combinations(range(3), 2):
+        for channel in (0, 1):
+            ends = socket.socketpair()
+            lines[one][channel][other] = Connection(ends[0], None, LIMIT_BYTES)
+            lines[other][channel][one] = Connection(ends[1], None, LIMIT_BYTES)
+    hubs = [hub_of([[0], [1], [2]], place, lines[place]) for place in range(3)]
+    blobs = [bytes([place]) * (LIMIT_BYTES // 2) for place in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        for given, _ in pool.map(lambda made, blob: made.exchange(blob, 10.0), hubs, blobs):
+            assert given == blobs
+    for made in hubs:
+        made.peers.close()
