@@ -67,6 +67,23 @@ class Hub:
         self.peers: Peers = peers
         # Closes a hub that was dropped unclosed; at exit the end of the process does that.
         weakref.finalize(self, peers.close).atexit = False
+        self._lay_out_bodies()
+        self._connections = peers.rounds
+        self._kind = NOTICE  # of no round: nothing is awaited yet
+        self._timeout_s: float | None = None
+        self._until: float | None = None  # of this round, once it waits
+        self._poll = select.poll()
+        self._position_of = {each.fd: other for other, each in self._connections.items()}
+        self._position_of |= {fd: other for other, fd in peers.pidfds.items()}
+        self._ended: list[int] = []  # ranks of this host that aren't neighbours
+        self._early: dict[int, Frame] = {}  # by rank: received before they were waited for
+        self._left: dict[int, str] = {}  # ranks that are gone after they gave their blobs: how
+        for fd in self._position_of:
+            self._poll.register(fd, select.POLLIN)
+
+    def _lay_out_bodies(self) -> None:
+        """Set where blobs are in the bodies of messages, and who gets which message."""
+        peers = self.peers
         links, position = peers.links, peers.position
         # Sorted, as bodies hold blobs by position, while `links.behind` begins with the neighbour.
         behind = {near: sorted(fars) for near, fars in links.behind.items()}
@@ -84,18 +101,6 @@ class Hub:
         if links.up is not None:
             self._heads[links.up] = self._whole_head
             self._onward, self._passes, self._warn_later_s = (links.up,), GIVE, _WARN_LATER_S
-        self._connections = peers.rounds
-        self._kind = NOTICE  # of no round: nothing is awaited yet
-        self._timeout_s: float | None = None
-        self._until: float | None = None  # of this round, once it waits
-        self._poll = select.poll()
-        self._position_of = {each.fd: other for other, each in self._connections.items()}
-        self._position_of |= {fd: other for other, fd in peers.pidfds.items()}
-        self._ended: list[int] = []  # ranks of this host that aren't neighbours
-        self._early: dict[int, Frame] = {}  # by rank: received before they were waited for
-        self._left: dict[int, str] = {}  # ranks that are gone after they gave their blobs: how
-        for fd in self._position_of:
-            self._poll.register(fd, select.POLLIN)
 
     def exchange(self, blob: bytes, timeout_s: float | None) -> Blobs:
         """Return the blobs of all ranks in order of positions. Collective over the group."""
