@@ -51,8 +51,15 @@ LENGTHS = {
 ON_BRIDGE = {"64 KB": 2.0, "1 MB": 1.5, "16 MB": 1.3, "100 MB": 1.5}
 """How many times faster than gloo, with several ranks a host and no delay."""
 OF_SEVERAL = 1.2
-OF_ONE = {"string": 1.2, "number": 1.2, "16 MB": 0.97, "100 MB": 0.97, "gradients": 0.97}
-"""The same with a rank a host, where tensors are gloo's own."""
+OF_ONE = {
+    "string": 1.2,
+    "number": 1.2,
+    "64 KB": 1.2,
+    "16 MB": 0.97,
+    "100 MB": 0.97,
+    "gradients": 0.97,
+}
+"""The same with a rank a host, where long tensors are gloo's own."""
 BOUND = "All ranks of both hosts share this machine's cores."
 Calls = dict[str, Callable[[], object]]
 

@@ -34,16 +34,11 @@ if TYPE_CHECKING:
 
     from unisono.model.contract import ComputationModel
 
-INLINE_BYTES = 1 << 16
-"""Longest blob sent through the hub; the data plane carries longer ones.
-
-If all ranks share memory, the size of their mailboxes sets the limit instead.
-"""
 _NO_HANDLE: tuple[Callable[[], Any], int] = (lambda: None), 0
 _TENSOR_PART = 4
-"""A round carries a CPU tensor of at most the longest blob's size divided by this: 16 KiB over
-sockets, 1 MiB divided by the number of ranks through memory. Measured on 2 and 4 ranks; for sums
-`routing` has a lower limit."""
+"""A round carries a CPU tensor of at most the longest blob's size divided by this: 1 MiB divided by
+the number of ranks through memory, 256 KiB over sockets. Measured on 2 and 4 ranks; for sums in
+memory `routing` has a lower limit."""
 
 
 class ControlPlane:
@@ -258,7 +253,7 @@ class SocketControlPlane(ControlPlane):
         key = name_of(group)
         with self._connects.setdefault(key, threading.RLock()):
             if key not in self.hubs:  # another thread may have connected it meanwhile
-                hub = connect_group(self, group, INLINE_BYTES)
+                hub = connect_group(self, group)
                 if hub is not None and self.model.transport_device.type == "cpu":
                     self._share_tensors(hub, key, group)
                     is_shared = type(self._memories.get(key)) is HostCollectives  # not across hosts

@@ -67,6 +67,10 @@ Endpoint = tuple[socket.socket, Mailbox | None]
 _SHARED_BYTES = 32 << 20  # of memory for tensors, by default, for each rank of a host
 _PART_OF_REST = 4  # a new group takes a quarter of the rest, which leaves room for later ones
 _ENTRY_BYTES = 64  # at most so many bytes of a round's entry aren't its blob
+_LEAST_INLINE_BYTES = 1 << 16  # through memory, however many ranks there are
+# Over sockets, however many ranks there are: longer values are faster on the data plane, measured
+# with 2 and 4 ranks on two hosts.
+_SOCKET_BODY_BYTES = 1 << 20
 T = TypeVar("T")
 
 
@@ -153,16 +157,14 @@ def _other_host_error(
     )
 
 
-def connect_group(
-    control: SocketControlPlane, group: Group | None, inline_bytes: int
-) -> Hub | None:
+def connect_group(control: SocketControlPlane, group: Group | None) -> Hub | None:
     """Connect the ranks of a group; return its hub, None if some can't be connected."""
     # Collective over `group`, in two exchanges on the data plane; in three if hosts differ.
     name = name_of(group)
     if control.secret is not None and name not in control.proved:
         authenticate(control.model, group, control.secret, name)
         control.proved.add(name)
-    hub, is_one_host = _connect_all(control, group, inline_bytes)
+    hub, is_one_host = _connect_all(control, group)
     if hub is not None and is_one_host and control.secret is None:
         # The kernel has confirmed that all are this user's processes, so random numbers of theirs
         # make a secret.
@@ -217,9 +219,7 @@ def authenticate(
         )
 
 
-def _connect_all(
-    control: SocketControlPlane, group: Group | None, inline_bytes: int
-) -> tuple[Hub | None, bool]:
+def _connect_all(control: SocketControlPlane, group: Group | None) -> tuple[Hub | None, bool]:
     """Connect the ranks, and return whether all are processes of one user on one host."""
     ranks = control.model.topology.members(group)
     with contextlib.ExitStack() as stack:
@@ -234,7 +234,7 @@ def _connect_all(
             raise _other_host_error(adverts, ranks, connector.position)
         reasons, hub = _reasons_of(adverts), None
         if not reasons:  # else all ranks know that one of them can't connect
-            hub, vote = connector.connect(inline_bytes)
+            hub, vote = connector.connect()
             votes = _exchange_votes(control.model, vote, group, hub)
             reasons = _reasons_of(votes)
     if hub is not None and not reasons:
@@ -246,7 +246,7 @@ def _connect_all(
         else:
             hub.arena = None
         hub.checks = checks_by([advert.debug for advert in adverts])
-        hub.inline_bytes = _inline_bytes(hub, len(ranks), inline_bytes)
+        hub.inline_bytes = _inline_bytes(hub, len(ranks))
         return hub, is_one_host
     if hub is not None:
         hub.peers.close()
@@ -277,12 +277,11 @@ def checks_by(settings: Sequence[str]) -> bool | None:
     return False if set(settings) == {"0"} else None
 
 
-def _inline_bytes(hub: Hub, size: int, inline_bytes: int) -> int:
+def _inline_bytes(hub: Hub, size: int) -> int:
     """Return the size of the longest blob in a round, which carries the blobs of all ranks."""
     if hub.all_share_memory:  # a body that is too long for a mailbox goes over the socket
-        return max(inline_bytes, MAILBOX_BYTES // size - _ENTRY_BYTES)
-    # Over sockets a round's body is no longer than a mailbox's, however many ranks there are.
-    return min(inline_bytes, MAILBOX_BYTES // size)
+        return max(_LEAST_INLINE_BYTES, MAILBOX_BYTES // size - _ENTRY_BYTES)
+    return _SOCKET_BODY_BYTES // size
 
 
 class _RefusedError(OSError):
@@ -407,10 +406,10 @@ class _Connector:
         self._arena: Arena | None = None
         self._arena_fd: int | None = None  # open until the other ranks here have the memory
 
-    def connect(self, inline_bytes: int) -> tuple[Hub | None, _Vote]:
+    def connect(self) -> tuple[Hub | None, _Vote]:
         """Connect to the neighbours; return the hub and this rank's vote."""
         try:
-            hub = self._build_hub(inline_bytes)
+            hub = self._build_hub()
         except _RefusedError as error:
             instead = self._control.model.topology.members(self._group)[error.position]
             return None, _Vote(refused=str(error), instead=instead)
@@ -421,13 +420,13 @@ class _Connector:
         shares_memory = all(each.mailbox is not None for each in hub.peers.rounds.values())
         return hub, _Vote(shares_memory=shares_memory, has_arena=has_arena)
 
-    def _build_hub(self, inline_bytes: int) -> Hub:
+    def _build_hub(self) -> Hub:
         """Connect to the neighbours; return the hub over these connections."""
         ranks = self._control.model.topology.members(self._group)
         endpoints = self._connect_neighbours()
         # For the longest body that `_inline_bytes` allows, which depends on votes yet to come. The
         # sideband carries only short texts.
-        limit_bytes = max(MAILBOX_BYTES, len(ranks) * (inline_bytes + _ENTRY_BYTES))
+        limit_bytes = max(MAILBOX_BYTES, len(ranks) * (_LEAST_INLINE_BYTES + _ENTRY_BYTES))
         rounds, sideband = (
             {
                 position: Connection(*ends, limit)

@@ -223,7 +223,7 @@ def test_one_that_lies_about_its_user_is_found_out_by_the_kernel(liar: int, tmp_
             become_nobody()
         with fast_clock(5), pytest.raises(CollectiveError) as caught:
             unisono.sync()
-            rendezvous.connect_group(cast("Any", communicator().control), None, 1 << 10)
+            rendezvous.connect_group(cast("Any", communicator().control), None)
         return type(caught.value).__name__, str(caught.value), os.getpid()
 
     (tmp_path / "store").touch()

@@ -25,7 +25,7 @@ from tests.support.by_hand import by_hand, join, leave
 from tests.support.listeners import listeners, listening_unix_sockets
 from tests.support.processes import until
 from unisono.context import communicator
-from unisono.control import addresses, plane, rendezvous, tree
+from unisono.control import addresses, rendezvous, tree
 from unisono.errors import (
     ArgumentError,
     CollectiveError,
@@ -224,7 +224,7 @@ def meet_as_hosts(hosts: str, rank: int, fan_out: int) -> None:
     vars(rendezvous)["links"] = partial(tree.links, fan_out=fan_out)
     vars(rendezvous)["host_of_this_process"] = lambda: hosts[rank]
     control: Any = communicator().control
-    hub = rendezvous.connect_group(control, None, plane.INLINE_BYTES)
+    hub = rendezvous.connect_group(control, None)
     assert hub is not None
     control.hubs[EVERYBODY] = hub
 

@@ -25,7 +25,7 @@ from tests.process.control.contexts import heard, in_ranks, start
 from tests.support.by_hand import by_hand, join, join_by_tcp, leave
 from tests.support.clock import fast_clock
 from unisono.context import communicator
-from unisono.control import addresses, handshake, plane, rendezvous
+from unisono.control import addresses, handshake, rendezvous
 from unisono.errors import ContextError, EnvironmentDetectionError, PeerRefusedError
 from unisono.models.native import rendezvous as native_rendezvous
 from unisono.topology import EVERYBODY, RankInfo
@@ -50,7 +50,7 @@ def meet(host: str = "") -> Any:
         vars(rendezvous)["host_of_this_process"] = lambda: host
     with heard() as said:
         for _ in range(2):
-            hub = rendezvous.connect_group(control, None, plane.INLINE_BYTES)
+            hub = rendezvous.connect_group(control, None)
             control.hubs[EVERYBODY] = hub
     return hub, said
 

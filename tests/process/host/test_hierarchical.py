@@ -88,7 +88,7 @@ def all_ranks_get_the_same_bits(rank: int, size: int, folder: Path) -> None:
     compared = 0
     for dtype in DTYPES:
         with noted() as calls:
-            for count in (30_000, LONG * 4 // dtype.itemsize)[: 1 + (dtype in CUT)]:
+            for count in (70_000, LONG * 4 // dtype.itemsize)[: 1 + (dtype in CUT)]:
                 torch.manual_seed(rank)
                 kind = torch.complex128 if dtype.is_complex else torch.float64
                 mine = (100 * torch.rand(count, dtype=kind)).to(dtype)

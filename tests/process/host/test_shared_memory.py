@@ -17,7 +17,6 @@ import torch
 import unisono
 from tests.support.by_hand import by_hand, join, leave
 from unisono.context import communicator
-from unisono.control.plane import INLINE_BYTES
 from unisono.errors import CollectiveMismatchError
 from unisono.host import memory
 from unisono.host.mailbox import MAILBOX_BYTES
@@ -86,7 +85,8 @@ def test_values_of_all_lengths_are_whole(pairs: int, tmp_path: Path) -> None:
     assert sum(shares for shares, _ in found[1:]) == have
     is_everywhere = have == world_size - 1
     assert found[0][0] == is_everywhere
-    assert {limit > INLINE_BYTES for _, limit in found} == {is_everywhere}
+    limit = (4 if is_everywhere else 1) * (1 << 20) // world_size
+    assert {limit - inline for _, inline in found} == {64 if is_everywhere else 0}
 
 
 @pytest.mark.parametrize("plane", ["data", "memory"])
