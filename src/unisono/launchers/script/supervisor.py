@@ -31,7 +31,7 @@ from unisono.launchers.job.job import Job, JobRanks
 from unisono.launchers.job.output import Pipes, show
 from unisono.launchers.job.process_state import TITLE
 from unisono.launchers.job.signals import END_S, OTHERS, TO_END, TO_SAVE, signals
-from unisono.launchers.script.forks import ForkServer
+from unisono.launchers.script.forks import ServerConnection
 from unisono.launchers.script.rank.report import Reader, Report
 from unisono.launchers.script.script import RANK_WRAPPER, Script, dying_with, env_for
 from unisono.launchers.variables import OF_TORCH, run_variables, without
@@ -140,7 +140,7 @@ class Supervisor(Programs):
         self.processes.append(self._pipes.start(arguments, environ))
 
     def start_agent(
-        self, server: ForkServer, options: Sequence[str], environ: Mapping[str, str]
+        self, server: ServerConnection, options: Sequence[str], environ: Mapping[str, str]
     ) -> None:
         """Start torch's agent as a fork; raise OSError if that fails."""
         message = {"agent": options, "environ": dict(environ)}

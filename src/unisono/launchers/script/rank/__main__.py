@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,12 @@ def main() -> None:
         from unisono.control.stores import host_forever
 
         host_forever(*options["store"])
-    from unisono.launchers.script.forks import ForkServer
+    from unisono.launchers.script.forks import ServerConnection
     from unisono.launchers.script.rank.program import run_rank
 
-    server = ForkServer.of_stdin() if options.pop("has_server", False) else None
+    # As stdin, since torch's agent passes on no other descriptor: see `Supervisor.start_agent`.
+    has_server = options.pop("has_server", False)
+    server = ServerConnection(socket.socket(fileno=0)) if has_server else None
     run_rank(parent, program, options, server=server)
 
 
