@@ -308,7 +308,8 @@ class _Running:
         lines = [] if self._terminal else text.splitlines(keepends=True)
         if not self._is_hidden:  # all lines were printed, so one at most is repeated
             lines = [] if raised else lines[-1:]
-        if isinstance(self._process, Forked) and self._process.wait_status is None:
+        is_lost = isinstance(self._process, Forked) and self._process.wait_status is None
+        if is_lost:
             lines = ["its fork server has ended, and the rank with it"]
         return Report.of(
             self._info,
@@ -319,6 +320,7 @@ class _Running:
             place=place,
             words="".join(lines),
             has_terminal=bool(self._terminal),
+            is_lost=is_lost,
         )
 
 
