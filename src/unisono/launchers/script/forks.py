@@ -45,36 +45,32 @@ def why_fresh(script: Script) -> str:
     return f"{tool} is set" if tool else ""
 
 
-class ServerConnection:
-    """A connection to a server that forks the ranks of a script."""
-
-    def __init__(self, control: socket.socket) -> None:
-        self.control = control
-
-    def fork(self, message: Mapping[str, Any], stdio: Sequence[int]) -> Forked:
-        """Fork a process with these three streams; raise OSError if that fails."""
-        channel, their_channel = socket.socketpair()
-        status, their_status = socket.socketpair()
-        with channel:
-            with their_channel, their_status:
-                fds = [*stdio, their_channel.fileno(), their_status.fileno()]
-                socket.send_fds(self.control, [b"."], fds)
-            channel.sendall(json.dumps(message).encode())
-            channel.shutdown(socket.SHUT_WR)
-            channel.recv(1)  # returns once the fork has closed its end: it has a group of its own
-        forked = Forked(status)
-        forked.read_status(0)
-        if not forked.pid:
-            raise OSError("the fork server has ended, or can't fork")
-        return forked
+def fork(control: socket.socket, message: Mapping[str, Any], stdio: Sequence[int]) -> Forked:
+    """Fork a process of a server with these three streams; raise OSError if that fails."""
+    channel, their_channel = socket.socketpair()
+    status, their_status = socket.socketpair()
+    with channel:
+        with their_channel, their_status:
+            fds = [*stdio, their_channel.fileno(), their_status.fileno()]
+            socket.send_fds(control, [b"."], fds)
+        channel.sendall(json.dumps(message).encode())
+        channel.shutdown(socket.SHUT_WR)
+        channel.recv(1)  # returns once the fork has closed its end: it has a group of its own
+    forked = Forked(status)
+    forked.read_status(0)
+    if not forked.pid:
+        raise OSError("the fork server has ended, or can't fork")
+    return forked
 
 
-class ForkServer(ServerConnection):
+class ForkServer:
     """An interpreter that imports torch, and forks the ranks of a script: see `hook`."""
 
+    control: socket.socket
+    """The server's control socket, for `fork`."""
+
     def __init__(self, program: Sequence[str], environ: Mapping[str, str]) -> None:
-        control, theirs = socket.socketpair()
-        super().__init__(control)
+        self.control, theirs = socket.socketpair()
         # The folder that the script can import from; none for an archive.
         file = Path.cwd() if program[1] == "-m" else Path(program[1]).resolve()
         folder = "" if file.suffix == ".pyz" else str(file if file.is_dir() else file.parent)

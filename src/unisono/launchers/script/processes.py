@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import termios
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from unisono.errors import ArgumentError, LaunchError
 from unisono.launchers.job.forkserver import Fork, die_with
-from unisono.launchers.script.forks import ForkServer
+from unisono.launchers.script.forks import ForkServer, fork
 from unisono.launchers.script.script import Script, env_for
 from unisono.launchers.variables import OF_TORCH, share_of_cores, without
 
@@ -57,11 +58,10 @@ def _attempt(
     from unisono.launchers.script.rank.program import run_rank
     from unisono.launchers.script.supervisor import Supervisor
 
-    if server is not None and server.why_unusable():
-        server = None
+    control = None if server is None or server.why_unusable() else server.control
     with ExitStack() as held, _terminal(script.stdin_rank) as lent:
         try:
-            plan = hold(script.plan(), held, partial(_host_store, server))
+            plan = hold(script.plan(), held, partial(_host_store, control))
             ranks = [plan.info(local_rank) for local_rank in range(script.nproc_per_node)]
             supervisor = Supervisor(script, ranks)
             held.callback(supervisor.kill)
@@ -70,8 +70,8 @@ def _attempt(
                 if script.stdin_rank not in (None, info.rank):
                     environ["PYTHONBREAKPOINT"] = "0"  # this rank has no stdin
                 terminal = lent if script.stdin_rank == info.rank else ()
-                run = partial(run_rank, os.getpid(), script.program, server=server)
-                wrap = partial(_wrap, run, environ, script.rank_options(terminal), server)
+                run = partial(run_rank, os.getpid(), script.program, server=control)
+                wrap = partial(_wrap, run, environ, script.rank_options(terminal), control)
                 stdin = None if terminal else subprocess.DEVNULL
                 pipe = subprocess.PIPE
                 supervisor.add(Fork(wrap, stdin=stdin, stdout=pipe, stderr=pipe, bufsize=0))
@@ -81,7 +81,7 @@ def _attempt(
 
 
 def _host_store(
-    server: ForkServer | None, held: ExitStack, addr: str, port: int, _is_one_host: bool
+    server: socket.socket | None, held: ExitStack, addr: str, port: int, _is_one_host: bool
 ) -> int:
     """Host the rendezvous in another process, so that this one needs no torch; return its port."""
     from unisono.control.addresses import listen_on_host
@@ -90,7 +90,7 @@ def _host_store(
         where = addr, int(listener.getsockname()[1])
         try:
             if server is not None:
-                host_status = server.fork({"store": where}, [listener.fileno(), 1, 2]).status
+                host_status = fork(server, {"store": where}, [listener.fileno(), 1, 2]).status
                 held.callback(host_status.close)  # which ends it
             else:
                 host = Fork(partial(_host_here, os.getpid(), where), stdin=listener.fileno())
@@ -102,7 +102,7 @@ def _host_store(
 
 
 def _host_here(parent: int, where: tuple[str, int]) -> NoReturn:
-    """Host the rendezvous in this fork until its parent ends it."""
+    """Host the rendezvous in this fork, until its parent ends."""
     die_with(parent)
     os.setsid()
     from unisono.control.stores import host_forever  # which imports torch
@@ -114,10 +114,10 @@ def _wrap(
     run: Callable[..., NoReturn],
     environ: Mapping[str, str],
     options: Mapping[str, Any],
-    server: ForkServer | None,
+    server: socket.socket | None,
 ) -> None:
     """Run one rank in this fork, as its wrapper: see `rank`."""
-    kept = {*options.get("terminal", ()), *([server.control.fileno()] if server else [])}
+    kept = {*options.get("terminal", ()), *([server.fileno()] if server else [])}
     for fd in [int(name) for name in os.listdir("/dev/fd")]:
         if fd > 2 and fd not in kept:
             with contextlib.suppress(OSError):  # the listing's own

@@ -35,12 +35,10 @@ def main() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's "&" ignores it
         end_with(parent, options["exec"])
         os.execvp(program[0], program)
-    from unisono.launchers.script.forks import ServerConnection
     from unisono.launchers.script.rank.program import run_rank
 
     # As stdin, since torch's agent passes on no other descriptor: see `Supervisor.start_agent`.
-    has_server = options.pop("has_server", False)
-    server = ServerConnection(socket.socket(fileno=0)) if has_server else None
+    server = socket.socket(fileno=0) if options.pop("has_server", False) else None
     run_rank(parent, program, options, server=server)
 
 
