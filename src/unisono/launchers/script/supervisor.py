@@ -189,6 +189,8 @@ class Supervisor(Programs):
             super().note(job, report)
         # A late report of an attempt that `_restart` has printed already is dropped.
         elif report.attempt >= self._attempt:
+            if any(each.attempt < report.attempt for each in self.reports):
+                self._restart()  # although it was to wait for more reports
             self.reports.append(report)
             # The launcher doesn't restart after the last attempt, which `_outcome` reports.
             soon = min(self._restart_at, time.monotonic() + _OTHERS_S)
