@@ -106,7 +106,7 @@ def _children() -> list[Any]:
 def _helpers() -> set[Any]:
     """List the helpers in use, which live as long as this process does."""
     launcher = sys.modules.get("unisono.launchers.local")
-    pids = {helper.process.pid for helper in launcher._fork_servers.values()} if launcher else set()
+    pids = {helper.process.pid for helper in launcher._fork_servers[-1:]} if launcher else set()
     return {process for process in _children() if process.pid in pids}
 
 

@@ -120,7 +120,7 @@ class RankTask:
             job: Job[Any] = Job(workers, self.info.world_size, [self.info.rank])
             try:
                 local.begin(workers, [self.info], self._task, held)
-                while not job.is_decided(_CHECK_S):
+                while not job.is_over_by(time.monotonic() + _CHECK_S):
                     if _is_over(store, self.token):
                         # Returned like all failures: a task that raises is treated as a lost rank.
                         error = LaunchError(f"rank {self.info.rank} was ended with its job")
@@ -170,8 +170,7 @@ def _outcome(job: Job[Any], rank: int) -> bytes | Failure | LaunchError:
         job.finish()
     except LaunchError as error:
         failure = job.failures.by_rank.get(rank)
-        # A copy, as the original's traceback refers to the job.
-        return failure if isinstance(failure, Failure) else type(error)(*error.args)
+        return failure if isinstance(failure, Failure) else error
     return job.results[rank]
 
 

@@ -349,6 +349,6 @@ def _ranks_left(before: set[psutil.Process], within_s: float) -> list[int]:
 
     Those of `before` are none, such as multiprocessing's helpers of earlier tests in this session.
     """
-    helpers = {helper.process.pid for helper in local._fork_servers.values()}
+    helpers = {helper.process.pid for helper in local._fork_servers[-1:]}
     ranks = [each for each in _children() - before if each.pid not in helpers]
     return [process.pid for process in psutil.wait_procs(ranks, timeout=within_s)[1]]

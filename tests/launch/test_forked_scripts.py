@@ -359,9 +359,10 @@ def test_nothing_outlives_what_is_ended(
     named = {
         "wrapper": "error: rank 1 of 2 ",
         "rank": "error: rank 1 of 2 ",
-        "server": "its fork server has ended",
+        "server": " was ended by SIGKILL: its fork server has ended, ",
     }
     assert named.get(target, "") in error
+    assert "last output" not in error
 
 
 @pytest.mark.parametrize(
@@ -388,7 +389,11 @@ def test_nothing_outlives_what_is_ended_below_torchs_agent(
         error = job.err()
     # At the end of a wrapper the agent ends the job, and says which.
     assert code == (-number if code < 0 else 1 if target == "wrapper" else 128 + number), error
-    named = {"rank": "error: rank 1 of 2 ", "server": "error: rank ", "wrapper": "rank      : 1 "}
+    named = {
+        "rank": "error: rank 1 of 2 ",
+        "server": " was ended by SIGKILL: its fork server has ended, ",
+        "wrapper": "rank      : 1 ",
+    }
     assert named.get(target, "") in error
 
 

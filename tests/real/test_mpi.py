@@ -26,7 +26,7 @@ from tests.real.jobs import (
     with_model,
     writing_to,
 )
-from tests.support.command import run, started
+from tests.support.command import LIMIT_S, run, started
 from tests.support.measures import slack
 from tests.support.processes import MARK, python, until
 from tests.support.requirements import require
@@ -43,6 +43,7 @@ from unisono.errors import (
     WorkerFailedError,
 )
 from unisono.launchers import mpi as launcher
+from unisono.launchers.job import failure
 from unisono.launchers.script.script import Script
 from unisono.model.reduction import ReduceOp
 from unisono.models.mpi import world as probe
@@ -196,10 +197,11 @@ def break_down(end: Callable[[], object], info: RankInfo) -> None:
     time.sleep(600)
 
 
-def fail_after_a_peer(info: RankInfo) -> None:
+def fail_after_a_peer(raised: Path, info: RankInfo) -> None:
     if info.rank == 0:
+        raised.touch()
         raise PeerFailedError("rank 1 failed", 1)
-    time.sleep(0.2)
+    until(raised.exists, LIMIT_S)
     raise KeyError("rank 1 has a bug")
 
 
@@ -217,9 +219,12 @@ class TestLauncher:
         topologies = tuple(Topology(rank, 3, rank, 3, 0, 1) for rank in range(3))
         assert found == [topologies, (os.environ[MARK],) * 3, (6.0,) * 3]
 
-    def test_the_error_is_the_first_failure_of_its_own_kind(self) -> None:
+    def test_the_error_is_the_first_failure_of_its_own_kind(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(failure, "_PRIMARY_WAIT_S", LIMIT_S)  # a rank may start much later
         with pytest.raises(WorkerFailedError, match="rank 1 of 2 raised KeyError") as caught:
-            launcher.launch(fail_after_a_peer, LaunchPlan(2))
+            launcher.launch(partial(fail_after_a_peer, tmp_path / "raised"), LaunchPlan(2))
         assert caught.value.rank == 1
         assert "fail_after_a_peer" in caught.value.traceback
         assert isinstance(caught.value.__cause__, KeyError)

@@ -212,7 +212,7 @@ STATE = {
     "launchers.job.channel: OWN": "the worker's own channel, as no entry has an argument for it",
     "launchers.job.lifetime: _has_function _rank_pid": "what forked children must know of the job",
     "launchers.job.pickling: _lock": "one module at a time is made to travel by value",
-    "launchers.local: _fork_servers _lock _retired": "fork servers live as long as the process",
+    "launchers.local: _fork_servers _lock": "fork servers live as long as the process",
     "launchers.xla: _child": "this process is one of XLA's children",
     "models.horovod.model: HorovodModel._current": "Horovod has one context in a process",
     "models.horovod.setup: _scopes": "Horovod has one context in a process",

@@ -43,12 +43,10 @@ class _ForkServer:
 
     control: socket.socket
     process: subprocess.Popen[bytes]
-    owner: int
     key: tuple[object, ...] = ()
 
 
-_fork_servers: dict[str, _ForkServer] = {}
-_retired: list[_ForkServer] = []  # each ends with the last of its workers
+_fork_servers: list[_ForkServer] = []  # all but the last one end with their last workers
 _lock = threading.Lock()
 
 
@@ -124,7 +122,7 @@ def begin(
             forkserver.run(theirs, parent, work)
 
         with theirs:
-            server = _ForkServer(ours, forkserver.Fork(serve), parent)
+            server = _ForkServer(ours, forkserver.Fork(serve))
         held.callback(_end, server)
         _request(server, infos, workers)
     else:
@@ -144,18 +142,20 @@ def variables_of(info: RankInfo, environ: Mapping[str, str]) -> dict[str, str]:
 
 def _fork_server_for(method: str) -> _ForkServer:
     """Return a fork server whose workers inherit this process's present state."""
-    _retired[:] = [old for old in _retired if old.process.poll() is None]
     of_start = {item for item in os.environ.items() if item[0].startswith(("LD_", "PYTHON"))}
     of_load = forkserver.at_load(os.environ)  # too late to change once the server has loaded torch
-    key = (*forkserver.interpreter(), *inherited(), *sorted(of_start | of_load))
-    known = _fork_servers.get(method)
-    if known is not None and known.owner == os.getpid():  # not inherited from a parent
-        # A different key means that its state is outdated; an empty peek means that it has ended.
-        if known.key == key and peek(known.control) != b"":
+    key = (method, *forkserver.interpreter(), *inherited(), *sorted(of_start | of_load))
+    for known in tuple(_fork_servers):
+        # In a fork of this process, whose children they aren't, `poll` counts them as ended.
+        has_ended = known.process.poll() is not None
+        # A different key means that its state is outdated; an empty peek means that it is ending.
+        if not has_ended and known.key == key and peek(known.control) != b"":
             return known
-        with contextlib.suppress(OSError), known.control:  # closing isn't enough: forks have copies
-            known.control.shutdown(socket.SHUT_RDWR)
-        _retired.append(known)
+        with contextlib.suppress(OSError), known.control:
+            if has_ended:
+                _fork_servers.remove(known)
+            else:  # closing isn't enough: forks have copies
+                known.control.shutdown(socket.SHUT_RDWR)
     ours, theirs = socket.socketpair()
     # For method "forkserver" it imports torch, once for all workers.
     arguments = f"{theirs.fileno()}, {os.getpid()}, {method == 'forkserver'}"
@@ -163,16 +163,15 @@ def _fork_server_for(method: str) -> _ForkServer:
     with theirs:
         fds = [theirs.fileno()]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)
-    _fork_servers[method] = known = _ForkServer(ours, process, os.getpid(), key)
-    return known
+    _fork_servers.append(_ForkServer(ours, process, key))
+    return _fork_servers[-1]
 
 
 @atexit.register
 def _end_all() -> None:
     """End all fork servers of this process, and thereby their workers."""
-    for server in (*_fork_servers.values(), *_retired):
-        if server.owner == os.getpid():  # a fork of this process knows its parent's servers, too
-            _end(server)
+    for server in _fork_servers:  # in a fork, the signals to its parent's servers have no effect
+        _end(server)
 
 
 def _end(server: _ForkServer) -> None:

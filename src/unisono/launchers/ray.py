@@ -26,7 +26,7 @@ from unisono.launchers.job.output import Pipes
 from unisono.launchers.job.pickling import load_from_parent, pickle_for_worker
 from unisono.launchers.job.process_state import search_path
 from unisono.launchers.job.signals import END_S, SignalledError, signals
-from unisono.launchers.job.store import host
+from unisono.launchers.job.store import hold
 from unisono.launchers.job.worker import describe
 from unisono.launchers.script.rank.report import Report
 from unisono.launchers.script.script import Script, env_for, rank_infos
@@ -49,16 +49,15 @@ class RankActor:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._store: Any = None
+        self._held = contextlib.ExitStack()
         self._process: subprocess.Popen[bytes] | None = None
 
     def __repr__(self) -> str:
         return f"rank {self._rank}"
 
-    def hold_store(self, addr: str) -> int:
+    def hold_store(self, addr: str) -> int | None:
         """Host the rendezvous at this node's address; return its port."""
-        self._store, plan = host(LaunchPlan(1, master_addr=addr))
-        return int(plan.master_port or 0)
+        return hold(LaunchPlan(1, master_addr=addr), self._held).master_port
 
     def call(
         self,

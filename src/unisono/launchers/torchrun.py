@@ -104,7 +104,7 @@ def run(script: Script) -> ScriptOutcome:
             _python, _m, _module, *options = argv(replace(script, has_server=True))
             supervisor = Supervisor(script)
             try:
-                supervisor.start_agent(server, options, variables)
+                supervisor.start_agent(server.control, options, variables)
             except OSError as error:
                 raise LaunchError(f"torch's agent can't be started: {error}") from error
             return supervisor.run()

@@ -120,11 +120,10 @@ def attacked(monkeypatch: pytest.MonkeyPatch, pwned: Path) -> Iterator[list[int]
     host, ports = job_store.host, list[int]()
     with contextlib.ExitStack() as held:
 
-        def host_and_be_visited(plan: Any) -> Any:
-            made = host(plan)
-            ports.append(int(made[1].master_port or 0))
+        def host_and_be_visited(*where: Any) -> int:
+            ports.append(host(*where))
             held.enter_context(stranger_at(ports[-1], pwned))
-            return made
+            return ports[-1]
 
         monkeypatch.setattr(job_store, "host", host_and_be_visited)
         yield ports

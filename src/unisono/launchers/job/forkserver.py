@@ -204,9 +204,8 @@ class Forked:
         return os.waitstatus_to_exitcode(status)
 
     def wait(self, limit_s: float) -> None:
-        """Wait for the end of the process; after `limit_s` seconds it counts as killed."""
-        self.status.settimeout(limit_s)
-        while not self.read_status(0):
+        """Wait for the end of the process, or for `limit_s` seconds without a report."""
+        while not self.read_status() and _ready([self.status.fileno()], limit_s):
             pass
 
 

@@ -139,7 +139,7 @@ class Job(Generic[T]):
     def _finish(self, limit: float | None) -> None:
         """Wait for all ranks, end them, and raise the job's error."""
         try:
-            is_over = self._wait(limit)
+            is_over = self.is_over_by(limit)
             if is_over and self._error is None:
                 self.ranks.wait_for_exits(self)  # a rank may fail: see `_wait_for_peers`
         except BaseException:  # Ctrl-C above all: no rank is left running
@@ -153,13 +153,14 @@ class Job(Generic[T]):
         if self._error is not None:
             raise _copy(self._error)
 
-    def is_decided(self, within_s: float) -> bool:
-        """Return whether all ranks have a result, or one has failed."""
-        limit = time.monotonic() + within_s
-        while self._error is None and not self.failures and self.late:
-            if time.monotonic() >= limit:
+    def is_over_by(self, limit: float | None) -> bool:
+        """Wait until the job has failed or succeeded; return whether it has by the limit."""
+        while not self._is_over():
+            if self.orders.until is not None:  # ranks that save have the grace time in any case
+                limit = None
+            if limit is not None and time.monotonic() >= limit:
                 return False
-            self.poll(limit)
+            self.poll(limit, self._require_time(_DEADLINE_GRACE_S))
         return True
 
     def require_ranks(self) -> None:
@@ -188,16 +189,6 @@ class Job(Generic[T]):
             self._error = self._first_failure() if self.failures else self._ended_error(late)
         self.ranks.end(self)
         self._is_ended = True  # last, as this method is called again after Ctrl-C
-
-    def _wait(self, limit: float | None) -> bool:
-        """Wait until the job has failed or succeeded; return whether it has by the limit."""
-        while not self._is_over():
-            if self.orders.until is not None:  # ranks that save have the grace time in any case
-                limit = None
-            if limit is not None and time.monotonic() >= limit:
-                return False
-            self.poll(limit, self._require_time(_DEADLINE_GRACE_S))
-        return True
 
     def _forward_signal(self, number: int, _: Any) -> None:
         """Forward a signal to the ranks, perhaps as SIGKILL."""

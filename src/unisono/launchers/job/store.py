@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from unisono.control.addresses import LOOPBACK
 from unisono.errors import LaunchError
@@ -29,32 +29,33 @@ def private_store(held: ExitStack) -> str:
     return str(Path(folder, "store"))
 
 
-def host(plan: LaunchPlan) -> tuple[Any, LaunchPlan]:
-    """Host the rendezvous if this is node 0; return the store and the plan with its address."""
+def host(held: ExitStack, addr: str, port: int, is_one_host: bool) -> int:
+    """Host torch's store in this process until `held` is closed; return its port."""
+    from unisono.control.stores import host_store  # which imports torch
+
+    store = host_store(addr, port, is_one_host=is_one_host)
+    # No caller's frame holds the store, as an exception's traceback would keep it open.
+    held.callback([store].clear)  # no function, whose frame Ctrl-C could keep alive, too
+    return store.port
+
+
+def hold(
+    plan: LaunchPlan, held: ExitStack, host_at: Callable[..., int] | None = None
+) -> LaunchPlan:
+    """Host the rendezvous if this is node 0, until `held` is closed; return the plan with it."""
     # For ranks of one host the store listens on the loopback at a port of the kernel's choice, so
     # that no other job can take the port and no other host can reach it. For several hosts it
     # listens at `master_addr`, or at every address if that name isn't this host's.
     if plan.init_method is not None:  # the ranks meet there instead
-        return None, plan
+        return plan
     if plan.node_rank != 0:  # node 0 hosts it
-        return None, replace(plan, store_is_hosted=True)
-    from unisono.control.stores import host_store  # which imports torch
-
-    addr = plan.master_addr or LOOPBACK
+        return replace(plan, store_is_hosted=True)
+    addr, is_one_host = plan.master_addr or LOOPBACK, plan.nnodes == 1
     try:
-        store = host_store(addr, plan.master_port or 0, is_one_host=plan.nnodes == 1)
+        port = (host_at or host)(held, addr, plan.master_port or 0, is_one_host)
     except OSError as error:
         raise LaunchError(
             f"can't listen at master_addr={addr!r}, master_port={plan.master_port}: {error}"
         ) from error
-    return store, replace(plan, master_addr=addr, master_port=store.port, store_is_hosted=True)
-
-
-def hold(plan: LaunchPlan, held: ExitStack) -> LaunchPlan:
-    """Host the rendezvous, for one host with a private file, until `held` is closed."""
-    # No caller's frame holds the store, as an exception's traceback would keep it open.
-    store, plan = host(plan)
-    held.callback([store].clear)  # no function, whose frame Ctrl-C could keep alive, too
-    if plan.store_is_hosted and plan.nnodes == 1:
-        return replace(plan, private_store=private_store(held))
-    return plan
+    plan = replace(plan, master_addr=addr, master_port=port, store_is_hosted=True)
+    return replace(plan, private_store=private_store(held)) if is_one_host else plan

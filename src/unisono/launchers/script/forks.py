@@ -45,11 +45,29 @@ def why_fresh(script: Script) -> str:
     return f"{tool} is set" if tool else ""
 
 
+def fork(control: socket.socket, message: Mapping[str, Any], stdio: Sequence[int]) -> Forked:
+    """Fork a process of a server with these three streams; raise OSError if that fails."""
+    channel, their_channel = socket.socketpair()
+    status, their_status = socket.socketpair()
+    with channel:
+        with their_channel, their_status:
+            fds = [*stdio, their_channel.fileno(), their_status.fileno()]
+            socket.send_fds(control, [b"."], fds)
+        channel.sendall(json.dumps(message).encode())
+        channel.shutdown(socket.SHUT_WR)
+        channel.recv(1)  # returns once the fork has closed its end: it has a group of its own
+    forked = Forked(status)
+    forked.read_status(0)
+    if not forked.pid:
+        raise OSError("the fork server has ended, or can't fork")
+    return forked
+
+
 class ForkServer:
     """An interpreter that imports torch, and forks the ranks of a script: see `hook`."""
 
     control: socket.socket
-    """The server's control socket."""
+    """The server's control socket, for `fork`."""
 
     def __init__(self, program: Sequence[str], environ: Mapping[str, str]) -> None:
         self.control, theirs = socket.socketpair()
@@ -81,15 +99,6 @@ class ForkServer:
                 return server
         return None
 
-    @classmethod
-    def of_stdin(cls) -> ForkServer:
-        """Return the server whose control socket is this process's stdin; see `Supervisor`."""
-        server = cls.__new__(cls)
-        server.control = socket.socket(fileno=os.dup(0))
-        with open(os.devnull) as nothing:
-            os.dup2(nothing.fileno(), 0)
-        return server
-
     def why_unusable(self) -> str:
         """Wait until torch is imported; return why forks wouldn't be like new interpreters."""
         if not self._answers:
@@ -104,23 +113,6 @@ class ForkServer:
             pipes.close()
         answer = self._answers[0].decode()
         return "" if answer == "ready" else answer or "importing torch has failed"
-
-    def fork(self, message: Mapping[str, Any], stdio: Sequence[int]) -> Forked:
-        """Fork a process with these three streams; raise OSError if that fails."""
-        channel, their_channel = socket.socketpair()
-        status, their_status = socket.socketpair()
-        with channel:
-            with their_channel, their_status:
-                fds = [*stdio, their_channel.fileno(), their_status.fileno()]
-                socket.send_fds(self.control, [b"."], fds)
-            channel.sendall(json.dumps(message).encode())
-            channel.shutdown(socket.SHUT_WR)
-            channel.recv(1)  # returns once the fork has closed its end: it has a group of its own
-        forked = Forked(status)
-        forked.read_status(0)
-        if not forked.pid:
-            raise OSError("the fork server has ended, or can't fork")
-        return forked
 
     def end(self) -> None:
         """End the server; the kernel ends with it what it has forked."""

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import socket
 import subprocess
 import sys
 import termios
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from unisono.errors import ArgumentError, LaunchError
-from unisono.launchers.job.forkserver import Fork
-from unisono.launchers.script.forks import ForkServer
-from unisono.launchers.script.script import RANK_WRAPPER, Script, env_for
+from unisono.launchers.job.forkserver import Fork, die_with
+from unisono.launchers.script.forks import ForkServer, fork
+from unisono.launchers.script.script import Script, env_for
 from unisono.launchers.variables import OF_TORCH, share_of_cores, without
-from unisono.topology import LaunchPlan
 
 if TYPE_CHECKING:
     from unisono.launchers.script.supervisor import ScriptOutcome
@@ -56,14 +54,14 @@ def _attempt(
     script: Script, base: Mapping[str, str], attempt: int, server: ForkServer | None
 ) -> ScriptOutcome:
     """Run the script once, with a store for this attempt that outlives every rank."""
+    from unisono.launchers.job.store import hold
     from unisono.launchers.script.rank.program import run_rank
     from unisono.launchers.script.supervisor import Supervisor
 
-    if server is not None and server.why_unusable():
-        server = None
+    control = None if server is None or server.why_unusable() else server.control
     with ExitStack() as held, _terminal(script.stdin_rank) as lent:
         try:
-            plan = _host_store(script.plan(), server, held)
+            plan = hold(script.plan(), held, partial(_host_store, control))
             ranks = [plan.info(local_rank) for local_rank in range(script.nproc_per_node)]
             supervisor = Supervisor(script, ranks)
             held.callback(supervisor.kill)
@@ -72,8 +70,8 @@ def _attempt(
                 if script.stdin_rank not in (None, info.rank):
                     environ["PYTHONBREAKPOINT"] = "0"  # this rank has no stdin
                 terminal = lent if script.stdin_rank == info.rank else ()
-                run = partial(run_rank, os.getpid(), script.program, server=server)
-                wrap = partial(_wrap, run, environ, script.rank_options(terminal), server)
+                run = partial(run_rank, os.getpid(), script.program, server=control)
+                wrap = partial(_wrap, run, environ, script.rank_options(terminal), control)
                 stdin = None if terminal else subprocess.DEVNULL
                 pipe = subprocess.PIPE
                 supervisor.add(Fork(wrap, stdin=stdin, stdout=pipe, stderr=pipe, bufsize=0))
@@ -82,41 +80,44 @@ def _attempt(
         return supervisor.run()
 
 
-def _host_store(plan: LaunchPlan, server: ForkServer | None, held: ExitStack) -> LaunchPlan:
-    """Host the rendezvous in another process, so that this one needs no torch."""
-    from unisono.control.addresses import LOOPBACK, listen_on_host
-    from unisono.launchers.job.store import private_store
+def _host_store(
+    server: socket.socket | None, held: ExitStack, addr: str, port: int, _is_one_host: bool
+) -> int:
+    """Host the rendezvous in another process, so that this one needs no torch; return its port."""
+    from unisono.control.addresses import listen_on_host
 
-    addr = plan.master_addr or LOOPBACK
-    try:
-        listener = listen_on_host(addr, plan.master_port or 0)
-    except OSError as error:
-        raise LaunchError(
-            f"can't listen at master_addr={addr!r}, master_port={plan.master_port}: {error}"
-        ) from error
-    where = addr, listener.getsockname()[1]
-    with listener:
-        if server is not None:
-            host_status = server.fork({"store": where}, [listener.fileno(), 1, 2]).status
-            held.callback(host_status.close)  # which ends it
-        else:
-            options = {"store": where, "parent": os.getpid()}
-            command = [sys.executable, RANK_WRAPPER, json.dumps(options)]
-            host = subprocess.Popen(command, stdin=listener.fileno(), start_new_session=True)
-            held.enter_context(host)
-            held.callback(host.kill)
-    plan = replace(plan, master_addr=addr, master_port=where[1], store_is_hosted=True)
-    return replace(plan, private_store=private_store(held))
+    with listen_on_host(addr, port) as listener:
+        where = addr, int(listener.getsockname()[1])
+        try:
+            if server is not None:
+                host_status = fork(server, {"store": where}, [listener.fileno(), 1, 2]).status
+                held.callback(host_status.close)  # which ends it
+            else:
+                host = Fork(partial(_host_here, os.getpid(), where), stdin=listener.fileno())
+                held.enter_context(host)
+                held.callback(host.kill)
+        except OSError as error:  # not one of the address: see `hold`
+            raise LaunchError(f"a rank can't be started: {error}") from error
+    return where[1]
+
+
+def _host_here(parent: int, where: tuple[str, int]) -> NoReturn:
+    """Host the rendezvous in this fork, until its parent ends."""
+    die_with(parent)
+    os.setsid()
+    from unisono.control.stores import host_forever  # which imports torch
+
+    host_forever(*where)
 
 
 def _wrap(
     run: Callable[..., NoReturn],
     environ: Mapping[str, str],
     options: Mapping[str, Any],
-    server: ForkServer | None,
+    server: socket.socket | None,
 ) -> None:
     """Run one rank in this fork, as its wrapper: see `rank`."""
-    kept = {*options.get("terminal", ()), *([server.control.fileno()] if server else [])}
+    kept = {*options.get("terminal", ()), *([server.fileno()] if server else [])}
     for fd in [int(name) for name in os.listdir("/dev/fd")]:
         if fd > 2 and fd not in kept:
             with contextlib.suppress(OSError):  # the listing's own

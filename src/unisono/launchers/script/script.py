@@ -6,7 +6,7 @@ import json
 import secrets
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -120,22 +120,14 @@ def rank_infos(counts: Sequence[int], addr: str, port: int) -> list[RankInfo]:
 
     The job's rendezvous store runs already.
     """
-    places = [(i, count, node) for node, count in enumerate(counts) for i in range(count)]
-    return [
-        RankInfo(
-            rank,
-            len(places),
-            local_rank,
-            local_world_size,
-            node_rank,
-            len(counts),
-            addr,
-            port,
-            source="torchrun",  # what a program would detect from `env_for`'s variables
-            store_is_hosted=True,
-        )
-        for rank, (local_rank, local_world_size, node_rank) in enumerate(places)
+    nodes = [
+        LaunchPlan(count, len(counts), node, addr, port, store_is_hosted=True)
+        for node, count in enumerate(counts)
     ]
+    infos = [node.info(local_rank) for node in nodes for local_rank in range(node.nproc_per_node)]
+    # A plan's nodes are of one size. A program would detect torchrun from `env_for`'s variables.
+    facts: dict[str, Any] = {"world_size": len(infos), "source": "torchrun"}
+    return [replace(info, rank=rank, **facts) for rank, info in enumerate(infos)]
 
 
 def dying_with(parent: int, number: int, arguments: list[str]) -> list[str]:

@@ -11,6 +11,7 @@ import math
 import os
 import re
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,7 +32,7 @@ from unisono.launchers.job.job import Job, JobRanks
 from unisono.launchers.job.output import Pipes, show
 from unisono.launchers.job.process_state import TITLE
 from unisono.launchers.job.signals import END_S, OTHERS, TO_END, TO_SAVE, signals
-from unisono.launchers.script.forks import ForkServer
+from unisono.launchers.script.forks import fork
 from unisono.launchers.script.rank.report import Reader, Report
 from unisono.launchers.script.script import RANK_WRAPPER, Script, dying_with, env_for
 from unisono.launchers.variables import OF_TORCH, run_variables, without
@@ -140,13 +141,13 @@ class Supervisor(Programs):
         self.processes.append(self._pipes.start(arguments, environ))
 
     def start_agent(
-        self, server: ForkServer, options: Sequence[str], environ: Mapping[str, str]
+        self, server: socket.socket, options: Sequence[str], environ: Mapping[str, str]
     ) -> None:
         """Start torch's agent as a fork; raise OSError if that fails."""
         message = {"agent": options, "environ": dict(environ)}
         with self._pipes.ends() as streams:
             # Its ranks are to be forks, too, and it gives them no descriptor but its stdin.
-            self.processes.append(server.fork(message, [server.control.fileno(), *streams]))
+            self.processes.append(fork(server, message, [server.fileno(), *streams]))
 
     def add(self, wrapper: subprocess.Popen[bytes]) -> None:
         """Supervise the wrapper of a rank."""
@@ -188,6 +189,8 @@ class Supervisor(Programs):
             super().note(job, report)
         # A late report of an attempt that `_restart` has printed already is dropped.
         elif report.attempt >= self._attempt:
+            if any(each.attempt < report.attempt for each in self.reports):
+                self._restart()  # although it was to wait for more reports
             self.reports.append(report)
             # The launcher doesn't restart after the last attempt, which `_outcome` reports.
             soon = min(self._restart_at, time.monotonic() + _OTHERS_S)

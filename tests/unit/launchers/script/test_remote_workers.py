@@ -40,7 +40,7 @@ def test_who_proves_itself_is_let_in_and_nobody_else(monkeypatch: pytest.MonkeyP
         while not workers.workers and time.monotonic() < limit:
             workers.poll(job, limit)
         assert [worker.rank for worker in workers.workers] == [0]
-        assert not job.is_decided(0.1)
+        assert not job.is_over_by(time.monotonic() + 0.1)
         workers.workers[0].close()
 
 
@@ -49,9 +49,9 @@ def test_a_signal_that_comes_before_any_rank_ends_the_job_at_once() -> None:
         workers = RemoteWorkers(LauncherSpec("mine", 1), b"", {}, held)
         job: Job[Any] = Job(workers, 1, grace_s=1000.0)
         job.orders.take(signal.SIGUSR1)
-        assert not job.is_decided(0.1)
+        assert not job.is_over_by(time.monotonic() + 0.1)
         job.orders.take(signal.SIGTERM)
-        assert job.is_decided(20)
+        assert job.is_over_by(time.monotonic() + 20)
 
 
 def test_what_a_launcher_starts_for_a_rank_imports_no_torch() -> None:

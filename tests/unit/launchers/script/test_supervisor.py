@@ -115,10 +115,7 @@ def test_a_restart_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     job: Job[None] = Job(supervisor, 40)
     peer, failed = report(0, 1, LOST), report(1, 1, FAILED)
     again = replace(failed, attempt=1)
-    for each in (peer, failed):
-        supervisor.note(job, each)
-    supervisor._restart()
-    for each in (peer, again, peer):  # some of the first attempt end late
+    for each in (peer, failed, again, peer):  # some of the first attempt end late
         supervisor.note(job, each)
     assert supervisor.reports == [again]
     assert capsys.readouterr().err == f"error: {failed.text()}\nrestart 1 of 2\n"

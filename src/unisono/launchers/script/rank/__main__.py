@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,21 +29,16 @@ def main() -> None:
     package = sys.modules["unisono"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(package)
     parent = options.pop("parent", 0)
-    from unisono.launchers.job.forkserver import die_with, end_with
+    from unisono.launchers.job.forkserver import end_with
 
     if "exec" in options:  # a launcher, which ends with the process that requested it
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's "&" ignores it
         end_with(parent, options["exec"])
         os.execvp(program[0], program)
-    if "store" in options:  # the rendezvous of ranks, hosted for the process that starts them
-        die_with(parent)
-        from unisono.control.stores import host_forever
-
-        host_forever(*options["store"])
-    from unisono.launchers.script.forks import ForkServer
     from unisono.launchers.script.rank.program import run_rank
 
-    server = ForkServer.of_stdin() if options.pop("has_server", False) else None
+    # As stdin, since torch's agent passes on no other descriptor: see `Supervisor.start_agent`.
+    server = socket.socket(fileno=0) if options.pop("has_server", False) else None
     run_rank(parent, program, options, server=server)
 
 

@@ -25,7 +25,7 @@ from unisono.launchers.job.output import Pipes
 from unisono.launchers.job.process_state import name_process
 from unisono.launchers.job.signals import OTHERS, TO_END, TO_SAVE, Orders, handled
 from unisono.launchers.job.wrapper import end_like
-from unisono.launchers.script.forks import ForkServer
+from unisono.launchers.script.forks import fork
 from unisono.launchers.script.rank.report import Report, encode
 from unisono.launchers.variables import node_variables, rank_variables, share_of_cores
 from unisono.plugins import read_environment
@@ -81,7 +81,7 @@ def run_rank(
     program: Sequence[str],
     options: Mapping[str, Any],
     *,
-    server: ForkServer | None = None,
+    server: socket.socket | None = None,
 ) -> NoReturn:
     """Be the wrapper of the rank in this process's variables, and exit as its program does."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's "&" ignores it
@@ -89,7 +89,7 @@ def run_rank(
     end_like(_run(program, RankOptions(**options), server))
 
 
-def _run(program: Sequence[str], options: RankOptions, server: ForkServer | None) -> int:
+def _run(program: Sequence[str], options: RankOptions, server: socket.socket | None) -> int:
     """Run the program as the rank in this process's variables."""
     try:
         info = read_environment(os.environ)
@@ -162,7 +162,7 @@ class _Running:
             file = Path(log_dir, f"{name}.{kind}").open(mode, buffering=0)  # noqa: SIM115 - to its end
             self._pipes.logs[fd] = file
 
-    def start(self, program: Sequence[str], server: ForkServer | None) -> None:
+    def start(self, program: Sequence[str], server: socket.socket | None) -> None:
         """Start the program in a new process group, as a fork if there is a server."""
         parent = os.getpid()
 
@@ -177,8 +177,8 @@ class _Running:
             stdin = 0 if self._terminal else nothing.fileno()
             out, err = self._terminal or held.enter_context(self._pipes.ends())
             if server is not None:
-                with server.control, contextlib.suppress(OSError):  # without it, as a new process
-                    self._process = server.fork({"environ": environ}, (stdin, out, err))
+                with contextlib.suppress(OSError):  # otherwise, as a new process
+                    self._process = fork(server, {"environ": environ}, (stdin, out, err))
                     return
             self._process = subprocess.Popen(
                 program,
@@ -308,7 +308,8 @@ class _Running:
         lines = [] if self._terminal else text.splitlines(keepends=True)
         if not self._is_hidden:  # all lines were printed, so one at most is repeated
             lines = [] if raised else lines[-1:]
-        if isinstance(self._process, Forked) and self._process.wait_status is None:
+        is_lost = isinstance(self._process, Forked) and self._process.wait_status is None
+        if is_lost:
             lines = ["its fork server has ended, and the rank with it"]
         return Report.of(
             self._info,
@@ -319,6 +320,7 @@ class _Running:
             place=place,
             words="".join(lines),
             has_terminal=bool(self._terminal),
+            is_lost=is_lost,
         )
 
 

@@ -43,7 +43,7 @@ class Report:
     local_rank: int | None = None
     node_rank: int | None = None
     has_terminal: bool = False
-    is_lost: bool = False
+    is_lost: bool = False  # nothing is known of its failure: `words` are the reason why
 
     @classmethod
     def of(cls, info: RankInfo | None, pid: int, code: int, **facts: Any) -> Report:
@@ -98,6 +98,8 @@ class Report:
             return text + self._hint()
         if self.has_terminal:
             return f"{self._end}; see its output above"
+        if self.is_lost:
+            return self.headline
         words = self.words.rstrip()
         return self._end + (
             f"; its last output:\n\n{words}" if words else "; it printed nothing to stderr"
