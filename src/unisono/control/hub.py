@@ -68,6 +68,9 @@ class Hub:
         weakref.finalize(self, peers.close).atexit = False
         self._lay_out_bodies()
         self._connections = peers.rounds
+        across = [peers.rounds[other] for other in peers.links.across]
+        for each in across:
+            each.beside = across
         self._kind = NOTICE  # of no round: nothing is awaited yet
         self._timeout_s: float | None = None
         self._until: float | None = None  # of this round, once it waits
@@ -322,22 +325,10 @@ class Hub:
         try:
             connection, until = self._connections[position], self._deadline()
             self.peers.waits = (position,), {}
-            connection.finish(kind, self.peers.seq, body, until, self._until_writable)
+            connection.finish(kind, self.peers.seq, body, until)
         except ConnectionClosed as closed:
             self.peers.waits = (), {}  # no frame of a round counts any more
             self._take(position)  # the neighbour may have reported why
             raise self.peers.fail_gone(position, str(closed)) from None
         except TimeoutError:
             raise self.peers.fail_blocked(position) from None
-
-    def _until_writable(self, fd: int, wait_s: float) -> None:
-        """Wait until a neighbour takes more bytes, or the time is over; read what arrives."""
-        # Ranks across send at the same time: if none read meanwhile, each would wait for another.
-        waits = select.poll()
-        waits.register(fd, select.POLLOUT)
-        for other in self.peers.links.across:
-            connection = self._connections[other]
-            if not connection.is_closed():  # reads ahead
-                both = select.POLLIN | select.POLLOUT
-                waits.register(connection.fd, both if connection.fd == fd else select.POLLIN)
-        waits.poll(wait_s * 1000)

@@ -163,8 +163,9 @@ def test_a_long_value_waits_asleep_for_its_reader(monkeypatch: pytest.MonkeyPatc
         for end in ends[2]:
             end.close()
         waits: list[object] = []
-        wait = made._until_writable
-        monkeypatch.setattr(made, "_until_writable", lambda *args: waits.append(wait(*args)))
+        line = made.peers.rounds[1]
+        wait = line._until_writable
+        monkeypatch.setattr(line, "_until_writable", lambda *args: waits.append(wait(*args)))
         with pytest.raises(CollectiveTimeoutError, match="rank 1 never arrived"):
             made.exchange(bytes(LIMIT_BYTES // 2), 0.2)
         assert len(waits) < 10
