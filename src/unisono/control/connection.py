@@ -19,11 +19,10 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from unisono.control.handshake import LONGEST_WAIT_S
 from unisono.host.mailbox import MAILBOX_BYTES, Mailbox
 
 GIVE, ALL, FAIL, NOTICE, ASK, ANSWER, LATE, LEAVE, WAKE = range(9)
@@ -32,6 +31,7 @@ START_BYTES = 256
 COPIED_BYTES = 1 << 14
 """Longer parts of a body are passed as views, shorter ones as copies."""
 _CHUNK = 1 << 16
+_LOOK_S = 0.3  # between looks of a rank that can't send for a failure
 _HEADER = struct.Struct("<BQQ")
 Frame = tuple[int, int, bytes]
 """Kind, sequence number and body."""
@@ -92,6 +92,8 @@ class Connection:
         self.beside: Sequence[Connection] = ()
         """Connections to read while this one sends, as their ranks send at the same time: if none
         read meanwhile, each would wait for another."""
+        self.is_failed: Callable[[], bool] = bool
+        """Whether nothing but reports of a failure is worth sending any more."""
         self._last_kind = LEAVE if mailbox is None else WAKE  # WAKE is valid only with a mailbox
         self._sock = sock
         self._limit = limit_bytes
@@ -110,9 +112,9 @@ class Connection:
         data = data[self._send_part(data) :]
         while data:
             left = until - time.monotonic()
-            if left <= 0:
+            if left <= 0 or (self.is_failed() and kind != FAIL):
                 raise TimeoutError
-            self._until_writable(min(left, LONGEST_WAIT_S))
+            self._until_writable(min(left, _LOOK_S))
             data = data[self._send_part(data) :]
         self._is_within_frame = False
 

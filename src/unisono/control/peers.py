@@ -105,6 +105,8 @@ class Peers:
         self.position: int = position
         self.links: Links = links
         self.rounds: Mapping[int, Connection] = connections[0]
+        for connection in self.rounds.values():
+            connection.is_failed = lambda: self.flooded is not None
         self.sideband: Mapping[int, Connection] = connections[1]
         self.pids: Mapping[int, int] = pids
         self.pidfds: Mapping[int, int] = _open_pidfds(pids)
@@ -399,15 +401,18 @@ class Peers:
 
     def fail_late(self, states: dict[int, State]) -> CollectiveError:
         """Record that ranks of this round are late, given states from `ask`; return the error."""
-        report = FailureReport("timeout", self._report(states))
-        # A rank that has failed meanwhile no longer says which ranks it waited for; its report did.
-        return self.fail(report if self.flooded is None else read_failure(self.flooded))
+        return self._fail_overdue(self._report(states))
 
     def fail_blocked(self, position: int) -> CollectiveError:
         """Record that a neighbour doesn't read its messages; return the error."""
         late = Missing(self.ranks[position], pid=self.pids.get(position))
         text = f"{late.text()}\n  it hasn't read the messages that were sent to it"
-        return self.fail(FailureReport("timeout", text))
+        return self._fail_overdue(text)
+
+    def _fail_overdue(self, text: str) -> CollectiveError:
+        report = FailureReport("timeout", text)
+        # A rank that has failed meanwhile no longer says which ranks it waited for; its report did.
+        return self.fail(report if self.flooded is None else read_failure(self.flooded))
 
     def fail(self, failure: FailureReport, source: int | None = None) -> CollectiveError:
         """Record a failure, report it to all neighbours but its source, and return the error."""

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.support.processes import until
-from unisono.control.connection import ALL, GIVE, Blobs, Connection
+from unisono.control.connection import ALL, FAIL, GIVE, Blobs, Connection, FailureReport
 from unisono.control.hub import Hub
 from unisono.control.peers import Peers
 from unisono.control.signatures import SequenceNumbers, call_head
@@ -169,6 +169,18 @@ def test_a_long_value_waits_asleep_for_its_reader(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(CollectiveTimeoutError, match="rank 1 never arrived"):
             made.exchange(bytes(LIMIT_BYTES // 2), 0.2)
         assert len(waits) < 10
+
+
+def test_a_rank_that_cannot_send_hears_of_a_failure() -> None:
+    with first_of([[0], [1], [2]]) as (made, ends):
+        report = FailureReport("peer", "rank 2 is gone: it died", 2).encode()
+        with ThreadPoolExecutor(1) as pool:
+            round_of = pool.submit(made.exchange, bytes(LIMIT_BYTES // 2), 60.0)
+            until(lambda: made.peers.waits[0] == (1,), 10.0)
+            ends[1][1].sendall(HEAD.pack(FAIL, 0, len(report)) + report)
+            with pytest.raises(PeerFailedError, match="it died") as caught:
+                round_of.result(10.0)
+        assert caught.value.rank == 2
 
 
 def test_a_rank_that_left_is_missed_although_one_of_this_host_is_late(
