@@ -23,7 +23,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from unisono.control.handshake import LONGEST_WAIT_S
 from unisono.host.mailbox import MAILBOX_BYTES, Mailbox
 
 GIVE, ALL, FAIL, NOTICE, ASK, ANSWER, LATE, LEAVE, WAKE = range(9)
@@ -32,6 +31,7 @@ START_BYTES = 256
 COPIED_BYTES = 1 << 14
 """Longer parts of a body are passed as views, shorter ones as copies."""
 _CHUNK = 1 << 16
+_LOOK_S = 0.3  # between looks of a rank that can't send for a failure
 _HEADER = struct.Struct("<BQQ")
 Frame = tuple[int, int, bytes]
 """Kind, sequence number and body."""
@@ -82,13 +82,6 @@ def read_failure(body: bytes) -> FailureReport:
         raise ConnectionClosed("it sent an invalid report of a failure") from None
 
 
-def _until_writable(fd: int, wait_s: float) -> None:
-    """Wait until a socket takes more bytes, or the time is over."""
-    writable = select.poll()
-    writable.register(fd, select.POLLOUT)
-    writable.poll(wait_s * 1000)
-
-
 class Connection:
     """One connection to one rank."""
 
@@ -96,6 +89,11 @@ class Connection:
         sock.setblocking(False)
         self.mailbox: Mailbox | None = mailbox
         """Carries messages of rounds that fit into it; None if there is only the socket."""
+        self.beside: Sequence[Connection] = ()
+        """Connections to read while this one sends, as their ranks send at the same time: if none
+        read meanwhile, each would wait for another."""
+        self.is_failed: Callable[[], bool] = bool
+        """Whether nothing but reports of a failure is worth sending any more."""
         self._last_kind = LEAVE if mailbox is None else WAKE  # WAKE is valid only with a mailbox
         self._sock = sock
         self._limit = limit_bytes
@@ -103,15 +101,8 @@ class Connection:
         self._is_within_frame = False  # a frame was begun, and perhaps not finished
         self.fd: int = sock.fileno()
 
-    def send(
-        self,
-        kind: int,
-        seq: int,
-        body: bytes,
-        until: float,
-        wait: Callable[[int, float], object] = _until_writable,
-    ) -> None:
-        """Send one frame over the socket; `wait` waits while it takes no bytes."""
+    def send(self, kind: int, seq: int, body: bytes, until: float) -> None:
+        """Send one frame over the socket."""
         if self._is_within_frame:  # what follows half a frame can't be read
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
@@ -121,27 +112,30 @@ class Connection:
         data = data[self._send_part(data) :]
         while data:
             left = until - time.monotonic()
-            if left <= 0:
+            if left <= 0 or (self.is_failed() and kind != FAIL):
                 raise TimeoutError
-            wait(self.fd, min(left, LONGEST_WAIT_S))
+            self._until_writable(min(left, _LOOK_S))
             data = data[self._send_part(data) :]
         self._is_within_frame = False
 
-    def finish(
-        self,
-        kind: int,
-        seq: int,
-        body: bytes,
-        until: float,
-        wait: Callable[[int, float], object] = _until_writable,
-    ) -> None:
+    def finish(self, kind: int, seq: int, body: bytes, until: float) -> None:
         """Send what is left of a round's frame where putting it into a mailbox wasn't enough."""
         if self.mailbox is None or len(body) > MAILBOX_BYTES:
-            self.send(kind, seq, body, until, wait)
+            self.send(kind, seq, body, until)
             return
         # The mailbox has it. If the peer can't be woken, it has read the frame and exited.
         with contextlib.suppress(ConnectionClosed, TimeoutError):
             self.send(WAKE, 0, b"", until)
+
+    def _until_writable(self, wait_s: float) -> None:
+        """Wait until the socket takes more bytes, the time is over, or there is more to read."""
+        waits = select.poll()
+        waits.register(self.fd, select.POLLOUT)
+        for each in self.beside:
+            if not each.is_closed():  # reads ahead
+                both = select.POLLIN | select.POLLOUT
+                waits.register(each.fd, both if each is self else select.POLLIN)
+        waits.poll(wait_s * 1000)
 
     def _send_part(self, data: memoryview) -> int:
         """Send the bytes that the socket takes at once; return their number."""

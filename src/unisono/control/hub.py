@@ -9,7 +9,6 @@ ends with GIVE. A failure, or the deadline, ends every later round as well.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import threading
@@ -69,15 +68,17 @@ class Hub:
         weakref.finalize(self, peers.close).atexit = False
         self._lay_out_bodies()
         self._connections = peers.rounds
+        across = [peers.rounds[other] for other in peers.links.across]
+        for each in across:
+            each.beside = across
         self._kind = NOTICE  # of no round: nothing is awaited yet
         self._timeout_s: float | None = None
         self._until: float | None = None  # of this round, once it waits
         self._poll = select.poll()
         self._position_of = {each.fd: other for other, each in self._connections.items()}
         self._position_of |= {fd: other for other, fd in peers.pidfds.items()}
-        self._ended: list[int] = []  # ranks of this host that aren't neighbours
         self._early: dict[int, Frame] = {}  # by rank: received before they were waited for
-        self._left: dict[int, str] = {}  # ranks that are gone after they gave their blobs: how
+        self._gone: dict[int, str] = {}  # ranks that may have left after the round, and how
         for fd in self._position_of:
             self._poll.register(fd, select.POLLIN)
 
@@ -207,6 +208,9 @@ class Hub:
             except (ConnectionClosed, ValueError) as closed:
                 raise self.peers.fail_gone(position, str(closed)) from None
         if len(got) < len(positions):
+            for position, how in self._gone.items():
+                if position in self._connections:  # it left after an earlier round
+                    raise self.peers.fail_gone(position, how)
             self._sleep()
         return got
 
@@ -233,16 +237,15 @@ class Hub:
                     raise peers.fail_late(states)
                 # The rank above is in this round, and knows better which ranks are missing.
                 has_grace, until = False, time.monotonic() + _GRACE_S
-            if kind == ALL and self._ended and now >= suspect_at:
+            if kind == ALL and self._gone and now >= suspect_at:
                 suspect_at = now + _SUSPECT_S
-                state = peers.ask().get(positions[0])
-                # The rank above hasn't begun this round yet, so the ended rank has left within it.
-                if state is not None and state.seq < peers.seq:
-                    raise peers.fail_gone(self._ended[0])
+                # A rank that hasn't begun this round yet has let no other one end it.
+                if any(state.seq < peers.seq for state in peers.ask().values()):
+                    raise peers.fail_gone(*next(iter(self._gone.items())))
             if now >= warn_at:
                 warn_at = _NEVER
                 peers.warn()
-            ends = (until, warn_at, suspect_at if self._ended else _NEVER)
+            ends = (until, warn_at, suspect_at if self._gone else _NEVER)
             events = self._poll.poll(max(0.0, min(min(ends) - now, wait_s)) * 1000)
             for fd, _ in events:
                 self._on_event(fd)
@@ -265,13 +268,16 @@ class Hub:
         if position in self._connections:
             self._take(position, is_gone=fd != self._connections[position].fd)  # a pidfd
         else:
-            self._poll.unregister(fd)  # it stays readable, and would end every later wait
-            self._ended.append(position)
+            self._unwatch(fd, position, "")
+
+    def _unwatch(self, fd: int, position: int, how: str) -> None:
+        """Record a rank that is gone; its descriptor stays readable, and would end every wait."""
+        self._poll.unregister(fd)
+        self._gone[position] = how
 
     def _take(self, position: int, is_gone: bool = False) -> None:
         """Process a neighbour's frames; raise if it is gone or has sent an invalid frame."""
-        connection, how = self._connections[position], self._left.get(position, "")
-        is_gone = is_gone or position in self._left
+        connection, how = self._connections[position], ""
         try:
             # If the rank is gone, take all its frames: a report may follow the awaited one.
             while (frame := connection.take()) is not None:
@@ -285,11 +291,8 @@ class Hub:
         # may exit.
         if not (self._kind == ALL and position in self.peers.waits[1]):
             raise self.peers.fail_gone(position, how)
-        self._left[position] = how
-        for fd in (connection.fd, self.peers.pidfds.get(position)):
-            if fd is not None:  # it stays readable, and would end every later wait
-                with contextlib.suppress(KeyError):
-                    self._poll.unregister(fd)
+        if position in self._beside:  # the wait for the other ranks across goes on
+            self._unwatch(connection.fd, position, how)
 
     def _accept(self, frame: Frame, position: int) -> bool:
         """Process one frame of a neighbour; return whether it is the awaited one."""
@@ -321,20 +324,11 @@ class Hub:
         """Send a neighbour a frame of this round where its mailbox isn't enough, or raise."""
         try:
             connection, until = self._connections[position], self._deadline()
-            connection.finish(kind, self.peers.seq, body, until, self._until_writable)
+            self.peers.waits = (position,), {}
+            connection.finish(kind, self.peers.seq, body, until)
         except ConnectionClosed as closed:
             self.peers.waits = (), {}  # no frame of a round counts any more
             self._take(position)  # the neighbour may have reported why
             raise self.peers.fail_gone(position, str(closed)) from None
         except TimeoutError:
             raise self.peers.fail_blocked(position) from None
-
-    def _until_writable(self, fd: int, wait_s: float) -> None:
-        """Wait until a neighbour takes more bytes, or the time is over; read what arrives."""
-        # Ranks across send at the same time: if none read meanwhile, each would wait for another.
-        self._poll.register(fd, select.POLLIN | select.POLLOUT)
-        for readable, event in self._poll.poll(wait_s * 1000):
-            connection = self._connections.get(self._position_of[readable])
-            if connection is not None and connection.fd == readable and event & select.POLLIN:
-                connection.is_closed()  # reads ahead
-        self._poll.register(fd, select.POLLIN)

@@ -105,6 +105,8 @@ class Peers:
         self.position: int = position
         self.links: Links = links
         self.rounds: Mapping[int, Connection] = connections[0]
+        for connection in self.rounds.values():
+            connection.is_failed = lambda: self.flooded is not None
         self.sideband: Mapping[int, Connection] = connections[1]
         self.pids: Mapping[int, int] = pids
         self.pidfds: Mapping[int, int] = _open_pidfds(pids)
@@ -341,7 +343,8 @@ class Peers:
         """Warn, once in a round, about the ranks that it waits for, unless a neighbour has."""
         if self._warned_of != self.seq:
             text = f"{self} is still waiting: {self._report(self.ask())}"
-            self.forward_warning(text.encode("utf-8", "backslashreplace"), self.waits[1])
+            arrived = {*self.waits[1], *self.links.downs}.difference(self._awaited())
+            self.forward_warning(text.encode("utf-8", "backslashreplace"), arrived)
 
     def forward_warning(self, body: bytes, positions: Iterable[int]) -> None:
         """Log a warning about a long wait and send it to neighbours."""
@@ -398,13 +401,18 @@ class Peers:
 
     def fail_late(self, states: dict[int, State]) -> CollectiveError:
         """Record that ranks of this round are late, given states from `ask`; return the error."""
-        return self.fail(FailureReport("timeout", self._report(states)))
+        return self._fail_overdue(self._report(states))
 
     def fail_blocked(self, position: int) -> CollectiveError:
         """Record that a neighbour doesn't read its messages; return the error."""
         late = Missing(self.ranks[position], pid=self.pids.get(position))
         text = f"{late.text()}\n  it hasn't read the messages that were sent to it"
-        return self.fail(FailureReport("timeout", text))
+        return self._fail_overdue(text)
+
+    def _fail_overdue(self, text: str) -> CollectiveError:
+        report = FailureReport("timeout", text)
+        # A rank that has failed meanwhile no longer says which ranks it waited for; its report did.
+        return self.fail(report if self.flooded is None else read_failure(self.flooded))
 
     def fail(self, failure: FailureReport, source: int | None = None) -> CollectiveError:
         """Record a failure, report it to all neighbours but its source, and return the error."""
@@ -488,16 +496,17 @@ class Peers:
             self.ranks[position]: signatures.describe(blob) for position, blob in arrived.items()
         }
         missing = []
-        for position in absent:
+        for position in absent:  # it grows
             state = states.get(position, State())
             if state.seq < self.seq:
                 missing.append(self._missing(position, states))
                 continue
             # The rank has arrived, and waits for others itself.
             by_rank[self.ranks[position]] = state.last or signatures.UNKNOWN
-            further = [far for far in state.waits_for if 0 <= far < len(self.ranks)]
+            known = {*arrived, *absent}
+            further = {far for far in state.waits_for if 0 <= far < len(self.ranks)} - known
             states |= self._ask(further)
-            missing += [self._missing(far, states) for far in further]
+            absent += sorted(further)
         return report(signatures.call_of(self.blob), by_rank, missing)
 
     def _next_hop(self, position: int) -> int:

@@ -12,24 +12,27 @@ from contextlib import contextmanager
 import pytest
 
 from tests.support.processes import until
-from unisono.control.connection import ALL, GIVE, Blobs, Connection
+from unisono.control.connection import ALL, FAIL, GIVE, Blobs, Connection, FailureReport
 from unisono.control.hub import Hub
 from unisono.control.peers import Peers
-from unisono.control.signatures import SequenceNumbers
+from unisono.control.signatures import SequenceNumbers, call_head
 from unisono.control.tree import links
-from unisono.errors import PeerFailedError
+from unisono.errors import CollectiveTimeoutError, PeerFailedError
 
 HEAD = struct.Struct("<BQQ")
 LIMIT_BYTES = 1 << 22
+BARRIER = call_head("barrier", b"train.py:12")
 Lines = tuple[dict[int, Connection], dict[int, Connection]]
 Ends = dict[int, tuple[socket.socket, socket.socket]]
 """By neighbour: the other ends of its connections for rounds and for the sideband."""
 
 
-def hub_of(hosts: Sequence[Sequence[int]], place: int, lines: Lines) -> Hub:
-    """Make the hub of a position, which warns at once."""
+def hub_of(
+    hosts: Sequence[Sequence[int]], place: int, lines: Lines, warn_after_s: float = 0.0
+) -> Hub:
+    """Make the hub of a position, which warns at once if not told otherwise."""
     part, ranks = links(hosts, place), range(sum(map(len, hosts)))
-    made = Hub(Peers(ranks, place, part, lines, {}, SequenceNumbers()), None, 0.0)
+    made = Hub(Peers(ranks, place, part, lines, {}, SequenceNumbers()), None, warn_after_s)
     made.inline_bytes = LIMIT_BYTES
     return made
 
@@ -129,17 +132,104 @@ def test_a_frame_out_of_turn_is_its_senders_last(
         assert caught.value.rank == 1
 
 
+@contextmanager
+def all_of(hosts: Sequence[Sequence[int]]) -> Iterator[list[Hub]]:
+    """Make the hubs of all positions, which don't warn."""
+    places = range(sum(map(len, hosts)))
+    lines: list[Lines] = [({}, {}) for _ in places]
+    for one, other in itertools.combinations(places, 2):
+        if other in links(hosts, one).behind:
+            for channel in (0, 1):
+                ends = socket.socketpair()
+                lines[one][channel][other] = Connection(ends[0], None, LIMIT_BYTES)
+                lines[other][channel][one] = Connection(ends[1], None, LIMIT_BYTES)
+    hubs = [hub_of(hosts, place, lines[place], 100.0) for place in places]
+    try:
+        yield hubs
+    finally:
+        for made in hubs:
+            made.peers.close()
+
+
 def test_ranks_may_send_more_at_once_than_sockets_hold() -> None:
-    lines: list[Lines] = [({}, {}) for _ in range(3)]
-    for one, other in itertools.combinations(range(3), 2):
-        for channel in (0, 1):
-            ends = socket.socketpair()
-            lines[one][channel][other] = Connection(ends[0], None, LIMIT_BYTES)
-            lines[other][channel][one] = Connection(ends[1], None, LIMIT_BYTES)
-    hubs = [hub_of([[0], [1], [2]], place, lines[place]) for place in range(3)]
     blobs = [bytes([place]) * (LIMIT_BYTES // 2) for place in range(3)]
-    with ThreadPoolExecutor(3) as pool:
+    with all_of([[0], [1], [2]]) as hubs, ThreadPoolExecutor(3) as pool:
         for given, _ in pool.map(lambda made, blob: made.exchange(blob, 10.0), hubs, blobs):
             assert given == blobs
-    for made in hubs:
-        made.peers.close()
+
+
+def test_a_long_value_waits_asleep_for_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    with first_of([[0], [1], [2]]) as (made, ends):
+        for end in ends[2]:
+            end.close()
+        waits: list[object] = []
+        line = made.peers.rounds[1]
+        wait = line._until_writable
+        monkeypatch.setattr(line, "_until_writable", lambda *args: waits.append(wait(*args)))
+        with pytest.raises(CollectiveTimeoutError, match="rank 1 never arrived"):
+            made.exchange(bytes(LIMIT_BYTES // 2), 0.2)
+        assert len(waits) < 10
+
+
+def test_a_rank_that_cannot_send_hears_of_a_failure() -> None:
+    with first_of([[0], [1], [2]]) as (made, ends):
+        report = FailureReport("peer", "rank 2 is gone: it died", 2).encode()
+        with ThreadPoolExecutor(1) as pool:
+            round_of = pool.submit(made.exchange, bytes(LIMIT_BYTES // 2), 60.0)
+            until(lambda: made.peers.waits[0] == (1,), 10.0)
+            ends[1][1].sendall(HEAD.pack(FAIL, 0, len(report)) + report)
+            with pytest.raises(PeerFailedError, match="it died") as caught:
+                round_of.result(10.0)
+        assert caught.value.rank == 2
+
+
+def test_a_rank_that_left_is_missed_although_one_of_this_host_is_late(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with first_of([[0, 3], [1], [2]]) as (made, ends):
+        send(ends[3][0], GIVE, 1, b"c")
+        send(ends[1][0], ALL, 1, b"a")
+        with waiting(made, caplog) as round_of:
+            for end in ends[1]:
+                end.close()
+            until(lambda: made._gone, 10.0)
+            send(ends[2][0], ALL, 1, b"b")
+            assert round_of.result()[0] == [b"mine", b"a", b"b", b"c"]
+        with pytest.raises(PeerFailedError) as caught:
+            made.exchange(b"mine", 10.0)
+        assert caught.value.rank == 1
+
+
+def test_a_rank_that_gave_and_is_gone_is_missed_before_the_last_one_begins() -> None:
+    with all_of([[0], [1], [2]]) as hubs, ThreadPoolExecutor(2) as pool:
+        dead = pool.submit(hubs[1].exchange, BARRIER, 10.0)
+        round_of = pool.submit(hubs[0].exchange, BARRIER, 10.0)
+        until(lambda: 1 in hubs[0].peers.waits[1], 10.0)
+        for channel in (hubs[1].peers.rounds, hubs[1].peers.sideband):
+            channel[0]._sock.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(PeerFailedError) as caught:
+            round_of.result()
+        assert caught.value.rank == 1
+        with pytest.raises(PeerFailedError):
+            dead.result()
+
+
+def test_a_rank_below_names_the_one_that_is_late_on_another_host() -> None:
+    with all_of([[0, 1], [2, 3]]) as hubs, ThreadPoolExecutor(3) as pool:
+        pool.submit(hubs[0].exchange, BARRIER, 10.0)
+        pool.submit(hubs[2].exchange, BARRIER, 10.0)
+        with pytest.raises(CollectiveTimeoutError, match="^rank 3 never reached barrier"):
+            hubs[1].exchange(BARRIER, 0.5)
+
+
+def test_a_warning_reaches_the_ranks_below(caplog: pytest.LogCaptureFixture) -> None:
+    with all_of([[0, 1], [2]]) as hubs, ThreadPoolExecutor(2) as pool:
+        below = pool.submit(hubs[1].exchange, BARRIER, 10.0)
+        until(lambda: hubs[1]._kind == ALL, 10.0)
+        hubs[0].warn_after_s = 0.0
+        above = pool.submit(hubs[0].exchange, BARRIER, 10.0)
+        until(lambda: len(caplog.messages) == 2, 10.0)
+        assert caplog.messages[0].startswith("rank 0 of 3 is still waiting: rank 2 never reached")
+        assert caplog.messages[0] == caplog.messages[1]
+        hubs[2].exchange(BARRIER, 10.0)
+        assert above.result()[0] == below.result()[0] == [BARRIER] * 3
