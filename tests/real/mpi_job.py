@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -127,6 +128,16 @@ def contradiction() -> None:
         MpiModel.initialize("mpi4py", RankInfo(0, 5, source="torchrun"))
 
 
+class Elsewhere(MpiModel):
+    @property
+    def device(self) -> torch.device:
+        return torch.device("meta", super().device.index)
+
+    @property
+    def topology(self) -> Topology:
+        return replace(super().topology, nnodes=7)
+
+
 def adopt() -> None:
     from mpi4py import MPI
 
@@ -142,6 +153,10 @@ def adopt() -> None:
     info = RankInfo(world.rank, world.size, 3, 4, 1, 2)
     model = adopted(MpiModel, ContextHint(environment=info))
     assert model.topology == info.topology()
+    elsewhere = Elsewhere(MPI, info.topology(), torch.device("cpu"))
+    assert elsewhere.topology == replace(info.topology(), nnodes=7)
+    devices = elsewhere.device, elsewhere.transport_device
+    assert devices == (torch.device("meta"), torch.device("cpu"))
     foreign = ContextHint(environment=RankInfo(0, 64, 0, 64, 0, 1))
     assert adopted(MpiModel, foreign).topology.local_world_size == world.size
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from datetime import timedelta
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -71,9 +72,6 @@ class MpiModel(ComputationModel):
     launcher: ClassVar[str] = "mpi"
     options: ClassVar[frozenset[str]] = frozenset({"timeout", "device"})
     dtypes: frozenset[torch.dtype] = frozenset(DATATYPES)
-    topology: Topology = Topology(0, 1)
-    device: torch.device = torch.device("cpu")
-    transport_device: torch.device = torch.device("cpu")  # no property: collectives read it
     largest_count: ClassVar[int] = 2**31 - 1
     """Elements in one MPI call, which MPI 3 counts with a C int; more are sent in several calls."""
     _has_started_mpi: ClassVar[bool] = False
@@ -87,10 +85,7 @@ class MpiModel(ComputationModel):
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
         self._mpi = mpi
-        self.topology = topology
-        self.device = device
-        is_direct = device.type == "cuda" and world.is_cuda_aware(mpi)
-        self.transport_device = device if is_direct else torch.device("cpu")
+        self._topology, self._device = topology, device
         self._end = world.EndOfJob.install(mpi)
         self._world: Any = None  # the duplicate of the world, once `_communicator` has made it
         self._message_comm: Any = mpi.COMM_WORLD  # of `send` and `recv` among all ranks
@@ -112,7 +107,8 @@ class MpiModel(ComputationModel):
         # A second instance would duplicate the world again, and wait for ranks that have only one.
         if not (isinstance(adopted, cls) and adopted.is_alive()):
             adopted = cls._adopted = cls(mpi, topology, world.choose_device(None, None))
-        adopted.topology = topology  # the hint may have changed
+        adopted._topology = topology  # the hint may have changed
+        vars(adopted).pop("topology", None)
         return adopted
 
     @classmethod
@@ -152,6 +148,21 @@ class MpiModel(ComputationModel):
 
     def is_alive(self) -> bool:
         return self._is_live and not self._mpi.Is_finalized()
+
+    # Collectives read these, and call nothing after the first time; subclasses may override them.
+
+    @cached_property
+    def topology(self) -> Topology:
+        return self._topology
+
+    @cached_property
+    def device(self) -> torch.device:
+        return self._device
+
+    @cached_property
+    def transport_device(self) -> torch.device:
+        is_direct = self.device.type == "cuda" and world.is_cuda_aware(self._mpi)
+        return self.device if is_direct else torch.device("cpu")
 
     def _communicator(self, group: Group | None) -> Any:
         """Return a group's communicator; the first call for all ranks duplicates the world."""

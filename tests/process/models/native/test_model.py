@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from unisono.errors import (
 )
 from unisono.models.native import model as native, process_group as setup
 from unisono.models.native.model import NativeModel
-from unisono.topology import EVERYBODY, ContextHint, RankInfo
+from unisono.topology import EVERYBODY, ContextHint, RankInfo, Topology
 
 
 def _in_two_processes(fn: Callable[[int], None]) -> None:
@@ -145,6 +146,30 @@ def test_an_adopted_group_is_on_the_devices_that_its_backend_names(
         assert devices == (torch.device("cuda", 3), torch.device("cpu"))
     finally:
         dist.destroy_process_group()
+
+
+def test_a_subclass_overrides_facts_by_properties(tmp_path: Path) -> None:
+    """Each builds on that of the base class, and `initialize` changes the topology later."""
+
+    class Elsewhere(NativeModel):
+        @property
+        def device(self) -> torch.device:  # type: ignore[override]
+            return torch.device("meta", super().device.index)
+
+        @property
+        def topology(self) -> Topology:
+            return replace(super().topology, node_rank=0, nnodes=7)
+
+    def fn(rank: int) -> None:
+        url = f"file://{tmp_path}/store"
+        model = Elsewhere.initialize("gloo", RankInfo(rank, 2), init_method=url)
+        assert model.topology == Topology(rank, 2, rank, 2, 0, 7)
+        devices = model.device, model.transport_device
+        assert devices == (torch.device("meta"), torch.device("cpu"))
+        assert NativeModel(Topology(rank, 2), None, False).device == torch.device("cpu")
+        model.finalize()
+
+    _in_two_processes(fn)
 
 
 def test_an_adopted_group_of_gloo_leaves_the_accelerator_uninitialised(
