@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
 from dataclasses import replace
@@ -202,6 +203,21 @@ def test_those_who_came_name_all_who_did_not() -> None:
         words = r"^ranks 1, 3 of 4 did not reach [\s\S]*init_method="
         with pytest.raises(ContextError, match=words):
             idist.initialize("gloo", rank=2 * rank, world_size=4, timeout=2, init_method=url)
+
+    _in_two_processes(fn)
+
+
+def test_ranks_whose_agents_have_counted_other_numbers_of_restarts_meet() -> None:
+    """As after a failure that only one of two nodes has noticed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+
+    def fn(rank: int) -> None:
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(rank)
+        idist.initialize("gloo", rank=rank, world_size=2, timeout=10, init_method=url)
+        assert idist.all_gather(rank) == [0, 1]
+        idist.finalize()
 
     _in_two_processes(fn)
 
