@@ -267,6 +267,25 @@ def abort() -> None:
     model.all_reduce(torch.ones(1), ReduceOp.SUM)
 
 
+def dropped() -> None:
+    """Check that a group that all its ranks have dropped is freed, and MPI's other ones stay."""
+    idist.initialize("mpi4py")
+    from mpi4py import MPI
+
+    freed: list[str] = []
+    key = MPI.Comm.Create_keyval(delete_fn=lambda _comm, _key, name: freed.append(name))
+    rank = MPI.COMM_WORLD.rank
+    for name in ("first", "second"):
+        group = idist.new_group([0, 1])
+        if rank in group.ranks:
+            group.handle.Set_attr(key, name)  # type: ignore[attr-defined]
+        assert idist.all_gather(rank, group) in ([0, 1], rank)
+        del group
+    assert freed == ["first"] * (rank < 2)
+    idist.finalize()
+    assert freed == ["first", "second"] * (rank < 2)
+
+
 def forked() -> None:
     """Check that a forked child that fails or exits leaves the job alone."""
     model = MpiModel.initialize("mpi4py", UNKNOWN)

@@ -89,10 +89,11 @@ class MpiModel(ComputationModel):
         self._end = world.EndOfJob.install(mpi)
         self._world: Any = None  # the duplicate of the world, once `_communicator` has made it
         self._message_comm: Any = mpi.COMM_WORLD  # of `send` and `recv` among all ranks
-        self._comms: list[Any] = []  # made here, so that `finalize` frees them
+        self._comms: list[Any] = []  # made here, so that `finalize` frees those that are left
         self._is_live = True
         self._groups_made: dict[tuple[int, ...], int] = {}  # how many of the same ranks
         self.control: _ControlPlane = _ControlPlane(self, timeout_s)
+        self.control.destroy = mpi.Comm.Free
         self._calls = self.control.calls = MPICalls(mpi, self.control, self._end.end_at_exit)
 
     @classmethod
@@ -136,7 +137,8 @@ class MpiModel(ComputationModel):
         if self.is_alive():  # else pending operations may never end, or MPI is finalized
             is_finished = self._calls.finish()
             with self._calls.mapped_errors("Comm_free"):
-                for comm in self._comms if is_finished else ():  # unfinished calls still use them
+                # Unfinished calls still use them; a freed one is null, and so false.
+                for comm in filter(None, self._comms if is_finished else ()):
                     comm.Free()
         self._is_live = False
 
@@ -175,7 +177,7 @@ class MpiModel(ComputationModel):
 
     def _keep(self, comm: Any) -> Any:
         comm.Set_errhandler(self._mpi.ERRORS_RETURN)
-        self._comms.append(comm)
+        self._comms = [*filter(None, self._comms), comm]
         return comm
 
     def _pieces(self, tensor: Tensor) -> tuple[Tensor, ...]:
