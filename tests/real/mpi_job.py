@@ -101,10 +101,10 @@ no_first_to_set_up = partial(nobody_to_set_up, 0)
 
 
 def nobody_to_a_group() -> None:
-    model = MpiModel.initialize("mpi4py", UNKNOWN, timeout=timedelta(seconds=2))
-    model.new_group((0, 2))
-    model.new_group((0, 1, 2))
-    missed(1, CollectiveTimeoutError, lambda: model.new_group((0, 1, 2)))
+    idist.initialize("mpi4py", timeout=2)
+    idist.new_group([0, 2])
+    idist.new_group([0, 1, 2])
+    missed(1, CollectiveTimeoutError, lambda: idist.new_group([0, 1, 2]))
 
 
 def twice() -> None:

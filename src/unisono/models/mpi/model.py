@@ -294,10 +294,10 @@ class MpiModel(ComputationModel):
         timeout_s = only_timeout_s("new_group on mpi4py", options)
         if self.topology.rank not in ranks:
             return Group(ranks)
-        name = f"new_group({list(ranks)})"
         parent = self._message_comm
-        create = lambda: self._keep(parent.Create_group(parent.group.Incl(ranks), _TAG))  # noqa: E731
-        comm = self._calls.run_when_all_arrived(name, parent, ranks, create)
+        # MPI can't time out here, but all ranks have just met in `begin_group`.
+        with self._calls.mapped_errors(f"new_group({list(ranks)})"):
+            comm = self._keep(parent.Create_group(parent.group.Incl(ranks), _TAG))
         # The count gives each group of the same ranks its own connections.
         count = self._groups_made[ranks] = self._groups_made.get(ranks, 0) + 1
         group = Group(ranks, comm, f"{ranks} {count}", timeout_s)

@@ -214,7 +214,7 @@ def gather(mpi: Any, info: RankInfo, timeout: timedelta | None) -> None:
     world = mpi.COMM_WORLD
     limit_s = limit_of(LIMIT_S if timeout is None else timeout.total_seconds())
     assert limit_s is not None
-    absent = bounded_barrier(mpi, world, range(world.size), limit_s, "set-up of mpi4py")
+    absent = bounded_barrier(mpi, world, limit_s, "set-up of mpi4py")
     if absent:
         what = f"{named(absent)} never reached initialize()"
         EndOfJob.install(mpi).end_at_exit(what)  # else MPI would wait for them there
