@@ -41,6 +41,14 @@ def test_the_page_of_support_has_a_title_for_every_group_of_laws() -> None:
     assert sorted(groups) == sorted(path.stem for path in modules)
 
 
+def test_the_page_of_support_has_a_row_for_every_law() -> None:
+    page = (ROOT / "docs" / "facts" / "support.md").read_text()
+    of_laws = page.partition("\n## ")[2].partition("\n## What failed\n")[0]
+    rows = re.findall(r"^\| (.+?) \|", of_laws, re.MULTILINE)
+    laws = [name.replace("_", " ") for name in runner.law_names()]
+    assert sorted(set(rows) - {"law"}) == sorted(laws), "run nox -s support"
+
+
 def test_the_table_of_platforms_has_every_variable() -> None:
     """The site writes it out of the code; what that gives is here."""
     rows = runpy.run_path(str(ROOT / "docs" / "extensions" / "platforms.py"))["rendered"]()

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -100,10 +101,10 @@ no_first_to_set_up = partial(nobody_to_set_up, 0)
 
 
 def nobody_to_a_group() -> None:
-    model = MpiModel.initialize("mpi4py", UNKNOWN, timeout=timedelta(seconds=2))
-    model.new_group((0, 2))
-    model.new_group((0, 1, 2))
-    missed(1, CollectiveTimeoutError, lambda: model.new_group((0, 1, 2)))
+    idist.initialize("mpi4py", timeout=2)
+    idist.new_group([0, 2])
+    idist.new_group([0, 1, 2])
+    missed(1, CollectiveTimeoutError, lambda: idist.new_group([0, 1, 2]))
 
 
 def twice() -> None:
@@ -127,6 +128,16 @@ def contradiction() -> None:
         MpiModel.initialize("mpi4py", RankInfo(0, 5, source="torchrun"))
 
 
+class Elsewhere(MpiModel):
+    @property
+    def device(self) -> torch.device:
+        return torch.device("meta", super().device.index)
+
+    @property
+    def topology(self) -> Topology:
+        return replace(super().topology, nnodes=7)
+
+
 def adopt() -> None:
     from mpi4py import MPI
 
@@ -142,6 +153,10 @@ def adopt() -> None:
     info = RankInfo(world.rank, world.size, 3, 4, 1, 2)
     model = adopted(MpiModel, ContextHint(environment=info))
     assert model.topology == info.topology()
+    elsewhere = Elsewhere(MPI, info.topology(), torch.device("cpu"))
+    assert elsewhere.topology == replace(info.topology(), nnodes=7)
+    devices = elsewhere.device, elsewhere.transport_device
+    assert devices == (torch.device("meta"), torch.device("cpu"))
     foreign = ContextHint(environment=RankInfo(0, 64, 0, 64, 0, 1))
     assert adopted(MpiModel, foreign).topology.local_world_size == world.size
 
@@ -250,6 +265,25 @@ def abort() -> None:
         say("STILL HERE")
         return
     model.all_reduce(torch.ones(1), ReduceOp.SUM)
+
+
+def dropped() -> None:
+    """Check that a group that all its ranks have dropped is freed, and MPI's other ones stay."""
+    idist.initialize("mpi4py")
+    from mpi4py import MPI
+
+    freed: list[str] = []
+    key = MPI.Comm.Create_keyval(delete_fn=lambda _comm, _key, name: freed.append(name))
+    rank = MPI.COMM_WORLD.rank
+    for name in ("first", "second"):
+        group = idist.new_group([0, 1])
+        if rank in group.ranks:
+            group.handle.Set_attr(key, name)  # type: ignore[attr-defined]
+        assert idist.all_gather(rank, group) in ([0, 1], rank)
+        del group
+    assert freed == ["first"] * (rank < 2)
+    idist.finalize()
+    assert freed == ["first", "second"] * (rank < 2)
 
 
 def forked() -> None:

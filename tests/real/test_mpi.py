@@ -93,7 +93,7 @@ def mpiexec(n_ranks: int) -> list[str]:
 @pytest.mark.usefixtures("runtime")
 class TestJobs:
     def test_a_world_of_ours(self, tmp_path: Path) -> None:
-        parts = "uninitialised,contradiction,laws,large,twice,forked,facade,digits"
+        parts = "uninitialised,contradiction,laws,large,twice,dropped,forked,facade,digits"
         run_job(mpiexec(3), parts, 3, {**variables(), **writing_to(tmp_path)})
         check_digits(json.loads((tmp_path / "digits").read_text()), "mpi-dist", 3)
 

@@ -177,7 +177,7 @@ SPELLS_VARIABLES = {
     "lifecycle": "where rank and world size are given and the address isn't",
     "models.horovod.model": "Horovod is told by variables",
     "models.horovod.setup": "horovodrun's rendezvous server",
-    "models.mpi.world": "which rank of the host this is, as MPI doesn't tell",
+    "models.mpi.world": "whether mpiexec has started a process alone, as MPI doesn't tell",
     "models.native.model": "LOCAL_RANK alone, where nothing says who else is there",
     "models.native.rendezvous": "the attempt of torchrun that this is",
     "recording.records": "ranks that meet at one address are of one job",

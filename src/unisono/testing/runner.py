@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,7 +38,6 @@ _DERIVED = (
 _GRACE = 1.5
 _POLL_S = 0.1
 _ANSWER_S = 3.0  # time for a replica to write its stack
-_KEEPS_LAWS = " in keep_laws\n"  # the end of the line of that frame in a stack
 
 
 class LawBrokenError(AssertionError):
@@ -297,10 +297,8 @@ class _Entry:
     def text(self) -> str:
         """Request the replica's stack, and return it without the frames of this module."""
         stack = stack_signal.ask(self.pid, self.facts, self.thread_id, _ANSWER_S) or ""
-        inner, cut, _ = stack.partition(_KEEPS_LAWS)  # the innermost frame is the first
-        frames = [line for line in inner.splitlines() if line.startswith("  ")]
-        if cut:
-            del frames[-1:]  # the beginning of the line of `keep_laws`
+        inner = takewhile(lambda frame: frame[2] != keep_laws.__name__, stack_signal.parse(stack))
+        frames = [f'  File "{file}", line {line} in {name}' for file, line, name in inner]
         shown = "\n".join(frames) or "  (it showed no stack)"
         return f"rank {self.rank}, in {self.law or 'no law any more'}:\n{shown}"
 

@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import time
-from collections.abc import Sequence
 from typing import Any
 
 _log = logging.getLogger(__name__)
@@ -24,39 +23,35 @@ _HERE = b"!"  # global, because MPI may read it even after an abandoned call
 _held: dict[int, object] = {}
 
 
-def bounded_barrier(
-    mpi: Any, comm: Any, ranks: Sequence[int], limit_s: float, what: str
-) -> list[int]:
-    """Wait until all `ranks` have arrived, or the first one times out; return the missing ones."""
-    # Collective over `ranks`, in messages: a collective call of MPI can't be cancelled and doesn't
+def bounded_barrier(mpi: Any, comm: Any, limit_s: float, what: str) -> list[int]:
+    """Wait until all ranks have arrived, or rank 0 times out; return the missing ones."""
+    # Collective over `comm`, in messages: a collective call of MPI can't be cancelled and doesn't
     # report missing ranks.
-    first, *others = ranks
-    if not others:
-        return []
-    if comm.rank == first:
-        return _collect(mpi, comm, others, limit_s, what)
-    comm.Isend([_HERE, mpi.BYTE], first, _TAG).Test()  # never waited for, as its buffer stays
+    if comm.rank == 0:
+        return _collect(mpi, comm, limit_s, what)
+    comm.Isend([_HERE, mpi.BYTE], 0, _TAG).Test()  # never waited for, as its buffer stays
     verdict = bytearray(_BYTES)
     _held[id(verdict)] = verdict
-    answer = comm.Irecv([verdict, mpi.BYTE], first, _TAG)
-    is_late = _await([answer], limit_s + _GRACE_S, f"{what}: rank {comm.rank} awaits rank {first}")
+    answer = comm.Irecv([verdict, mpi.BYTE], 0, _TAG)
+    is_late = _await([answer], limit_s + _GRACE_S, f"{what}: rank {comm.rank} awaits rank 0")
     if is_late:
         # Until a cancelled request is completed, MPI may write to its buffer.
         answer.Cancel()
         answer.Wait()
     del _held[id(verdict)]
-    return [first] if is_late else list(json.loads(verdict.rstrip(b"\0")))
+    return [0] if is_late else list(json.loads(verdict.rstrip(b"\0")))
 
 
-def _collect(mpi: Any, comm: Any, others: list[int], limit_s: float, what: str) -> list[int]:
+def _collect(mpi: Any, comm: Any, limit_s: float, what: str) -> list[int]:
     """Wait for the other ranks; send them the list of missing ranks, and return it."""
+    others = range(1, comm.size)
     marks = bytearray(len(others))
     _held[id(marks)] = marks
     view = memoryview(marks)  # whose slices are parts of the same memory
     requests = [
         comm.Irecv([view[at : at + 1], mpi.BYTE], rank, _TAG) for at, rank in enumerate(others)
     ]
-    text = f"{what}: rank {comm.rank} awaits all of {len(others)} others"
+    text = f"{what}: rank 0 awaits all of {len(others)} others"
     open_indices = _await(requests, limit_s, text)
     absent = [others[at] for at in open_indices]
     verdict = json.dumps(absent[:_SHOWN]).encode().ljust(_BYTES, b"\0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from datetime import timedelta
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -71,9 +72,6 @@ class MpiModel(ComputationModel):
     launcher: ClassVar[str] = "mpi"
     options: ClassVar[frozenset[str]] = frozenset({"timeout", "device"})
     dtypes: frozenset[torch.dtype] = frozenset(DATATYPES)
-    topology: Topology = Topology(0, 1)
-    device: torch.device = torch.device("cpu")
-    transport_device: torch.device = torch.device("cpu")  # no property: collectives read it
     largest_count: ClassVar[int] = 2**31 - 1
     """Elements in one MPI call, which MPI 3 counts with a C int; more are sent in several calls."""
     _has_started_mpi: ClassVar[bool] = False
@@ -87,17 +85,15 @@ class MpiModel(ComputationModel):
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
         self._mpi = mpi
-        self.topology = topology
-        self.device = device
-        is_direct = device.type == "cuda" and world.is_cuda_aware(mpi)
-        self.transport_device = device if is_direct else torch.device("cpu")
+        self._topology, self._device = topology, device
         self._end = world.EndOfJob.install(mpi)
         self._world: Any = None  # the duplicate of the world, once `_communicator` has made it
         self._message_comm: Any = mpi.COMM_WORLD  # of `send` and `recv` among all ranks
-        self._comms: list[Any] = []  # made here, so that `finalize` frees them
+        self._comms: list[Any] = []  # made here, so that `finalize` frees those that are left
         self._is_live = True
         self._groups_made: dict[tuple[int, ...], int] = {}  # how many of the same ranks
         self.control: _ControlPlane = _ControlPlane(self, timeout_s)
+        self.control.destroy = mpi.Comm.Free
         self._calls = self.control.calls = MPICalls(mpi, self.control, self._end.end_at_exit)
 
     @classmethod
@@ -112,7 +108,8 @@ class MpiModel(ComputationModel):
         # A second instance would duplicate the world again, and wait for ranks that have only one.
         if not (isinstance(adopted, cls) and adopted.is_alive()):
             adopted = cls._adopted = cls(mpi, topology, world.choose_device(None, None))
-        adopted.topology = topology  # the hint may have changed
+        adopted._topology = topology  # the hint may have changed
+        vars(adopted).pop("topology", None)
         return adopted
 
     @classmethod
@@ -140,7 +137,8 @@ class MpiModel(ComputationModel):
         if self.is_alive():  # else pending operations may never end, or MPI is finalized
             is_finished = self._calls.finish()
             with self._calls.mapped_errors("Comm_free"):
-                for comm in self._comms if is_finished else ():  # unfinished calls still use them
+                # Unfinished calls still use them; a freed one is null, and so false.
+                for comm in filter(None, self._comms if is_finished else ()):
                     comm.Free()
         self._is_live = False
 
@@ -153,6 +151,21 @@ class MpiModel(ComputationModel):
     def is_alive(self) -> bool:
         return self._is_live and not self._mpi.Is_finalized()
 
+    # Collectives read these, and call nothing after the first time; subclasses may override them.
+
+    @cached_property
+    def topology(self) -> Topology:
+        return self._topology
+
+    @cached_property
+    def device(self) -> torch.device:
+        return self._device
+
+    @cached_property
+    def transport_device(self) -> torch.device:
+        is_direct = self.device.type == "cuda" and world.is_cuda_aware(self._mpi)
+        return self.device if is_direct else torch.device("cpu")
+
     def _communicator(self, group: Group | None) -> Any:
         """Return a group's communicator; the first call for all ranks duplicates the world."""
         if group is not None:
@@ -164,7 +177,7 @@ class MpiModel(ComputationModel):
 
     def _keep(self, comm: Any) -> Any:
         comm.Set_errhandler(self._mpi.ERRORS_RETURN)
-        self._comms.append(comm)
+        self._comms = [*filter(None, self._comms), comm]
         return comm
 
     def _pieces(self, tensor: Tensor) -> tuple[Tensor, ...]:
@@ -281,10 +294,10 @@ class MpiModel(ComputationModel):
         timeout_s = only_timeout_s("new_group on mpi4py", options)
         if self.topology.rank not in ranks:
             return Group(ranks)
-        name = f"new_group({list(ranks)})"
         parent = self._message_comm
-        create = lambda: self._keep(parent.Create_group(parent.group.Incl(ranks), _TAG))  # noqa: E731
-        comm = self._calls.run_when_all_arrived(name, parent, ranks, create)
+        # MPI can't time out here, but all ranks have just met in `begin_group`.
+        with self._calls.mapped_errors(f"new_group({list(ranks)})"):
+            comm = self._keep(parent.Create_group(parent.group.Incl(ranks), _TAG))
         # The count gives each group of the same ranks its own connections.
         count = self._groups_made[ranks] = self._groups_made.get(ranks, 0) + 1
         group = Group(ranks, comm, f"{ranks} {count}", timeout_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
@@ -14,18 +14,16 @@ from torch import Tensor
 
 from unisono.control.absent_ranks import LOOK_S, Wait, matching_error
 from unisono.control.plane import SocketControlPlane
-from unisono.deadlines import allowed_s, format_s, limit_of
+from unisono.deadlines import allowed_s, limit_of
 from unisono.errors import (
     CollectiveError,
     CollectiveMismatchError,
-    CollectiveTimeoutError,
     PayloadError,
     PeerFailedError,
 )
-from unisono.model.handle import BACKGROUND, Handle, SafeFuture
+from unisono.model.handle import Handle
 from unisono.model.reduction import TENSOR_STEPS, ReduceOp
-from unisono.models.mpi.barrier import bounded_barrier
-from unisono.topology import Group, name_of, named
+from unisono.topology import Group, name_of
 
 T = TypeVar("T")
 
@@ -184,33 +182,6 @@ class MPICalls:
     def _is_done(self, request: Any) -> bool:
         with self._test_lock:
             return bool(request.Test())
-
-    def run_when_all_arrived(
-        self, name: str, comm: Any, ranks: Sequence[int], call: Callable[[], T]
-    ) -> T:
-        """Run a call that MPI can't cancel, once all ranks have arrived in time."""
-        # Collective over `ranks`. If MPI may be called from any thread, another thread does both
-        # steps: Ctrl-C and alarms interrupt the main thread, and an interrupt between the steps
-        # would leave the other ranks in MPI forever.
-
-        def act() -> T:
-            with self.mapped_errors(name):
-                # Without a limit, MPI's own call waits for the ranks.
-                absent = limit_s is not None and bounded_barrier(mpi, comm, ranks, limit_s, name)
-                if not absent:
-                    return call()
-            self.mark_interrupted(f"{name} timed out")
-            late = f"{named(absent)} never reached {name}"
-            where = self._control.where(name)
-            raise CollectiveTimeoutError(
-                f"{late}\n  {where}: not done after {format_s(limit_s or 0)}"
-            )
-
-        mpi, limit_s = self._mpi, limit_of(self._control.timeout_s)
-        if not self.allows("MULTIPLE"):
-            return act()
-        outcome, _ = SafeFuture.in_thread(act, f"{BACKGROUND}-{name}")
-        return outcome.wait()
 
     def finish(self) -> bool:
         """Wait for pending operations, and free the reductions made here.

@@ -24,6 +24,7 @@ import torch
 from unisono.accelerators import accelerator_count, current_device
 from unisono.at_exit import LastCalls
 from unisono.deadlines import format_s, limit_of
+from unisono.environments.detection import explain
 from unisono.errors import BackendUnavailableError, ContextError, GroupMembershipError
 from unisono.models.mpi.barrier import LIMIT_S, bounded_barrier
 from unisono.topology import ContextHint, RankInfo, Topology, named
@@ -34,11 +35,6 @@ _REMEDY = (
     "or apt-get install openmpi-bin libopenmpi-dev and pip install mpi4py"
 )
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_SIZE", "MPI_LOCALNRANKS")
-_LOCAL = (
-    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    ("MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
-)
 
 
 def why_unavailable() -> str | None:
@@ -179,33 +175,20 @@ class EndOfJob:
 
 def adopted_topology(mpi: Any, hint: ContextHint, environ: Mapping[str, str]) -> Topology | None:
     """Return the topology of a world created outside unisono; None for a process alone."""
-    world, info = mpi.COMM_WORLD, hint.environment
-    rank, size = world.rank, world.size
-    if size == 1:
+    info, place = hint.environment, (mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size)
+    topology = Topology(*place)
+    if topology.world_size == 1:
         # Any process that runs alone has such a world. The world counts if mpiexec has started the
         # process and the environment shows no other ranks.
         is_started = any(name in environ for name in _SIZES)
         if not is_started or (info is not None and info.world_size > 1):
             return None
-        topology = Topology(0, 1, 0, 1, 0, 1)
-    elif info is not None and (info.rank, info.world_size) == (rank, size):
-        topology = info.topology()
-    else:
-        topology = Topology(rank, size)
-    if topology.local_rank is None:
-        topology = _with_variables(topology, environ)
+        topology = RankInfo(0, 1).topology()
+    for each in (info, *(finding.info for finding in explain(environ))):
+        if topology.local_rank is None and each and (each.rank, each.world_size) == place:
+            topology = topology.or_else(each)
     if hint.local_rank is not None:
         topology = replace(topology, local_rank=hint.local_rank)
-    return topology
-
-
-def _with_variables(topology: Topology, environ: Mapping[str, str]) -> Topology:
-    for rank_name, size_name in _LOCAL:
-        rank, size = environ.get(rank_name, ""), environ.get(size_name, "")
-        if rank.isdecimal() and size.isdecimal():
-            is_one_node = int(size) == topology.world_size
-            node = (0, 1) if is_one_node else (topology.node_rank, topology.nnodes)
-            return Topology(topology.rank, topology.world_size, int(rank), int(size), *node)
     return topology
 
 
@@ -214,7 +197,7 @@ def gather(mpi: Any, info: RankInfo, timeout: timedelta | None) -> None:
     world = mpi.COMM_WORLD
     limit_s = limit_of(LIMIT_S if timeout is None else timeout.total_seconds())
     assert limit_s is not None
-    absent = bounded_barrier(mpi, world, range(world.size), limit_s, "set-up of mpi4py")
+    absent = bounded_barrier(mpi, world, limit_s, "set-up of mpi4py")
     if absent:
         what = f"{named(absent)} never reached initialize()"
         EndOfJob.install(mpi).end_at_exit(what)  # else MPI would wait for them there

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 import torch
@@ -80,11 +80,13 @@ class _KnownBackends:
         return tuple(name for name in names if name not in (dist.Backend.UNDEFINED, "fake"))
 
 
-class _CurrentDevice:
-    """The accelerator that is current at the time of access, as a program may change it."""
+class _Device:
+    """A model's device; without one, the current accelerator, which a program may change."""
 
-    def __get__(self, instance: object, _owner: type) -> Any:
-        return self if instance is None else current_device()  # which initialises it
+    def __get__(self, instance: Any, _owner: type) -> Any:
+        if instance is None or instance._device is None:
+            return self if instance is None else current_device()  # which initialises it
+        return vars(instance).setdefault("device", instance._device)
 
 
 class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
@@ -97,10 +99,8 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         {"timeout", "init_method", "store", "device", "device_id", "pg_options", "group_name"}
     )
     dtypes: frozenset[torch.dtype] = COMMON_DTYPES
-    # No properties, as every collective reads them.
-    topology: Topology = Topology(0, 1)
-    device: torch.device = cast("Any", _CurrentDevice())
-    transport_device: torch.device = torch.device("cpu")
+    # Calls nothing after its first access, since collectives read it; subclasses may override it.
+    device: torch.device = cast("Any", _Device())
 
     def __init__(
         self,
@@ -113,21 +113,17 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
         # For `is_alive`: once torch has another default group, this context is over.
         self._pg = dist.group.WORLD
         self._backend = str(dist.get_backend())
-        self.topology = topology
+        self._topology = topology
         self._is_owner = is_owner
         self._interface = interface
         if device is None:
             kind = accelerator()
             if kind is None or not process_group.serves(self._backend, kind.type):
                 device = torch.device("cpu")
-        if device is not None:
-            self.device = device
-        table = process_group.backends_by_device(self._backend)
-        # Gloo takes only tensors in the host's memory, and a backend without this device gets them.
-        is_hosted = table.get(self.device.type, "gloo") == "gloo"
-        self.transport_device = torch.device("cpu") if is_hosted else self.device
+        self._device = device
+        self._table = process_group.backends_by_device(self._backend)
         self._timeout = timeout or process_group.timeout_of(self._pg, self.transport_device)
-        carrier = table.get(self.transport_device.type)
+        carrier = self._table.get(self.transport_device.type)
         is_gloo = carrier in ("gloo", NAME)
         self._gathers_at_root = carrier == "gloo" and topology.world_size >= _MANY
         timeout_s = None if self._timeout is None else self._timeout.total_seconds()
@@ -199,7 +195,8 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
                 # The exchange also keeps ranks from ending, and looking dead, while others join.
                 with deadline(rendezvous.left()):
                     hosts = model.exchange(host_of_this_process().encode())
-                    model.topology = model.topology.among(hosts)
+                    model._topology = info.topology().among(hosts)
+                    vars(model).pop("topology", None)  # that of `info`
         except (RuntimeError, ValueError, OSError) as error:
             if dist.group.WORLD is not None:
                 dist.destroy_process_group()
@@ -243,6 +240,18 @@ class NativeModel(ComputationModel, LaunchHooks, TrainingHooks):
     @property
     def backend(self) -> str:
         return self._backend
+
+    # Cached, as `device` is.
+
+    @cached_property
+    def topology(self) -> Topology:
+        return self._topology
+
+    @cached_property
+    def transport_device(self) -> torch.device:
+        # Gloo takes only tensors in the host's memory, and a backend without this device gets them.
+        is_hosted = self._table.get(self.device.type, "gloo") == "gloo"
+        return torch.device("cpu") if is_hosted else self.device
 
     def wrap_module(self, module: nn.Module, wrapper: str, **options: Any) -> nn.Module | None:
         return process_group.wrap(module, wrapper, self.device, **options)

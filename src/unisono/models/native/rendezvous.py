@@ -216,7 +216,7 @@ class Rendezvous:
         if info.source != "spawn" or not info.node_rank or not info.store_is_hosted:
             return False
         try:
-            found = _of_attempt(store).compare_set(f"process/{info.rank}", "", token)
+            found = self._of_attempt(store).compare_set(f"process/{info.rank}", "", token)
         except RuntimeError:  # the store is closing; else the wait for its end reports the error
             return True
         return found.decode() != token
@@ -248,7 +248,7 @@ class Rendezvous:
 
     def _await_all(self, store: Store) -> Store:
         """Wait for all ranks; return the part of the store for this context."""
-        attempt = _of_attempt(store)
+        attempt = self._of_attempt(store)
         turn, missing = self._gather_ranks(attempt)
         if not missing:
             return PrefixStore(f"turn/{turn}", attempt)
@@ -265,6 +265,14 @@ class Rendezvous:
             f"{named(missing)} of {self.info.world_size} did not reach {self._address()} {limit} "
             f"(rank {self.info.rank} did){self._remedy('them')}"
         )
+
+    def _of_attempt(self, store: Store) -> PrefixStore:
+        """Return the part of a store for this attempt of torchrun."""
+        # Rank 0's own store is new in each attempt, in which the agents' counts may differ: an
+        # agent counts only failures of its own ranks.
+        is_kept = self._private or self.info.store_is_hosted
+        count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_kept else "0"
+        return PrefixStore(f"unisono/{count}", store)
 
     def _who(self) -> str:
         return f"rank {self.info.rank} of {self.info.world_size}"
@@ -372,11 +380,6 @@ class Rendezvous:
 def _token(process: int) -> str:
     """Return a random text for a process; a fork has its own, as another rank."""
     return f"{process} {secrets.token_hex(8)}"
-
-
-def _of_attempt(store: Store) -> PrefixStore:
-    """Return the part of a store for this attempt of torchrun."""
-    return PrefixStore(f"unisono/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 @functools.cache

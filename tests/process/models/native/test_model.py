@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from unisono.errors import (
 )
 from unisono.models.native import model as native, process_group as setup
 from unisono.models.native.model import NativeModel
-from unisono.topology import EVERYBODY, ContextHint, RankInfo
+from unisono.topology import EVERYBODY, ContextHint, RankInfo, Topology
 
 
 def _in_two_processes(fn: Callable[[int], None]) -> None:
@@ -147,6 +149,30 @@ def test_an_adopted_group_is_on_the_devices_that_its_backend_names(
         dist.destroy_process_group()
 
 
+def test_a_subclass_overrides_facts_by_properties(tmp_path: Path) -> None:
+    """Each builds on that of the base class, and `initialize` changes the topology later."""
+
+    class Elsewhere(NativeModel):
+        @property
+        def device(self) -> torch.device:  # type: ignore[override]
+            return torch.device("meta", super().device.index)
+
+        @property
+        def topology(self) -> Topology:
+            return replace(super().topology, node_rank=0, nnodes=7)
+
+    def fn(rank: int) -> None:
+        url = f"file://{tmp_path}/store"
+        model = Elsewhere.initialize("gloo", RankInfo(rank, 2), init_method=url)
+        assert model.topology == Topology(rank, 2, rank, 2, 0, 7)
+        devices = model.device, model.transport_device
+        assert devices == (torch.device("meta"), torch.device("cpu"))
+        assert NativeModel(Topology(rank, 2), None, False).device == torch.device("cpu")
+        model.finalize()
+
+    _in_two_processes(fn)
+
+
 def test_an_adopted_group_of_gloo_leaves_the_accelerator_uninitialised(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -177,6 +203,21 @@ def test_those_who_came_name_all_who_did_not() -> None:
         words = r"^ranks 1, 3 of 4 did not reach [\s\S]*init_method="
         with pytest.raises(ContextError, match=words):
             idist.initialize("gloo", rank=2 * rank, world_size=4, timeout=2, init_method=url)
+
+    _in_two_processes(fn)
+
+
+def test_ranks_whose_agents_have_counted_other_numbers_of_restarts_meet() -> None:
+    """As after a failure that only one of two nodes has noticed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+
+    def fn(rank: int) -> None:
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(rank)
+        idist.initialize("gloo", rank=rank, world_size=2, timeout=10, init_method=url)
+        assert idist.all_gather(rank) == [0, 1]
+        idist.finalize()
 
     _in_two_processes(fn)
 
