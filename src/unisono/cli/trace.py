@@ -11,6 +11,7 @@ import typer
 
 from unisono.cli._tables import Column, show
 from unisono.errors import ArgumentError
+from unisono.topology import named
 
 if TYPE_CHECKING:
     from unisono.observe.perfetto import JobTrace
@@ -34,6 +35,7 @@ _LINES = (
     Column("moving", is_number=True, drop_order=1),
     Column("for rank", is_number=True),
 )
+_FAILED = (Column("call"), Column("line"), Column("on"), Column("error"))
 _MOST_LINES = 20
 
 
@@ -119,7 +121,7 @@ def _show(job: JobTrace, waits: Watch) -> None:
     show(f"job {job.name}: {waits.headline}", _RANKS, rows)
     missing = sorted(set(range(job.world_size)) - set(job.records))
     if missing:
-        typer.echo(f"no trace of ranks {', '.join(map(str, missing))}")
+        typer.echo(f"no trace of {named(missing)}")
     lines = [
         [
             line.name,
@@ -136,3 +138,16 @@ def _show(job: JobTrace, waits: Watch) -> None:
     if lines:
         typer.echo()
         show("by call and line, over all ranks", _LINES, lines)
+    _show_failed(job)
+
+
+def _show_failed(job: JobTrace) -> None:
+    failed: dict[tuple[str, str, str], list[int]] = {}
+    for rank, records in job.records.items():
+        for each in filter(lambda record: record.error, records):
+            site = f"{Path(each.file).name}:{each.line}"
+            failed.setdefault((each.name, site, each.error), []).append(rank)
+    rows = [[name, site, named(ranks), why] for (name, site, why), ranks in failed.items()]
+    if rows:
+        typer.echo()
+        show("calls that failed", _FAILED, rows[:_MOST_LINES])
