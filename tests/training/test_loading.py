@@ -405,6 +405,28 @@ def test_a_ready_loader_keeps_what_its_batch_sampler_says() -> None:
     assert (dealt if size == 1 else dealt.sampler) is unlike
 
 
+@pytest.mark.ranks(1, 2, on="threads")
+def test_a_loader_of_a_distributed_sampler_has_one_ranks_counts_already() -> None:
+    rank, size = idist.get_rank(), idist.get_world_size()
+    data: Any = list(range(8 * size))
+    samplers: tuple[Any, Any] = DistributedSampler(data, size, rank), idist.EvaluationSampler(data)
+    for own in samplers:
+        batches = BatchSampler(own, 4, False)
+        theirs: list[DataLoader[Any]] = [
+            DataLoader(data, 4, sampler=own, num_workers=size),
+            DataLoader(data, batch_sampler=batches, num_workers=size),
+        ]
+        for loader in theirs:
+            for is_per_replica in (False, True):
+                made = idist.auto_dataloader(loader, per_replica=is_per_replica)
+                assert (made.batch_size, made.num_workers) == (4, size)
+                assert made.sampler is own
+        given = idist.auto_dataloader(theirs[0], batch_size=4 * size, num_workers=size)
+        assert (given.batch_size, given.num_workers) == (4, 1)  # arguments count as always
+    unbatched: DataLoader[Any] = DataLoader(data, None, sampler=samplers[0], num_workers=size)
+    assert idist.auto_dataloader(unbatched).num_workers == size
+
+
 class Pair(NamedTuple):
     x: Any
     y: Any

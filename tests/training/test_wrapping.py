@@ -639,6 +639,40 @@ class Averaging(ThreadsModel, TrainingHooks):
         return lambda: None
 
 
+class Lazy(ThreadsModel, TrainingHooks):
+    """A model whose backward can't average, as that of XLA."""
+
+    name = "lazy"
+    backends = ("lazy",)
+    averages_in_step = True
+
+
+def test_a_step_averages_only_in_the_context_of_its_optimizer() -> None:
+    idist.register_model(Lazy)
+    made: list[Optimizer] = []
+    try:
+        run("lazy", 2, averages_in_step, made)
+        with pytest.raises(ContextError, match=r"other than the active one \(serial\).*auto_optim"):
+            made[0].step()
+        run("lazy", 2, averages_in_step, made)  # made again, in the new context
+    finally:
+        unregister_model(Lazy)
+
+
+def averages_in_step(local_rank: int, made: list[Optimizer]) -> None:
+    if local_rank == 0 and not made:
+        made.append(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
+    plain = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    optimizer = idist.auto_optim(plain if local_rank else made[0])
+    assert type(optimizer).__base__ is torch.optim.SGD
+    (parameter,) = optimizer.param_groups[0]["params"]
+    before = parameter.item()
+    for _ in range(2):
+        parameter.grad = torch.full((1,), float(local_rank))
+        optimizer.step()
+    assert parameter.item() == before - 1.0
+
+
 def test_gradients_are_averaged_in_the_order_of_the_optimizers() -> None:
     idist.register_model(Averaging)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,10 +11,11 @@ import typer
 
 from unisono.cli._tables import Column, show
 from unisono.errors import ArgumentError
+from unisono.topology import named
 
 if TYPE_CHECKING:
     from unisono.observe.perfetto import JobTrace
-    from unisono.observe.waits import Watch
+    from unisono.observe.waits import LineCost, Watch
 
 _RANKS = (
     Column("rank", is_number=True),
@@ -24,16 +25,20 @@ _RANKS = (
     Column("moving", is_number=True),
     Column("in calls", is_number=True, drop_order=1),
 )
-_LINES = (
-    Column("call"),
-    Column("line"),
-    Column("calls", is_number=True),
-    Column("MB", is_number=True, drop_order=2),
-    Column("seconds", is_number=True),
-    Column("waiting", is_number=True),
-    Column("moving", is_number=True, drop_order=1),
-    Column("for rank", is_number=True),
+_LINES: Sequence[tuple[Column, Callable[[LineCost], str]]] = (
+    (Column("call"), lambda line: line.name),
+    (Column("line"), lambda line: Path(line.site).name),
+    (Column("calls", is_number=True), lambda line: str(line.calls)),
+    (Column("MB", is_number=True, drop_order=2), lambda line: f"{line.size_bytes / 1e6:.3f}"),
+    (Column("seconds", is_number=True), lambda line: f"{line.total_s:.3f}"),
+    (Column("waiting", is_number=True), lambda line: f"{line.waiting_s:.3f}"),
+    (Column("moving", is_number=True, drop_order=1), lambda line: f"{line.moving_s:.3f}"),
+    (
+        Column("for rank", is_number=True),
+        lambda line: "" if line.slowest is None else str(line.slowest),
+    ),
 )
+_FAILED = (Column("call"), Column("line"), Column("on"), Column("error"))
 _MOST_LINES = 20
 
 
@@ -119,20 +124,21 @@ def _show(job: JobTrace, waits: Watch) -> None:
     show(f"job {job.name}: {waits.headline}", _RANKS, rows)
     missing = sorted(set(range(job.world_size)) - set(job.records))
     if missing:
-        typer.echo(f"no trace of ranks {', '.join(map(str, missing))}")
-    lines = [
-        [
-            line.name,
-            Path(line.site).name,
-            str(line.calls),
-            f"{line.size_bytes / 1e6:.3f}",
-            f"{line.total_s:.3f}",
-            f"{line.waiting_s:.3f}",
-            f"{line.moving_s:.3f}",
-            "" if line.slowest is None else str(line.slowest),
-        ]
-        for line in waits.lines[:_MOST_LINES]
-    ]
+        typer.echo(f"no trace of {named(missing)}")
+    lines = [[cell(line) for _, cell in _LINES] for line in waits.lines[:_MOST_LINES]]
     if lines:
         typer.echo()
-        show("by call and line, over all ranks", _LINES, lines)
+        show("by call and line, over all ranks", [column for column, _ in _LINES], lines)
+    _show_failed(job)
+
+
+def _show_failed(job: JobTrace) -> None:
+    failed: dict[tuple[str, str, str], list[int]] = {}
+    for rank, records in job.records.items():
+        for each in filter(lambda record: record.error, records):
+            site = f"{Path(each.file).name}:{each.line}"
+            failed.setdefault((each.name, site, each.error), []).append(rank)
+    rows = [[name, site, named(ranks), why] for (name, site, why), ranks in failed.items()]
+    if rows:
+        typer.echo()
+        show("calls that failed", _FAILED, rows[:_MOST_LINES])

@@ -16,16 +16,9 @@ from typing import Any
 import psutil
 
 from unisono.observe.stacks import Frame, Stack
-from unisono.observe.verdict import ObservedCall, Rank
+from unisono.observe.verdict import Rank
 from unisono.recording import stack_signal
-from unisono.recording.status_page import (
-    IN_FLIGHT,
-    PageReader,
-    decode_ranks,
-    is_running,
-    pages,
-)
-from unisono.topology import EVERYBODY, members_of_pair
+from unisono.recording.status_page import PageReader, is_running, pages
 
 _S = 1e9
 _N_AT_ONCE = 16  # ranks that are asked for their stacks at the same time
@@ -150,7 +143,7 @@ def _rank(readers: Sequence[PageReader], meter: Meter, *, is_alone: bool) -> Ran
     rank = Rank(facts["rank"], facts["pid"], "dead", made_ns=facts["made_ns"], facts=facts)
     if newest.is_alive():
         rank = _with_process_state(rank, meter, is_alone=is_alone)
-    calls = sorted((c for page in readers for c in _calls(page)), key=lambda call: call.begin_ns)
+    calls = sorted((c for page in readers for c in page.calls()), key=lambda call: call.begin_ns)
     return replace(rank, calls=tuple(calls))
 
 
@@ -182,29 +175,6 @@ def _thread_of(rank: Rank) -> int:
     """Return the id of a rank's own thread, or of the main one if it has ended."""
     thread_id = int(rank.facts.get("thread_id", 0))
     return thread_id if Path(f"/proc/{rank.pid}/task/{thread_id}").exists() else rank.pid
-
-
-def _calls(page: PageReader) -> Iterable[ObservedCall]:
-    """Read the calls of a page, with the members of their groups."""
-    context = f"{page.facts.get('model', '')} {page.facts.get('backend', '')}"
-    groups = {name: decode_ranks(each) for name, each in page.facts.get("groups", {}).items()}
-    # Pages list only groups of some ranks.
-    groups[EVERYBODY] = tuple(range(page.facts["world_size"]))
-    for each in page.records():
-        yield ObservedCall(
-            name=each.name,
-            context=context,
-            group=each.group,
-            ranks=groups.get(each.group) or members_of_pair(each.group),  # of send or recv
-            number=each.number,
-            file=each.file,
-            line=each.line,
-            begin_ns=each.begin_ns,
-            end_ns=each.end_ns,
-            size_bytes=each.size_bytes,
-            lane=each.thread_id,  # other pages of the process use the lane's number, too
-            is_blocking=each.state != IN_FLIGHT,
-        )
 
 
 def send(job: ObservedJob, number: int) -> None:

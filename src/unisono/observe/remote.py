@@ -24,8 +24,8 @@ import psutil
 from unisono.errors import ArgumentError
 from unisono.observe.jobs import ObservedJob, job_of, stacks_of
 from unisono.observe.stacks import Frame, Stack
-from unisono.observe.verdict import ObservedCall, Rank
-from unisono.recording.status_page import decode_ranks, encode_ranks
+from unisono.observe.verdict import Rank
+from unisono.recording.status_page import ObservedCall, decode_ranks, encode_ranks
 
 _LIMIT_S = 30.0  # srun may wait for a step, kubectl for a login, Python for a file server
 _END_S = 2.0  # for a command to end after each signal

@@ -10,36 +10,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from unisono.observe.stacks import Stack
+from unisono.recording.status_page import CallKey, ObservedCall
 from unisono.topology import named
 
 _S = 1e9
 _PATIENCE_S = 0.5  # a rank counts as late only if others have waited longer for it
 _IDLE_PERCENT = 20.0  # of a core; checks for deaths and deadlines take less
-_KEY = tuple[str, str]
 K = TypeVar("K")
-
-
-@dataclass(frozen=True, slots=True)
-class ObservedCall:
-    """One call of a rank."""
-
-    name: str
-    context: str
-    group: str
-    ranks: tuple[int, ...]
-    number: int
-    file: str
-    line: int
-    begin_ns: int
-    end_ns: int = 0
-    size_bytes: int = 0
-    lane: int = 0
-    is_blocking: bool = True
-
-    @property
-    def key(self) -> _KEY:
-        """The context and group in which the call is numbered."""
-        return self.context, self.group
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,13 +226,13 @@ def innermost(calls: Sequence[ObservedCall]) -> list[ObservedCall]:
     found: dict[int, ObservedCall] = {}
     for call in sorted(calls, key=lambda each: each.begin_ns):
         if not call.end_ns and call.is_blocking:
-            found[call.lane] = call
+            found[call.thread_id] = call
     return sorted(found.values(), key=lambda each: each.begin_ns)
 
 
-def _newest(calls: Iterable[ObservedCall]) -> dict[_KEY, int]:
+def _newest(calls: Iterable[ObservedCall]) -> dict[CallKey, int]:
     """Return the number of a rank's last call in each group."""
-    numbers: dict[_KEY, int] = {}
+    numbers: dict[CallKey, int] = {}
     for call in calls:
         numbers[call.key] = max(call.number, numbers.get(call.key, 0))
     return numbers
@@ -411,7 +388,7 @@ def _costs(
     ranks: Iterable[Rank],
 ) -> tuple[defaultdict[int, float], defaultdict[int, list[float]], int]:
     """Return the seconds lost to each rank, its delays when it came last, and the call count."""
-    arrivals: dict[tuple[_KEY, int], dict[int, ObservedCall]] = defaultdict(dict)
+    arrivals: dict[tuple[CallKey, int], dict[int, ObservedCall]] = defaultdict(dict)
     for rank in ranks:
         for call in _without_inner(rank.calls):
             if call.number and call.is_blocking:
@@ -438,6 +415,6 @@ def _costs(
 def _without_inner(calls: Sequence[ObservedCall]) -> Iterator[ObservedCall]:
     """Iterate over the calls that contain no other; `calls` are in the order of their starts."""
     for at, call in enumerate(calls):
-        following = next((each for each in calls[at + 1 :] if each.lane == call.lane), None)
+        following = next((c for c in calls[at + 1 :] if c.thread_id == call.thread_id), None)
         if following is None or following.begin_ns >= (call.end_ns or math.inf):
             yield call

@@ -34,6 +34,11 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 U = TypeVar("U")
+_REFUSED = {
+    "join": "its calls wait, its replicas stay",
+    "max_nnodes": "all its replicas are on this host",
+    "max_restarts": "a call after a failure starts replicas again",
+}
 
 
 class WorkerPool:
@@ -79,9 +84,7 @@ class WorkerPool:
         **options: Unpack[PoolOptions],
     ) -> None:
         given: dict[str, Any] = {**options}
-        if "join" in given:
-            raise ArgumentError("a pool takes no join: its calls wait, its replicas stay")
-        _check_host(given)
+        _check_options(given)
         cls, plan = check_job("WorkerPool", backend, nproc_per_node, given)
         check_stay(cls, given)
         warn_in_a_rank("WorkerPool", nproc_per_node, given)
@@ -319,8 +322,11 @@ def outcome(
     return call
 
 
-def _check_host(options: Mapping[str, Any]) -> None:
-    """Raise if options place replicas on other hosts."""
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Raise if options don't suit replicas that stay, or place them on other hosts."""
+    for name in {**options, **(options.get("launcher_options") or {})}:
+        if name in _REFUSED:
+            raise ArgumentError(f"a pool takes no {name}: {_REFUSED[name]}; leave {name} out")
     refused = {name: options[name] for name in ("nnodes", "hosts") if options.get(name) is not None}
     if refused.get("nnodes") == 1:
         del refused["nnodes"]

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.plugins import load
-from unisono.topology import pid_namespace
+from unisono.topology import EVERYBODY, members_of_pair, pid_namespace
 
 _log = logging.getLogger(__name__)
 # The page, in 8-byte words, in the host's byte order:
@@ -195,20 +195,30 @@ class Lane:
             self.words[index + word] = value
 
 
-@dataclass(frozen=True, slots=True)
-class PageRecord:
-    """A call, as recorded in its rank's page."""
+CallKey = tuple[str, str]
 
-    thread_id: int
+
+@dataclass(frozen=True, slots=True)
+class ObservedCall:
+    """A call of a rank, as recorded in its page."""
+
     name: str
+    context: str
+    group: str
+    ranks: tuple[int, ...]
+    number: int
     file: str
     line: int
-    group: str
-    number: int
-    size_bytes: int
     begin_ns: int
-    end_ns: int
-    state: int
+    end_ns: int = 0
+    size_bytes: int = 0
+    thread_id: int = 0
+    is_blocking: bool = True
+
+    @property
+    def key(self) -> CallKey:
+        """The context and group in which the call is numbered."""
+        return self.context, self.group
 
 
 class PageReader:
@@ -244,17 +254,22 @@ class PageReader:
         """Return whether the process that wrote the page still runs."""
         return is_running(self.facts["pid"], self.facts["start_ticks"])
 
-    def records(self) -> list[PageRecord]:
+    def calls(self) -> list[ObservedCall]:
         """Return the last 128 calls of each thread, in the order in which they began."""
+        # Pages list only groups of some ranks.
+        groups = {name: decode_ranks(each) for name, each in self.facts["groups"].items()}
+        groups[EVERYBODY] = tuple(range(self.facts["world_size"]))
         found = [
-            record
+            call
             for lane in range(_LANES)
             for index in range(_RING)
-            if (record := self._record(lane, index)) is not None
+            if (call := self._call(lane, index, groups)) is not None
         ]
-        return sorted(found, key=lambda record: record.begin_ns)
+        return sorted(found, key=lambda call: call.begin_ns)
 
-    def _record(self, lane: int, index: int) -> PageRecord | None:
+    def _call(
+        self, lane: int, index: int, groups: Mapping[str, tuple[int, ...]]
+    ) -> ObservedCall | None:
         """Read one record; return None if there is none, or if it is just being written."""
         start = _LANES_AT + lane * _LANE_BYTES
         first = start + _HEAD_BYTES + index * _RECORD.size
@@ -264,9 +279,11 @@ class PageReader:
         if not 0 < stamp == last & ~IN_FLIGHT == self._words[first // WORD]:
             return None
         name, group, line, file = text.decode("utf-8", "replace").split("\0")[:4]
-        return PageRecord(
-            self._words[start // WORD], name, file, int(line), group, number, size, begin, end,
-            last & IN_FLIGHT,
+        context = f"{self.facts.get('model', '')} {self.facts.get('backend', '')}"
+        ranks = groups.get(group) or members_of_pair(group)  # of send or recv
+        return ObservedCall(
+            name, context, group, ranks, number, file, int(line), begin, end, size,
+            self._words[start // WORD], not last & IN_FLIGHT,
         )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from unisono.payload.codec import decode, encode, frame_or_reason, raise_failure
 from unisono.payload.pickling import dump
 from unisono.payload.pytree import mapped, survey
 from unisono.payload.tensors import is_dense, plain as plain_tensor, view_bytes
-from unisono.topology import Group
+from unisono.topology import Group, ranks_by_value
 from unisono.training.same_tensors import is_sharded
 from unisono.training.states import has_state, own_states, plain
 
@@ -177,14 +177,12 @@ def _hash(*data: Any) -> bytes:
 
 def _line(path: str, column: Mapping[int, Leaf]) -> str:
     """Return a text with each rank's value at a path."""
-    text_of: dict[bytes, str] = {}
-    for text, hashed in column.values():
-        text_of.setdefault(hashed, text)
+    ranks_of = ranks_by_value({rank: hashed for rank, (_, hashed) in column.items()})
+    text_of = {hashed: column[ranks[0]][0] for hashed, ranks in ranks_of.items()}
     # Different values, such as two long tensors, may have the same text; then digests are shown.
     texts_differ = len(set(text_of.values())) > 1
     shown = []
-    for each, text in text_of.items():
-        where = [rank for rank, (_, hashed) in column.items() if hashed == each]
-        digest_text = "" if texts_differ else f" with digest {each.hex()[:8]}"
-        shown.append(f"ranks {where}: {text}{digest_text}")
+    for hashed, ranks in ranks_of.items():
+        digest_text = "" if texts_differ else f" with digest {hashed.hex()[:8]}"
+        shown.append(f"ranks {ranks}: {text_of[hashed]}{digest_text}")
     return f"{path or 'the value'} ({' | '.join(shown)})"

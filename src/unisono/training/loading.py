@@ -67,8 +67,9 @@ def auto_dataloader(
         dataset: the same on every rank, a list for example; an iterable one must yield only
             this rank's part, as `shard` does. From a ``DataLoader`` a new loader is made: the
             arguments of the old one are used where `kwargs` has none; torch's ``BatchSampler``
-            counts as its size, order and ``drop_last``. A `ReplicaLoader` keeps its batches, if
-            ``batch_size`` isn't given.
+            counts as its size, order and ``drop_last``. The batch size and the workers of a
+            `ReplicaLoader`, and of a loader with a distributed sampler, are one rank's already;
+            they stay as they are, where `kwargs` has none.
         per_replica: whether ``batch_size`` and ``num_workers`` are those of each replica.
         to_device: whether batches are moved to `device`, from pinned memory in the background.
         kwargs: arguments of ``DataLoader``.
@@ -133,7 +134,9 @@ def _dataset_and_arguments(
     if loader.pin_memory:
         kwargs["pin_memory"] = True
     kwargs |= _batches_of(loader)
-    if type(loader) is ReplicaLoader and world_size > 1:
+    # A ReplicaLoader of a stream has no distributed sampler.
+    is_divided = type(loader) is ReplicaLoader or _shares(loader) or _shares(loader.batch_sampler)
+    if is_divided and world_size > 1:
         kwargs["num_workers"] *= facts.get_nproc_per_node()
         if kwargs.get("batch_size") is not None:
             kwargs["batch_size"] *= world_size
@@ -204,8 +207,7 @@ def _share(batch_size: int, world_size: int) -> int:
 
 def _own_batches(batch_sampler: Any, world_size: int) -> Any:
     """Return a batch sampler of this rank's batches; warn if the given one can't be split."""
-    holders: list[Any] = [batch_sampler, getattr(batch_sampler, "sampler", None)]
-    shares = [item.num_replicas for item in holders if hasattr(item, "num_replicas")]
+    shares = _shares(batch_sampler)
     if world_size in shares:
         return batch_sampler
     if not shares and hasattr(batch_sampler, "__len__"):
@@ -219,6 +221,12 @@ def _own_batches(batch_sampler: Any, world_size: int) -> Any:
         stacklevel=level(),
     )
     return batch_sampler
+
+
+def _shares(batches: Any) -> list[int]:
+    """Return the numbers of replicas over which a batch sampler and its sampler are distributed."""
+    samplers: tuple[Any, Any] = batches, getattr(batches, "sampler", None)
+    return [each.num_replicas for each in samplers if hasattr(each, "num_replicas")]
 
 
 def _sampler(dataset: Any, kwargs: dict[str, Any]) -> Any:

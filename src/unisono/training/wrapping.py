@@ -232,7 +232,8 @@ def auto_optim(optimizer: Optimizer, **kwargs: Any) -> Optimizer:
         `optimizer` itself where backward averages the gradients. Under `Replicated` it gets the
         state of rank 0; under torch's own wrappers it is unchanged: call
         `broadcast_optimizer_state` yourself. Where backward doesn't average, an optimizer whose
-        ``step`` does, if the library has such an optimizer (Horovod, XLA).
+        ``step`` does, if the library has such an optimizer (Horovod, XLA); with XLA in this context
+        alone.
 
     Raises:
         ArgumentError: `optimizer` isn't an optimizer, or the context's model supports no options.

@@ -36,7 +36,8 @@ from tests.support.screens import Ended, run
 from unisono.observe import remote
 from unisono.observe.jobs import Meter, look
 from unisono.observe.report import reports
-from unisono.observe.verdict import ObservedCall, Rank
+from unisono.observe.verdict import Rank
+from unisono.recording.status_page import ObservedCall
 
 LIMIT_S = 30.0
 DAY_NS = 86_400 * 10**9

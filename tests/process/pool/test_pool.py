@@ -530,6 +530,10 @@ def test_bad_input_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyP
     for name, value in wrong.items():
         with pytest.raises(ArgumentError, match=name):
             WorkerPool("gloo", **{name: value})  # type: ignore[arg-type]
+    restarts: Any = {"max_restarts": 1}
+    for more in (restarts, {"launcher": "torchrun", "launcher_options": restarts}, {"join": True}):
+        with pytest.raises(ArgumentError, match=r"a pool takes no (\w+): .*; leave \1 out"):
+            WorkerPool("gloo", **more)
     for elsewhere in ({"nnodes": 2}, {"hosts": "one:1,two:1"}, {"launcher": "slurm"}):
         with pytest.raises(ArgumentError, match=rf"{next(iter(elsewhere))}=.*on this host.*spawn"):
             WorkerPool("gloo", **elsewhere)

@@ -26,9 +26,16 @@ from unisono.errors import ArgumentError
 from unisono.observe import jobs
 from unisono.observe.jobs import Meter, ObservedJob, look
 from unisono.observe.report import reports
-from unisono.observe.verdict import ObservedCall, innermost
+from unisono.observe.verdict import innermost
 from unisono.recording.records import CallLog
-from unisono.recording.status_page import CALLED, IN_FLIGHT, StatusPage, encode_call, pages
+from unisono.recording.status_page import (
+    CALLED,
+    IN_FLIGHT,
+    ObservedCall,
+    StatusPage,
+    encode_call,
+    pages,
+)
 from unisono.topology import Group, pair
 
 pytestmark = [

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from unisono.observe.verdict import ObservedCall, Rank, judge
+from unisono.observe.verdict import Rank, judge
+from unisono.recording.status_page import ObservedCall
 from unisono.topology import named
 
 NOW = 100 * 10**9
@@ -23,12 +24,12 @@ def call(
     *,
     ranks: tuple[int, ...] = (0, 1, 2),
     group: str = ALL,
-    lane: int = 0,
+    thread_id: int = 0,
     is_blocking: bool = True,
 ) -> ObservedCall:
     begin, end = int(begin_s * 1e9), int(end_s * 1e9)
     return ObservedCall(
-        name, "gloo", group, ranks, number, "train.py", 7, begin, end, 0, lane, is_blocking
+        name, "gloo", group, ranks, number, "train.py", 7, begin, end, 0, thread_id, is_blocking
     )
 
 

@@ -21,7 +21,7 @@ from tests.support.worlds import several
 from unisono import context, registry
 from unisono.models.serial import SerialModel
 from unisono.recording.records import CallLog, CollectiveRecord, add_hook, is_in_step
-from unisono.recording.status_page import IN_FLIGHT, PageReader, pages
+from unisono.recording.status_page import PageReader, pages
 
 
 @pytest.fixture
@@ -98,14 +98,14 @@ def test_what_is_under_way_is_in_the_page() -> None:
 
     def look(record: CollectiveRecord) -> None:
         if record.rank == 0 and record.name == "all_gather":
-            seen.append(own_page().records()[-1])
+            seen.append(own_page().calls()[-1])
 
     remove = add_hook(before=look)
     idist.all_gather("x")
     remove()
     if idist.get_rank() == 0:
         assert [record.end_ns for record in seen] == [0]
-    last = own_page().records()[-1]
+    last = own_page().calls()[-1]
     assert (last.name, last.file) == ("all_gather", __file__)
     assert last.end_ns >= last.begin_ns
 
@@ -113,11 +113,11 @@ def test_what_is_under_way_is_in_the_page() -> None:
 @several
 def test_what_was_started_is_in_flight_until_it_is_waited_for() -> None:
     handle = idist.all_reduce(torch.ones(4), async_op=True)
-    started = own_page().records()[-1]
+    started = own_page().calls()[-1]
     handle.wait()
-    done = own_page().records()[-1]
+    done = own_page().calls()[-1]
     assert (started.name, started.begin_ns) == (done.name, done.begin_ns)
-    assert started.state == IN_FLIGHT or started.end_ns
+    assert not started.is_blocking or started.end_ns
     assert done.end_ns
 
 
@@ -178,7 +178,7 @@ def test_a_call_that_a_hook_refuses_on_one_rank_is_not_counted_there(
         remove()
         assert (records[-1].name, records[-1].number) == ("all_reduce", 0)
         assert records[-1].error == "ZeroDivisionError: not now"
-        shown = own_page().records()[-1]
+        shown = own_page().calls()[-1]
         assert (shown.name, shown.number, shown.end_ns > 0) == ("all_reduce", 0, True)
     assert idist.all_reduce(torch.ones(2)).tolist() == [size, size]
     number = records[-1].number

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("own_pages")
 
 
 def made(**facts: Any) -> StatusPage:
-    page = StatusPage.make({"rank": 0, "job": "a", **facts})
+    page = StatusPage.make({"rank": 0, "job": "a", "groups": {}, "world_size": 1, **facts})
     assert page is not None
     return page
 
@@ -61,7 +61,7 @@ def test_calls_and_facts_are_read_as_they_were_written(own_pages: Path) -> None:
     assert stat.S_IMODE(own_pages.stat().st_mode) == 0o700
     lane, stamp = begin(page, 3)
     (reader,) = pages()
-    (record,) = reader.records()
+    (record,) = reader.calls()
     assert (record.name, record.file, record.line, record.group) == (
         *("barrier", "train.py", 7, "all ranks"),
     )
@@ -69,7 +69,7 @@ def test_calls_and_facts_are_read_as_they_were_written(own_pages: Path) -> None:
     assert record.thread_id == threading.get_native_id()
     assert reader.facts["program"] == "train.py"
     lane.write(stamp, END, 555)
-    assert reader.records()[0].end_ns == 555
+    assert reader.calls()[0].end_ns == 555
     page.update(rank=4)
     assert pages()[0].facts["rank"] == 4
     page.close()
@@ -84,7 +84,7 @@ def test_the_last_calls_of_each_thread_are_kept() -> None:
         begin_in(lane, encode_call("next", "g", "f", 1), number, 0, number)
     lane.write(first, END, 9)  # others have its place by now
     begin_elsewhere(page, 1000)
-    records = pages()[0].records()
+    records = pages()[0].calls()
     assert [record.number for record in records] == [*range(173, 301), 1000]
     assert not any(record.end_ns for record in records)
     assert records[-1].thread_id != records[0].thread_id
@@ -95,7 +95,7 @@ def test_lanes_of_ended_threads_are_used_again() -> None:
     page = made()
     for number in range(1, 50):
         begin_elsewhere(page, number)
-    assert pages()[0].records()[-1].number == 49
+    assert pages()[0].calls()[-1].number == 49
     page.close()
 
 
@@ -111,7 +111,7 @@ def test_a_signals_handler_may_call_while_a_page_is_written() -> None:
     thread.start()
     thread.join(20)
     assert not thread.is_alive()
-    assert pages()[0].records()[0].name == "in the handler"
+    assert pages()[0].calls()[0].name == "in the handler"
     page.close()
 
 
@@ -136,12 +136,12 @@ def test_a_page_has_room_for_long_names() -> None:
     (reader,) = pages()
     assert reader.facts["groups"] == {}  # too long
     assert reader.facts["rank"] == 0
-    (record,) = reader.records()
+    (record,) = reader.calls()
     assert (record.name, record.line) == ("all_reduce", 1234567)
     assert record.file.endswith("dd/train.py")
     assert record.group == short_name("gr\u00fc\u00dfe " * 40)
     begin_in(lane_of(page), encode_call("\u00fc" * 300, "g" * 100, "train.py", 7), 2, 0, 2)
-    long_name = reader.records()[-1]
+    long_name = reader.calls()[-1]
     assert (long_name.name, long_name.group) == ("\u00fc" * 30, "g" * 100)
     assert (long_name.file, long_name.line) == ("train.py", 7)
     page.close()
@@ -169,7 +169,7 @@ def test_a_reader_never_sees_half_a_state() -> None:
             for reader in pages():
                 facts = reader.facts
                 assert facts.get("twice", 0) == 2 * facts.get("count", 0)
-                for record in reader.records():
+                for record in reader.calls():
                     number = record.number
                     seen.add(number)
                     assert record.size_bytes == number * 7

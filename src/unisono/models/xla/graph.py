@@ -87,15 +87,10 @@ def begin(kind: str) -> None:
         )
 
 
-def device() -> torch.device:
-    """Return the device of the calling replica."""
-    here: torch.device = torch_xla.device()
-    return here
-
-
-def device_type() -> str:
-    """Return the kind of device that the runtime runs on, such as ``"TPU"``."""
-    return str(xr.device_type())
+device: Callable[[], torch.device] = torch_xla.device
+"""Return the device of the calling replica."""
+device_type: Callable[[], str] = xr.device_type
+"""Return the kind of device that the runtime runs on, such as ``"TPU"``."""
 
 
 def replicas_are_threads() -> bool:

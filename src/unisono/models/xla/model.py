@@ -60,20 +60,17 @@ class _ControlPlane(ControlPlane):
     is_lazy = True
     is_thread_bound = True
     allows_threads = False
-
-    def __init__(self, model: XlaModel, are_threads: bool, cut: Callable[[], object]) -> None:
-        super().__init__(model)
-        self._are_threads = are_threads
-        self._cut = cut
+    model: XlaModel
 
     def compares_calls(self, group: Group | None) -> bool:
-        return self._are_threads and self.model.topology.size(group) > 1
+        return self.model._are_threads and self.model.topology.size(group) > 1
 
     def bucket(self, size_bytes: int) -> int:
-        return _bucket(size_bytes)
+        """Round up to a power of two: XLA compiles a graph for each size."""
+        return max(FRAME_BYTES, 1 << (size_bytes - 1).bit_length())
 
     def settle(self) -> None:
-        self._cut()
+        self.model._graph.cut(str(self.model.device))
 
 
 class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
@@ -116,8 +113,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         is_cpu = self._kind == "CPU"
         self.dtypes = _ON_CPU if is_cpu else _EVERYWHERE
         self.transport_device = torch.device("cpu") if is_cpu else self.device
-        cut = partial(graph.cut, str(self.device))
-        self.control: ControlPlane = _ControlPlane(self, self._are_threads, cut)
+        self.control: ControlPlane = _ControlPlane(self)
 
     @classmethod
     def why_unavailable(cls, backend: str) -> str | None:
@@ -189,7 +185,7 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
         if self._are_threads:
             return self._swap("an exchange", blob, group)
         # Across processes, all ranks are the only group with several members.
-        return fallback.exchange(self, blob, None, _bucket)
+        return fallback.exchange(self, blob, None, self.control.bucket)
 
     def wrap_module(self, module: nn.Module, wrapper: str, **options: Any) -> nn.Module | None:
         if wrapper != "ddp":
@@ -285,11 +281,6 @@ class XlaModel(ComputationModel, LaunchHooks, TrainingHooks):
     def _swap(self, call: str, item: T, group: Group | None) -> list[T]:
         ranks, rank = self.topology.members(group), self.topology.rank
         return REPLICAS.swap(name_of(group), ranks, rank, call, item, self._timeout_s)
-
-
-def _bucket(size_bytes: int) -> int:
-    """Round up to a power of two: XLA compiles a graph for each size."""
-    return max(FRAME_BYTES, 1 << (size_bytes - 1).bit_length())
 
 
 def _describe(call: str, tensor: Tensor) -> str:
