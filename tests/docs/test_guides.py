@@ -35,7 +35,12 @@ PROGRAMS = [path for folder in FOLDERS for path in sorted((folder / "programs").
 SCRIPTS = ROOT / "docs" / "learn" / "training-script.md"
 
 
-@pytest.mark.parametrize("block", CONSOLES.values(), ids=str)
+def name_of(block: Block) -> str:
+    """Give the name of its library, too, by which the session of that library takes its tests."""
+    return f"{block} on mpi" if " mpi " in block.text else str(block)
+
+
+@pytest.mark.parametrize("block", CONSOLES.values(), ids=name_of)
 def test_a_command_prints_what_its_page_says(block: Block, tmp_path: Path) -> None:
     for program in PROGRAMS:
         shutil.copy(program, tmp_path)

@@ -227,7 +227,7 @@ def test_a_replica_that_dies_is_named_and_replaced() -> None:
         assert not set(pids) & set(again)
         assert not any(psutil.pid_exists(pid) for pid in pids)
         os.kill(again[0], signal.SIGKILL)  # between two calls
-        psutil.wait_procs([psutil.Process(again[1])], timeout=20)
+        until(lambda: peek(workers(pool)[0].status), 10)
         assert pool.run(facts, 1)[1] == (1, 2, 2)
     assert not any(psutil.pid_exists(pid) for pid in again)
 
