@@ -397,22 +397,22 @@ class Peers:
         departure = self._await_departure(position)
         if departure is not None:  # its own report says more than its end
             text = f"{who} {departure.how}"
-        return self.fail(FailureReport("peer", text, rank))
+        return self._fail_first(FailureReport("peer", text, rank))
 
     def fail_late(self, states: dict[int, State]) -> CollectiveError:
         """Record that ranks of this round are late, given states from `ask`; return the error."""
-        return self._fail_overdue(self._report(states))
+        return self._fail_first(FailureReport("timeout", self._report(states)))
 
     def fail_blocked(self, position: int) -> CollectiveError:
         """Record that a neighbour doesn't read its messages; return the error."""
         late = Missing(self.ranks[position], pid=self.pids.get(position))
         text = f"{late.text()}\n  it hasn't read the messages that were sent to it"
-        return self._fail_overdue(text)
+        return self._fail_first(FailureReport("timeout", text))
 
-    def _fail_overdue(self, text: str) -> CollectiveError:
-        report = FailureReport("timeout", text)
-        # A rank that has failed meanwhile no longer says which ranks it waited for; its report did.
-        return self.fail(report if self.flooded is None else read_failure(self.flooded))
+    def _fail_first(self, failure: FailureReport) -> CollectiveError:
+        """Record the failure that another rank has reported, or else this one."""
+        # A rank that has failed takes no part any more: only its report says why.
+        return self.fail(failure if self.flooded is None else read_failure(self.flooded))
 
     def fail(self, failure: FailureReport, source: int | None = None) -> CollectiveError:
         """Record a failure, report it to all neighbours but its source, and return the error."""

@@ -183,6 +183,20 @@ def test_a_rank_that_cannot_send_hears_of_a_failure() -> None:
         assert caught.value.rank == 2
 
 
+def test_a_rank_that_failed_and_is_gone_is_not_the_culprit() -> None:
+    with first_of([[0], [1], [2]]) as (made, ends):
+        report = FailureReport("peer", "rank 2 is gone: it died", 2).encode()
+        with ThreadPoolExecutor(1) as pool:
+            round_of = pool.submit(made.exchange, b"mine", 60.0)
+            until(lambda: made.peers.waits[0] == (1, 2), 10.0)
+            ends[1][1].sendall(HEAD.pack(FAIL, 0, len(report)) + report)
+            for end in ends[1]:
+                end.close()
+            with pytest.raises(PeerFailedError, match="it died") as caught:
+                round_of.result(10.0)
+        assert caught.value.rank == 2
+
+
 def test_a_rank_that_left_is_missed_although_one_of_this_host_is_late(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
