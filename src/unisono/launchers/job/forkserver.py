@@ -229,12 +229,14 @@ class _Orphans:
         if any(ended):  # one has failed, so what it left behind must end
             self.are_ending, self._until = True, time.monotonic() + _TERM_S
         doomed = _in_group(self._group, here - self._spared) if self.are_ending else set()
-        is_over = time.monotonic() >= self._until
-        # Descendants are found again at each call, since one that ends may leave children.
-        if is_over or not doomed:
-            _signal(doomed, signal.SIGKILL)
+        # Descendants are found again at each call, since one that ends may leave children, also by
+        # SIGKILL. A zombie whose parent doesn't reap it stays.
+        late_s = time.monotonic() - self._until
+        if not doomed or late_s >= _TERM_S:
             # Those not in `before` may be left by a worker that just ended: the next call decides.
             self._spared, self._signalled, self.are_ending = here & before, set(), False
+        elif late_s >= 0:
+            _signal(doomed, signal.SIGKILL)
         else:
             # A stopped process gets SIGTERM only once it continues.
             _signal(doomed - self._signalled, signal.SIGTERM, signal.SIGCONT)
