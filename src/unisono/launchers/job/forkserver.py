@@ -229,14 +229,15 @@ class _Orphans:
         if any(ended):  # one has failed, so what it left behind must end
             self.are_ending, self._until = True, time.monotonic() + _TERM_S
         doomed = _in_group(self._group, here - self._spared) if self.are_ending else set()
-        # Descendants are found again at each call, since one that ends may leave children, also by
-        # SIGKILL. A zombie whose parent doesn't reap it stays.
-        late_s = time.monotonic() - self._until
-        if not doomed or late_s >= _TERM_S:
-            # Those not in `before` may be left by a worker that just ended: the next call decides.
-            self._spared, self._signalled, self.are_ending = here & before, set(), False
-        elif late_s >= 0:
+        is_over = time.monotonic() >= self._until
+        # Descendants are found again at each call, since one that ends may leave children.
+        if is_over or not doomed:
             _signal(doomed, signal.SIGKILL)
+            # Those not in `before` may be left by a worker that just ended, and all by one whose
+            # last threads are ending, so that it can't be reaped yet: the next call decides.
+            if not any(map(_is_zombie, workers.values())):
+                self._spared = here & before
+            self._signalled, self.are_ending = set(), False
         else:
             # A stopped process gets SIGTERM only once it continues.
             _signal(doomed - self._signalled, signal.SIGTERM, signal.SIGCONT)
@@ -252,6 +253,13 @@ def _children(pid: int) -> set[int]:
             with open(f"/proc/{pid}/task/{thread}/children") as file:
                 found.update(map(int, file.read().split()))
     return found
+
+
+def _is_zombie(pid: int) -> bool:
+    """Return whether the first thread of a process has ended."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] == "Z"
+    return False
 
 
 def _has_ended(pid: int) -> bool:
